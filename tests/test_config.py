@@ -1,0 +1,331 @@
+"""DSV4Config: both spellings of config.json, refusals, presets, RoPE frequencies."""
+
+import copy
+import dataclasses
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from dsv4_jax.config import CSA, HCA, LAYER_TYPES, SLIDING, DSV4Config, RopeScaling
+from tests.paths import DATA, PACKAGED
+
+
+MODERN = json.loads((DATA / "hf_tiny" / "config.json").read_text())
+MODERN_ONLY = ("layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor")
+RAW = {key: value for key, value in MODERN.items() if key not in MODERN_ONLY} | {
+    "compress_ratios": [0, 4, 16, 4, 16, 0],
+    "num_hash_layers": 1,
+    "qk_rope_head_dim": 8,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+def changed(base, path, value):
+    """A copy of a config with the field at a dotted path replaced."""
+    result = copy.deepcopy(base)
+    *parents, last = path.split(".")
+    target = result
+    for parent in parents:
+        target = target[parent]
+    target[last] = value
+    return result
+
+
+def test_spellings_give_equal_configs():
+    modern, raw = DSV4Config.from_hf(MODERN), DSV4Config.from_hf(RAW)
+    assert modern == raw
+    assert hash(modern) == hash(raw)
+    assert DSV4Config.from_hf(MODERN | RAW) == raw
+    assert raw.layer_types == (SLIDING, CSA, HCA, CSA, HCA)
+    assert [raw.compress_rate(layer) for layer in range(5)] == [0, 4, 16, 4, 16]
+    assert raw.mlp_layer_types == ("hash_moe", "moe", "moe", "moe", "moe")
+    assert (raw.qk_rope_head_dim, raw.nope_head_dim, raw.eos_token_id) == (8, 24, (1,))
+    assert raw.rope_scaling == RopeScaling(16.0, 64, 32.0, 1.0)
+
+
+def test_ratio_1_is_sliding_and_the_tail_is_ignored():
+    assert DSV4Config.from_hf(RAW | {"compress_ratios": [1, 4, 16, 4, 16, 0, 0, 7]}) == DSV4Config.from_hf(RAW)
+
+
+def test_partial_rotary_factor_alone_gives_the_rope_width():
+    config = {key: value for key, value in MODERN.items() if key != "qk_rope_head_dim"}
+    assert DSV4Config.from_hf(config) == DSV4Config.from_hf(RAW)
+
+
+def test_thetas_may_stand_in_either_place():
+    inside = {key: value for key, value in MODERN.items() if key not in ("rope_theta", "compress_rope_theta")}
+    assert DSV4Config.from_hf(inside) == DSV4Config.from_hf(RAW)
+    outside = copy.deepcopy(MODERN)
+    del outside["rope_parameters"]["main"]["rope_theta"]
+    assert DSV4Config.from_hf(outside) == DSV4Config.from_hf(RAW)
+    del outside["rope_theta"]
+    with pytest.raises(ValueError, match="lacks rope_parameters.main.rope_theta"):
+        DSV4Config.from_hf(outside)
+
+
+def test_without_hca_layers_there_is_no_hca_rate():
+    raw = DSV4Config.from_hf(RAW | {"compress_ratios": [0, 4, 0, 4, 0]})
+    modern = DSV4Config.from_hf(MODERN | {"layer_types": [SLIDING, CSA, SLIDING, CSA, SLIDING]})
+    assert raw == modern
+    assert raw.compress_rate_hca == 0
+
+
+def test_no_yarn():
+    default = {"rope_type": "default", "rope_theta": 160000.0, "partial_rotary_factor": 0.25}
+    raw, modern = RAW | {"rope_scaling": None}, changed(MODERN, "rope_parameters.compress", default)
+    assert DSV4Config.from_hf(raw) == DSV4Config.from_hf(modern)
+    expected = np.float32(1) / np.float32(160000) ** (np.arange(0, 8, 2, dtype=np.float32) / np.float32(8))
+    np.testing.assert_array_equal(DSV4Config.from_hf(raw).inv_freq(1), expected)
+
+
+@pytest.mark.parametrize("eos, expected", [(None, ()), (7, (7,)), ([1, 7], (1, 7))])
+def test_eos_token_ids(eos, expected):
+    assert DSV4Config.from_hf(RAW | {"eos_token_id": eos}).eos_token_id == expected
+
+
+def test_reads_a_folder_or_a_file():
+    assert DSV4Config.from_hf(DATA / "hf_tiny") == DSV4Config.from_hf(MODERN)
+    assert DSV4Config.from_hf(str(DATA / "hf_tiny" / "config.json")) == DSV4Config.from_hf(MODERN)
+    assert DSV4Config.from_hf(PACKAGED).head_dim == 96
+
+
+@pytest.mark.parametrize("base", [RAW, MODERN], ids=["raw", "modern"])
+def test_every_layout_field_is_required(base):
+    tokens, two_spellings = {"bos_token_id", "eos_token_id"}, {"qk_rope_head_dim", "rope_theta", "compress_rope_theta"}
+    fields = {field.name for field in dataclasses.fields(DSV4Config)} & set(base) - tokens - two_spellings
+    assert len(fields) > 20
+    for field in sorted(fields):
+        with pytest.raises(ValueError, match=rf"lacks .*{field}"):
+            DSV4Config.from_hf({key: value for key, value in base.items() if key != field})
+        if field != "rope_scaling":  # null: no YaRN
+            with pytest.raises(ValueError, match=rf"lacks .*{field}"):
+                DSV4Config.from_hf(base | {field: None})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["compress_ratios", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "rope_theta", "compress_rope_theta"],
+)
+def test_every_fact_of_the_raw_spelling_is_required(key):
+    with pytest.raises(ValueError, match=rf"lacks {key} or "):
+        DSV4Config.from_hf({name: value for name, value in RAW.items() if name != key})
+
+
+def test_all_missing_fields_are_named_at_once():
+    with pytest.raises(ValueError) as error:
+        DSV4Config.from_hf({"model_type": "deepseek_v4"})
+    for name in ("vocab_size", "hc_eps", "compress_ratios or layer_types", "num_hash_layers", "scoring_func"):
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("compress_ratios", [0, 4, 16, 4, 4], r"the layers' types: compress_ratios = .*, layer_types = "),
+        ("compress_ratios", [0, 4, 32, 4, 32], r"the HCA rate: compress_ratios = 32, compress_rates = 16"),
+        ("num_hash_layers", 2, r"the MLPs' types: num_hash_layers = .*, mlp_layer_types = "),
+        ("qk_rope_head_dim", 16, r"RoPE width: qk_rope_head_dim = 16, partial_rotary_factor \* head_dim = 8"),
+        ("rope_theta", 500, r"rope_theta: rope_theta = 500, rope_parameters.main.rope_theta = 10000.0"),
+        ("compress_rope_theta", 40000, r"compress_rope_theta = 40000, rope_parameters.compress.rope_theta = 160000.0"),
+        ("rope_scaling.factor", 40, r"YaRN: rope_parameters.compress = .*factor=16.0.*, rope_scaling = .*factor=40.0"),
+        ("rope_scaling", None, None),
+        ("rope_parameters.main.partial_rotary_factor", 0.5, r"RoPE width: qk_rope_head_dim = 8, .* = 16"),
+    ],
+)
+def test_contradicting_spellings_are_refused(path, value, message):
+    both = changed(RAW | MODERN, path, value)
+    if message is None:  # a null next to the other spelling says nothing
+        assert DSV4Config.from_hf(both) == DSV4Config.from_hf(RAW)
+        return
+    with pytest.raises(ValueError, match=message):
+        DSV4Config.from_hf(both)
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("model_type", "deepseek_v41", "model_type is 'deepseek_v41'"),
+        ("model_type", None, "model_type is None"),
+        ("compress_ratios", [0, 4, 16, 4, 128], r"compress_ratios holds \[16, 128\]"),
+        ("compress_ratios", [0, 4, -16, 4, 16], r"compress_ratios\[2\] is -16"),
+        ("compress_ratios", [0, 4, 16.0, 4, 16], r"compress_ratios\[2\] is 16.0"),
+        ("compress_ratios", [0, 4, True, 4, 16], r"compress_ratios\[2\] is True"),
+        ("compress_ratios", [0, 4, 16, 4], "compress_ratios has 4 entries; num_hidden_layers is 5"),
+        ("compress_ratios", 4, "compress_ratios is 4"),
+        ("num_hash_layers", -1, "num_hash_layers is -1"),
+        ("num_hash_layers", 6, r"num_hash_layers \(6\) exceeds"),
+        ("scoring_func", "sigmoid", "scoring_func is 'sigmoid'"),
+        ("num_key_value_heads", 2, "num_key_value_heads is 2"),
+        ("tie_word_embeddings", True, "tie_word_embeddings is True"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'"),
+        ("attention_bias", True, "attention_bias is True"),
+        ("hidden_size", 0, "hidden_size is 0"),
+        ("hidden_size", "64", "hidden_size is '64'"),
+        ("hidden_size", 64.0, "hidden_size is 64.0"),
+        ("num_hidden_layers", True, "num_hidden_layers is True"),
+        ("head_dim", 10**400, "head_dim is 1000.* below 2"),
+        ("hc_mult", 0, "hc_mult is 0"),
+        ("hc_sinkhorn_iters", -1, "hc_sinkhorn_iters is -1"),
+        ("hc_eps", -1e-6, "hc_eps is -1e-06"),
+        ("rms_norm_eps", math.nan, "rms_norm_eps is nan"),
+        ("swiglu_limit", 10**400, "swiglu_limit is 1000"),
+        ("qk_rope_head_dim", 7, r"qk_rope_head_dim \(7\) must be even"),
+        ("qk_rope_head_dim", 32, r"qk_rope_head_dim \(32\) must be below head_dim \(32\)"),
+        ("qk_rope_head_dim", 24, r"qk_rope_head_dim \(24\) exceeds index_head_dim \(16\)"),
+        ("o_groups", 3, r"num_attention_heads \(4\) must be a multiple of o_groups \(3\)"),
+        ("num_experts_per_tok", 9, r"num_experts_per_tok \(9\) exceeds n_routed_experts \(8\)"),
+        ("n_shared_experts", 2, "n_shared_experts is 2"),
+        ("rope_theta", 1, r"rope_theta \(1.0\)"),
+        ("rope_scaling.type", "linear", "rope_scaling.type is 'linear'"),
+        ("rope_scaling.mscale", 1.0, "rope_scaling has mscale"),
+        ("rope_scaling.attention_factor", 1.3, "attention_factor is 1.3"),
+        ("rope_scaling.factor", None, "lacks rope_scaling.factor"),
+        ("rope_scaling.beta_slow", 32, r"beta_fast \(32.0\) must exceed beta_slow \(32.0\)"),
+        ("rope_scaling.original_max_position_embeddings", 6, "must be at least 2 pi beta_slow"),
+        ("rope_scaling", [16], r"rope_scaling is \[16\]"),
+        ("rope_scaling", {}, "rope_scaling.type is None"),
+        ("eos_token_id", ["</s>"], "eos_token_id is '</s>'"),
+        ("bos_token_id", -1, "bos_token_id is -1"),
+    ],
+)
+def test_impossible_values_are_refused(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        DSV4Config.from_hf(changed(RAW, path, value))
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("layer_types", [SLIDING, CSA, "dense", CSA, HCA], r"layer_types\[2\] is 'dense'; known values are"),
+        ("layer_types", [SLIDING, CSA], "layer_types names 2 layers; num_hidden_layers is 5"),
+        ("mlp_layer_types", ["dense"] * 5, r"mlp_layer_types\[0\] is 'dense'"),
+        (f"compress_rates.{CSA}", 8, f"compress_rates.{CSA} is 8"),
+        (f"compress_rates.{HCA}", 4, "compress_rate_hca is 4"),
+        (f"compress_rates.{HCA}", -16, f"compress_rates.{HCA} is -16"),
+        ("compress_rates", {CSA: 4}, f"lacks compress_rates.{HCA}"),
+        ("compress_rates", [4, 16], r"compress_rates is \[4, 16\]"),
+        ("rope_parameters", {"rope_type": "default"}, "rope_parameters.main is None"),
+        ("rope_parameters.main.rope_type", "yarn", "config.json lacks rope_parameters.main.factor"),
+        ("rope_parameters.main", RAW["rope_scaling"] | {"rope_theta": 10000.0}, "rope_parameters.main asks for YaRN"),
+    ],
+)
+def test_impossible_values_of_the_modern_spelling_are_refused(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        DSV4Config.from_hf(changed(MODERN, path, value))
+
+
+def test_a_config_made_by_hand_is_checked_too():
+    config = DSV4Config.from_hf(RAW)
+    with pytest.raises(ValueError, match="compress_rate_csa is 8"):
+        dataclasses.replace(config, compress_rate_csa=8)
+    with pytest.raises(ValueError, match="compress_rate_hca is 16, but no layer"):
+        dataclasses.replace(config, layer_types=(SLIDING,) * 5)
+
+
+def test_broken_files(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(ValueError, match=r"cannot read the configuration .*config\.json"):
+        DSV4Config.from_hf(tmp_path)
+    text = json.dumps(RAW)
+    for content in (text[: len(text) // 2], "", "\udcff", "[" * 100_000, "1" * 10_000):
+        file.write_bytes(content.encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+            DSV4Config.from_hf(tmp_path)
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="must be an object"):
+        DSV4Config.from_hf(file)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(MODERN | RAW)),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+            lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from([CSA, HCA, "type"]), inner),
+            max_leaves=6,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_junk_in_any_field_is_a_value_error_or_a_config(junk):
+    for base in (RAW, MODERN):
+        try:
+            assert isinstance(DSV4Config.from_hf(base | junk), DSV4Config)
+        except ValueError:
+            pass
+
+
+def test_unknown_keys_warn_once_and_known_ones_do_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DSV4Config.from_hf(RAW | {"dspark_block_size": 5, "quantization_config": {}, "expert_dtype": "fp4"})
+    with pytest.warns(UserWarning, match="not used here: engram, vision_tower") as caught:
+        DSV4Config.from_hf(RAW | {"vision_tower": {}, "engram": 1})
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("preset, counts, hidden", [("v4_flash", (2, 21, 20), 4096), ("v4_pro", (0, 30, 31), 7168)])
+def test_presets(preset, counts, hidden):
+    config = getattr(DSV4Config, preset)()
+    assert tuple(config.layer_types.count(kind) for kind in LAYER_TYPES) == counts
+    assert config.mlp_layer_types.count("hash_moe") == 3
+    assert (config.hidden_size, config.nope_head_dim) == (hidden, 448)
+    assert (config.compress_rate(2), config.compress_rate(3)) == (4, 128)
+
+
+def test_flash_preset_equals_the_released_config():
+    release = RAW | {
+        "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+        "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_lora_rank": 1024, "o_groups": 8, "sliding_window": 128,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0], "index_n_heads": 64, "index_head_dim": 128,
+        "index_topk": 512, "num_hash_layers": 3, "n_routed_experts": 256, "num_experts_per_tok": 6,
+        "moe_intermediate_size": 2048, "max_position_embeddings": 1048576,
+        "rope_scaling": RAW["rope_scaling"] | {"original_max_position_embeddings": 65536},
+    }  # fmt: skip
+    assert DSV4Config.from_hf(release) == DSV4Config.v4_flash()
+
+
+def yarn(dim, low, high):
+    """dsv4.md 2.3 with given borders: theta 160000, factor 16."""
+    freqs = np.float32(1) / np.float32(160000) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    smooth = np.float32(1) - ramp
+    return freqs / np.float32(16) * (np.float32(1) - smooth) + freqs * smooth
+
+
+@pytest.mark.parametrize(
+    "config, borders",
+    [
+        (DSV4Config.v4_flash(), (15, 25)),
+        (DSV4Config.from_hf(RAW), (0, 1)),  # 8 ln(64 / 2 pi) / (2 ln 160000) = 0.77; the fast border is below 0
+        (DSV4Config.from_hf(PACKAGED), (0, 4)),  # 32 ln(64 / 2 pi) / (2 ln 160000) = 3.1
+    ],
+    ids=["flash", "rope 8", "rope 32"],
+)
+def test_inv_freq(config, borders):
+    dim = config.qk_rope_head_dim
+    plain = np.float32(1) / np.float32(10000) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    for layer in (0, 1, 2, 3):
+        got = config.inv_freq(layer)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, plain if config.layer_types[layer] == SLIDING else yarn(dim, *borders))
+    fastest, slowest = config.inv_freq(3)[0], config.inv_freq(3)[-1]
+    assert fastest == 1.0
+    # float64, from the closed form: the slowest pair is interpolated fully. 1e-6 is a few float32 roundings.
+    np.testing.assert_allclose(slowest, 160000.0 ** (-(dim - 2) / dim) / 16, rtol=1e-6)
+
+
+def test_equal_yarn_borders_make_a_step():
+    # Only a pair of angle 1 would turn 64 / 2 pi times in 64 tokens: both borders are 0, pair 0 alone keeps its angle.
+    borders = {"beta_slow": 64 / (2 * math.pi), "beta_fast": 32}
+    config = DSV4Config.from_hf(changed(RAW, "rope_scaling", RAW["rope_scaling"] | borders))
+    np.testing.assert_array_equal(config.inv_freq(1), yarn(8, 0, 0.001))
+    np.testing.assert_allclose(config.inv_freq(1)[1], 160000**-0.25 / 16, rtol=1e-6)
