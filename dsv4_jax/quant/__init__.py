@@ -1,0 +1,74 @@
+"""What the cache's bytes mean, in plain jnp: formats, the quantisers under them, and FlashMLA's page layout."""
+
+from dsv4_jax.quant.formats import (
+    FORMATS,
+    IndexRows,
+    KVFormat,
+    PerEntryFormat,
+    PlainFormat,
+    Rows,
+    V4Format,
+    kv_format,
+)
+from dsv4_jax.quant.fp4 import (
+    decode_e2m1,
+    decode_mxfp4,
+    decode_nvfp4,
+    encode_e2m1,
+    encode_mxfp4,
+    encode_nvfp4,
+    pack_fp4,
+    unpack_fp4,
+)
+from dsv4_jax.quant.fp8 import (
+    decode_e4m3,
+    decode_fp8_block,
+    decode_fp8_entry,
+    encode_e4m3,
+    encode_fp8_block,
+    encode_fp8_entry,
+)
+from dsv4_jax.quant.numerics import (
+    e8m0_ceil,
+    e8m0_reciprocal,
+    e8m0_value,
+    hadamard,
+    ordered_sum,
+    round_to,
+)
+from dsv4_jax.quant.pages import flashmla_page_bytes, from_flashmla_pages, to_flashmla_pages
+
+
+__all__ = [
+    "FORMATS",
+    "IndexRows",
+    "KVFormat",
+    "PerEntryFormat",
+    "PlainFormat",
+    "Rows",
+    "V4Format",
+    "decode_e2m1",
+    "decode_e4m3",
+    "decode_fp8_block",
+    "decode_fp8_entry",
+    "decode_mxfp4",
+    "decode_nvfp4",
+    "e8m0_ceil",
+    "e8m0_reciprocal",
+    "e8m0_value",
+    "encode_e2m1",
+    "encode_e4m3",
+    "encode_fp8_block",
+    "encode_fp8_entry",
+    "encode_mxfp4",
+    "encode_nvfp4",
+    "flashmla_page_bytes",
+    "from_flashmla_pages",
+    "hadamard",
+    "kv_format",
+    "ordered_sum",
+    "pack_fp4",
+    "round_to",
+    "to_flashmla_pages",
+    "unpack_fp4",
+]

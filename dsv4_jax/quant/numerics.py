@@ -1,0 +1,99 @@
+"""Arithmetic whose bits must not depend on the compiler, the backend or the shape of the batch."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+
+def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """Rounds float32 values to `dtype` (ties to even) at this very place.
+
+    A plain cast may disappear: XLA is allowed to keep excess precision across f32 -> bf16 -> f32. It never drops a
+    `reduce_precision` (dsv4.md 7.5).
+
+    Args:
+      x: [...] float32, or already of type `dtype`.
+      dtype: floating type of the result, at most as wide as float32.
+
+    Returns:
+      [...] of type `dtype`.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype in (x.dtype, jnp.float32):
+        return x.astype(dtype)
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+def ordered_sum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Sums over one axis as a binary tree of elementwise adds.
+
+    `jnp.sum` picks an order by shape and backend; halving fixes it, so the same terms give the same bits in any batch.
+    A length that is no power of two is padded with zeros.
+
+    Args:
+      x: floating array with an axis of length n >= 1.
+      axis: the axis to sum over; removed.
+
+    Returns:
+      The sums, in x's dtype.
+    """
+    x = jnp.moveaxis(x, axis, 0)
+    missing = (1 << (x.shape[0] - 1).bit_length()) - x.shape[0]
+    x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+    while x.shape[0] > 1:
+        half = x.shape[0] // 2
+        x = x[:half] + x[half:]
+    return x[0]
+
+
+def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
+    """Multiplies the last axis by the Sylvester-ordered Hadamard matrix of size N, scaled by N**-0.5 (dsv4.md 3.1).
+
+    Args:
+      x: [..., N] float32, N a power of two.
+
+    Returns:
+      [..., N] float32: butterflies of adds and subtractions, then one product.
+
+    Raises:
+      ValueError: if N is no power of two.
+    """
+    n = x.shape[-1]
+    if n & (n - 1) or n == 0:
+        raise ValueError(f"the last axis must be a power of two long for a Hadamard transform, got shape {x.shape}")
+    shape = x.shape
+    step = 1
+    while step < n:
+        pairs = x.reshape(*shape[:-1], n // (2 * step), 2, step)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([low + high, low - high], axis=-2).reshape(shape)
+        step *= 2
+    return x * jnp.float32(n**-0.5)
+
+
+def e8m0_ceil(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """E8M0 bits of the smallest power of two that is at least x (dsv4.md 7.1).
+
+    Read off the bits: `ceil(log2(x))` is off by one near powers of two.
+
+    Args:
+      x: [...] float32, positive and normal, at most 2**127.
+
+    Returns:
+      [...] uint8: the power's exponent + 127.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    has_mantissa = (bits & 0x7FFFFF) != 0
+    return ((bits >> 23) + has_mantissa.astype(jnp.uint32)).astype(jnp.uint8)
+
+
+def e8m0_value(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """2**(bits - 127) in float32, for bits 1 to 254. The byte 0 of a fresh pool reads as 0."""
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def e8m0_reciprocal(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """2**(127 - bits) in float32, exact for bits 1 to 253, so multiplying by it is the division by `e8m0_value`."""
+    return e8m0_value(254 - bits)
