@@ -1,0 +1,20 @@
+"""The cache's operations: public functions, their jnp references and the choice between implementations."""
+
+from dsv4_jax.ops.append_swa import append_swa as append_swa
+from dsv4_jax.ops.flush import CompressorWeights as CompressorWeights, flush as flush
+from dsv4_jax.ops.gather import (
+    gather_all_compressed_kv as gather_all_compressed_kv,
+    gather_compressed_kv as gather_compressed_kv,
+    gather_swa_kv as gather_swa_kv,
+)
+from dsv4_jax.ops.indexer_scores import indexer_scores as indexer_scores
+from dsv4_jax.ops.indexer_topk import indexer_topk as indexer_topk
+from dsv4_jax.ops.rope import apply_rope as apply_rope
+from dsv4_jax.ops.sparse_attention import sparse_attention as sparse_attention
+from dsv4_jax.ops.views import (
+    ClassicalView as ClassicalView,
+    IndexerView as IndexerView,
+    StateView as StateView,
+    SWAView as SWAView,
+    valid_lengths as valid_lengths,
+)

@@ -1,0 +1,45 @@
+"""Quantised append into the sliding-window rings."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.views import SWAView, put, run_bounds
+
+
+def append_swa(
+    view: SWAView,
+    kv: Float[Array, "T D"],
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    implementation: str | None = None,
+) -> SWAView:
+    """Stores the window rows of this call's tokens, row `position % ring` of their slot.
+
+    Rows are addressed by position, so the result does not depend on how tokens are split into calls. Of a request
+    with more tokens than the ring, only the last ring-full is written: two writes never meet in one row.
+
+    Args:
+      view: the layer's rings.
+      kv: [T, D] rows after norm and RoPE, model dtype; quantised here.
+      slots: [T] the request's slot, -1 = padding: nothing is written.
+      positions: [T] absolute position, -1 = padding: nothing is written.
+      implementation: None (best available) or "xla".
+
+    Returns:
+      The view with updated rows.
+    """
+    return choose("append_swa", {"xla": _append_swa_xla}, implementation)(view, kv, slots, positions)
+
+
+def _append_swa_xla(view, kv, slots, positions):
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    _, end = run_bounds(slots)
+    keep = (slots >= 0) & (positions >= 0) & (end - tokens <= view.ring)
+    rows = view.kv_format.encode(kv, view.rows.rope.shape[-1])
+    return dataclasses.replace(
+        view, rows=put(view.rows, rows, keep, view.layer, slots, jnp.maximum(positions, 0) % view.ring)
+    )

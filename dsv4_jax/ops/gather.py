@@ -1,0 +1,124 @@
+"""The three gathers: cached rows back to dense values with a valid mask."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
+
+
+def gather_compressed_kv(
+    view: ClassicalView,
+    indices: Int[Array, "T K"],
+    slots: Int[Array, "T"],
+    *,
+    dtype=jnp.bfloat16,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
+    """Compressed entries by index list, dequantised.
+
+    Args:
+      view: the layer's entries.
+      indices: [T, K] entry numbers of each token's own request; -1 = none.
+      slots: [T] each token's request slot; -1 = padding.
+      dtype: of the result.
+      implementation: None (best available) or "xla".
+
+    Returns:
+      (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
+    """
+    return choose("gather_compressed_kv", {"xla": _gather_compressed_kv_xla}, implementation)(
+        view, indices, slots, dtype
+    )
+
+
+def _gather_compressed_kv_xla(view, indices, slots, dtype):
+    rows, valid = view.read(jnp.broadcast_to(slots[:, None], indices.shape), indices)
+    return _mask(view.kv_format.decode(rows, dtype), valid)
+
+
+def gather_all_compressed_kv(
+    view: ClassicalView,
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    dtype=jnp.bfloat16,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
+    """Every compressed entry visible to each token: entries `0 .. (position + 1) // rate - 1` of its request.
+
+    Args:
+      view: the layer's entries.
+      slots: [T] request slots; -1 = padding.
+      positions: [T] absolute positions; -1 = padding.
+      dtype: of the result.
+      implementation: None (best available) or "xla".
+
+    Returns:
+      (kv, valid): kv [T, E, D] with E = max_blocks * entries a block, zeros where not valid; valid [T, E] bool.
+    """
+    return choose("gather_all_compressed_kv", {"xla": _gather_all_compressed_kv_xla}, implementation)(
+        view, slots, positions, dtype
+    )
+
+
+def _gather_all_compressed_kv_xla(view, slots, positions, dtype):
+    entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
+    visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
+    return _gather_compressed_kv_xla(view, jnp.where(visible, entries, -1), slots, dtype)
+
+
+def gather_swa_kv(
+    view: SWAView,
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    new_kv: Float[Array, "T D"] | None = None,
+    dtype=jnp.bfloat16,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T W D"], Bool[Array, "T W"]]:
+    """The sliding window of each token, oldest first, the token itself last.
+
+    Args:
+      view: the layer's rings.
+      slots: [T] request slots; -1 = padding.
+      positions: [T] absolute positions; -1 = padding.
+      new_kv: [T, D] this call's own rows when the rings do not hold them yet (prefill); they are read as the format
+        would store them.
+      dtype: of the result.
+      implementation: None (best available) or "xla".
+
+    Returns:
+      (kv, valid): kv [T, W, D], zeros where not valid; valid [T, W] bool.
+    """
+    return choose("gather_swa_kv", {"xla": _gather_swa_kv_xla}, implementation)(view, slots, positions, new_kv, dtype)
+
+
+def _gather_swa_kv_xla(view, slots, positions, new_kv, dtype):
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    if new_kv is not None:
+        new_kv = fake_quantise(view, new_kv, dtype)
+    return _window(view, slots, positions, tokens, run_bounds(slots)[0], new_kv, dtype)
+
+
+def _window(view, slots, positions, tokens, starts, new_kv, dtype):
+    """Windows of some of the call's tokens; `new_kv` holds dequantised rows of all of them."""
+    back = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]
+    position = positions[:, None] - back
+    valid = (slots >= 0)[:, None] & (positions >= 0)[:, None] & (position >= 0)
+    slot = jnp.broadcast_to(slots[:, None], position.shape)
+    kv = view.kv_format.decode(take(view.rows, view.layer, slot, jnp.maximum(position, 0) % view.ring), dtype)
+    if new_kv is not None:
+        index = tokens[:, None] - back
+        kv = jnp.where((index >= starts[:, None])[..., None], take(new_kv, index), kv)
+    return _mask(kv, valid)
+
+
+def fake_quantise(view: SWAView, kv: Float[Array, "T D"], dtype) -> Float[Array, "T D"]:
+    """What a later read of these rows would return: quantised and dequantised by the view's format."""
+    return view.kv_format.decode(view.kv_format.encode(kv, view.rows.rope.shape[-1]), dtype)
+
+
+def _mask(kv, valid):
+    # where, not a product: rows nobody wrote may hold NaN.
+    return jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid

@@ -1,0 +1,86 @@
+"""Decode attention over the sliding window and compressed entries, one softmax with a sink."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
+from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds
+from dsv4_jax.quant import round_to
+
+
+# Query tokens attended at a time: bounds the dense rows gathered for them.
+QUERY_BLOCK = 32
+
+
+def sparse_attention(
+    q: Float[Array, "T H D"],
+    sinks: Float[Array, "H"],
+    window: SWAView,
+    compressed: ClassicalView | None,
+    indices: Int[Array, "T K"] | None,
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    new_kv: Float[Array, "T D"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T H D"]:
+    """Attention of each token over its window and its compressed entries (dsv4.md 2, 5).
+
+    One shared vector per row is key and value of all heads. Scores are scaled by `D ** -0.5`; the sink is one more
+    logit of the softmax with no value. Entries whose tokens also stand in the window are not excluded.
+
+    Args:
+      q: [T, H, D] queries after norm and RoPE, in the model's dtype.
+      sinks: [H] float32 sink logits.
+      window: the layer's rings.
+      compressed: the layer's entries, or None for a sliding-only layer.
+      indices: [T, K] entries to attend to (-1 = none), or None for every visible entry.
+      slots: [T] request slots; -1 = padding.
+      positions: [T] absolute positions; -1 = padding.
+      new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
+      implementation: None (best available) or "xla".
+
+    Returns:
+      [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
+    """
+    return choose("sparse_attention", {"xla": _sparse_attention_xla}, implementation)(
+        q, sinks, window, compressed, indices, slots, positions, new_kv
+    )
+
+
+def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv):
+    if new_kv is not None:
+        new_kv = fake_quantise(window, new_kv, q.dtype)
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+
+    def attend(token):
+        q, slots, positions, tokens, starts, indices = jax.tree.map(lambda x: x[None], token)
+        kv, valid = _window(window, slots, positions, tokens, starts, new_kv, q.dtype)
+        if compressed is not None:
+            if indices is None:
+                more = gather_all_compressed_kv(compressed, slots, positions, dtype=q.dtype)
+            else:
+                more = gather_compressed_kv(compressed, indices, slots, dtype=q.dtype)
+            kv, valid = (jnp.concatenate(pair, axis=1) for pair in zip((kv, valid), more, strict=True))
+        return _attend_dense(q[0], kv[0], valid[0], sinks)
+
+    return jax.lax.map(
+        attend,
+        (q, slots, positions, tokens, run_bounds(slots)[0], indices),
+        batch_size=min(QUERY_BLOCK, q.shape[0]),
+    )
+
+
+def _attend_dense(q, kv, valid, sinks):
+    """One token: q [H, D] over kv [N, D]; probabilities rounded to q's dtype before the values, as released."""
+    kv = kv.astype(jnp.float32)
+    scores = jnp.einsum("hd,nd->hn", q.astype(jnp.float32), kv, precision="highest") * q.shape[-1] ** -0.5
+    scores = jnp.where(valid[None, :], scores, -jnp.inf)
+    # With the sink in the maximum a token that sees no row divides 0 by 1, whatever the sink's value.
+    top = jnp.maximum(jnp.max(scores, axis=1, initial=-jnp.inf), sinks)[:, None]
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(sinks[:, None] - top)
+    out = jnp.einsum("hn,nd->hd", round_to(weights, q.dtype).astype(jnp.float32), kv, precision="highest")
+    return round_to(out / total, q.dtype)

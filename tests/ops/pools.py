@@ -1,0 +1,59 @@
+"""Small views with poisoned bytes, shared by the op tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.ops import ClassicalView, IndexerView, StateView, SWAView
+from dsv4_jax.quant import kv_format
+
+
+NOPE, ROPE, INDEX = 64, 16, 32
+DIM = NOPE + ROPE
+FORMATS = {"v4": kv_format("v4"), "per_entry": kv_format("per_entry"), "plain": kv_format("plain", jnp.float32)}
+
+
+def poison(struct, *leading):
+    """Arrays whose every byte is 0xFF: NaN as e4m3, bfloat16 and float32."""
+
+    def fill(s):
+        raw = np.full((*leading, *s.shape, np.dtype(s.dtype).itemsize), 0xFF, np.uint8)
+        return jnp.asarray(raw.view(s.dtype)[..., 0])
+
+    return jax.tree.map(fill, struct)
+
+
+def swa_view(fmt, *, layers=2, slots=3, ring=8, window=8, layer=1):
+    return SWAView(poison(fmt.row_struct(NOPE, ROPE), layers, slots, ring), ints(layer), window, fmt)
+
+
+def classical_view(fmt, *, rate=4, layers=2, blocks=12, block_tokens=16, table=None, layer=1):
+    rows = poison(fmt.row_struct(NOPE, ROPE), layers, blocks, block_tokens // rate)
+    return ClassicalView(rows, ints(layer), _table(table), rate, fmt)
+
+
+def indexer_view(fmt, *, layers=2, blocks=12, block_tokens=16, table=None, layer=1):
+    rows = poison(fmt.index_struct(INDEX), layers, blocks, block_tokens // 4)
+    return IndexerView(rows, ints(layer), _table(table), 4, fmt)
+
+
+def state_view(*, rate, overlap, dim=DIM, layers=2, slots=3, spare=0, layer=1):
+    ring, width = (2 * rate, 2 * dim) if overlap else (rate, dim)
+    raw = poison(jax.ShapeDtypeStruct((ring + spare, width), jnp.float32), layers, slots)
+    return StateView(raw, raw, ints(layer), overlap=overlap)
+
+
+def _table(table):
+    # Three requests, four blocks each, handed out in no order.
+    return jnp.asarray([[7, 2, 11, 0], [4, 9, 1, 6], [3, 10, 5, 8]] if table is None else table, jnp.int32)
+
+
+def ints(values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def same_bytes(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype and x.shape == y.shape
+        np.testing.assert_array_equal(x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8))
