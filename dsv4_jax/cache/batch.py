@@ -1,0 +1,31 @@
+"""The inputs of one step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Ragged tokens of any requests, in arrays of fixed sizes; made by `KVCacheManager.prepare_forward`.
+
+    Tokens of one request stand side by side, at consecutive ascending positions. -1 is padding everywhere.
+
+    Attributes:
+      token_ids: [T] int32.
+      positions: [T] int32, absolute.
+      slots: [T] int32, the request's slot.
+      new_blocks: [N, 3] int32: (slot, index in the slot's row of the block table, block id).
+      reset_slots: [max_requests] int32: slots that begin a new request with this step.
+      prefill: some request brings more tokens than the cache's `max_query_tokens`, so that its own rows can push each
+        other out of the ring: attention then reads them from the call instead.
+    """
+
+    token_ids: Any
+    positions: Any
+    slots: Any
+    new_blocks: Any
+    reset_slots: Any
+    prefill: bool = dataclasses.field(metadata=dict(static=True))
