@@ -1,0 +1,37 @@
+"""DeepSeek-V4 as Flax NNX modules, one idea a file."""
+
+from dsv4_jax.nn.attention import Attention
+from dsv4_jax.nn.compressor import Compressor, CompressorBase
+from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, expand_streams, sinkhorn
+from dsv4_jax.nn.indexer import CSAIndexer, IndexerScorer
+from dsv4_jax.nn.linear import Embedding, GroupedLinear, Linear, RMSNorm
+from dsv4_jax.nn.model import DecoderLayer, DeepseekV4ForCausalLM, DeepseekV4Model
+from dsv4_jax.nn.moe import MLP, Experts, HashRouter, HashTable, MoE, Router, TopKRouter, swiglu
+
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "CSAIndexer",
+    "Compressor",
+    "CompressorBase",
+    "DecoderLayer",
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4Model",
+    "Embedding",
+    "Experts",
+    "GroupedLinear",
+    "HashRouter",
+    "HashTable",
+    "HyperConnection",
+    "HyperHead",
+    "IndexerScorer",
+    "Linear",
+    "MoE",
+    "RMSNorm",
+    "Router",
+    "TopKRouter",
+    "expand_streams",
+    "sinkhorn",
+    "swiglu",
+]

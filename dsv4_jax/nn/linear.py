@@ -1,0 +1,99 @@
+"""The small parametrised pieces: linear maps, RMS norm, embedding."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.quant import round_to
+
+
+def normal(
+    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, *, mean: float = 0.0, std: float = 0.02
+) -> nnx.Param:
+    """A parameter of the given shape and dtype, drawn from a normal distribution."""
+    return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype))
+
+
+def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array, "... m"]:
+    """`x @ weight.T` with exact products and float32 sums.
+
+    Args:
+      x: [..., n], of the weight's dtype.
+      weight: [m, n], [out, in] as in the checkpoint.
+
+    Returns:
+      [..., m] float32, not rounded.
+    """
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, precision="highest", preferred_element_type=jnp.float32)
+
+
+def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
+    """`x / sqrt(mean(x**2) + eps)` over the last axis; float32 in and out."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+class Linear(nnx.Module):
+    """A linear map without bias, rounded once to its input's dtype.
+
+    Attributes:
+      weight: [out_features, in_features] in `dtype`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (out_features, in_features), dtype)
+
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
+        """[..., in_features] to [..., out_features]; both in the weight's dtype."""
+        return round_to(matmul(x, self.weight[...]), x.dtype)
+
+
+class GroupedLinear(nnx.Module):
+    """One linear map per group of channels: the low-rank output projection (dsv4.md 2).
+
+    Attributes:
+      weight: [groups * out_features, in_features] in `dtype`, the groups' matrices one below the other.
+    """
+
+    def __init__(self, groups: int, in_features: int, out_features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (groups * out_features, in_features), dtype)
+
+    def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
+        """[T, groups, in_features] to [T, groups * out_features]; both in the weight's dtype."""
+        tokens, groups, _ = x.shape
+        weight = self.weight[...].reshape(groups, -1, x.shape[2])
+        y = jnp.einsum("tgn,gmn->tgm", x, weight, precision="highest", preferred_element_type=jnp.float32)
+        return round_to(y.reshape(tokens, -1), x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMS norm in float32, rounded once to the input's dtype (dsv4.md 2).
+
+    Attributes:
+      weight: [features] float32.
+    """
+
+    def __init__(self, features: int, *, eps: float, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (features,), mean=1.0)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
+        """[T, features], any floating dtype, to the same."""
+        return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A row of the table for each token.
+
+    Attributes:
+      weight: [vocab, features] in `dtype`.
+    """
+
+    def __init__(self, vocab: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (vocab, features), dtype)
+
+    def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T n"]:
+        """[T] int32 to [T, features]; padding ids (-1) get some row of the table, never NaN."""
+        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")

@@ -1,0 +1,130 @@
+"""The DeepSeek-V4 language model on flat ragged tokens; the cache goes in and comes out, no module holds it."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn.attention import Attention
+from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, expand_streams
+from dsv4_jax.nn.linear import Embedding, Linear, RMSNorm, matmul
+from dsv4_jax.nn.moe import MoE
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MoE, each between a collapse and an expansion of the residual streams.
+
+    Attributes:
+      self_attn: Attention.
+      mlp: MoE.
+      input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams.
+      attn_hc, ffn_hc: HyperConnection of either block.
+    """
+
+    def __init__(self, config: DSV4Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.layer = layer
+        self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp = MoE(config, layer, dtype=dtype, rngs=rngs)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.attn_hc = HyperConnection(config, rngs=rngs)
+        self.ffn_hc = HyperConnection(config, rngs=rngs)
+
+    def __call__(
+        self, streams: Float[Array, "T h D"], batch: Batch, cache: KVCache, *, record: dict | None = None
+    ) -> tuple[Float[Array, "T h D"], KVCache]:
+        """[T, hc_mult, hidden] streams to the same, and the updated cache; `record` as in `DeepseekV4ForCausalLM`."""
+        x, post, comb = self.attn_hc(streams)
+        x = self.input_layernorm(x)
+        y, cache = self.self_attn(x, cache.handle(self.layer, batch))
+        if record is not None:
+            record |= {f"attn_in_{self.layer}": x, f"attn_out_{self.layer}": y}
+        streams = expand_streams(streams, y, post, comb)
+        x, post, comb = self.ffn_hc(streams)
+        y = self.mlp(self.post_attention_layernorm(x), batch.token_ids)
+        return expand_streams(streams, y, post, comb), cache
+
+
+class DeepseekV4Model(nnx.Module):
+    """Embedding, decoder layers and final norm.
+
+    Attributes:
+      embed_tokens: Embedding.
+      layers: list of DecoderLayer.
+      norm: RMSNorm.
+      hc_head: HyperHead.
+    """
+
+    def __init__(self, config: DSV4Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.hc_mult = config.hc_mult
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.hc_head = HyperHead(config, rngs=rngs)
+
+    def __call__(
+        self, batch: Batch, cache: KVCache, *, record: dict | None = None
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Runs one step: see `DeepseekV4ForCausalLM`."""
+        cache = cache.begin_step(batch)
+        x = self.embed_tokens(batch.token_ids)
+        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.hc_mult, x.shape[1]))
+        for layer in self.layers:
+            streams, cache = layer(streams, batch, cache, record=record)
+        return self.norm(self.hc_head(streams)), cache
+
+
+class DeepseekV4ForCausalLM(nnx.Module):
+    """DeepSeek-V4; attribute names follow Hugging Face transformers.
+
+    Pass it to `jax.jit` as an argument, like any pytree; `nnx.eval_shape` gives its shapes without memory. The weights
+    are random until a checkpoint is loaded.
+
+    Attributes:
+      config: DSV4Config.
+      model: DeepseekV4Model.
+      lm_head: Linear, hidden to vocab.
+    """
+
+    def __init__(self, config: DSV4Config, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        """Makes the model.
+
+        Args:
+          config: the model's shape.
+          dtype: of activations and linear weights, bfloat16 or float32; norms, sinks, compressors, routers and
+            hyper-connections are float32 in either case.
+          rngs: source of the random weights; None = seed 0.
+
+        Raises:
+          ValueError: `dtype` is another one.
+        """
+        if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+            raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.config = config
+        self.model = DeepseekV4Model(config, dtype=dtype, rngs=rngs)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, batch: Batch, cache: KVCache, *, record: dict | None = None
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Runs one step of any mix of requests.
+
+        Args:
+          batch: T tokens, ragged; padding tokens leave the cache alone, and their rows of the result mean nothing.
+          cache: the cache as the last step left it.
+          record: if given, gets "attn_in_L" and "attn_out_L" of every layer L, [T, hidden] in the model's dtype: what
+            enters and leaves its attention. A traced caller must return them to see values.
+
+        Returns:
+          hidden [T, hidden] after the final norm in the model's dtype, and the updated cache.
+        """
+        return self.model(batch, cache, record=record)
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """[..., hidden] of `__call__`, all tokens or only those that matter, to [..., vocab] float32 logits."""
+        return matmul(hidden, self.lm_head.weight[...])

@@ -1,0 +1,185 @@
+"""Mixture of experts: routers, routed experts and the shared expert."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn.linear import Linear, matmul, normal
+from dsv4_jax.quant import round_to
+
+
+class Router(nnx.Module):
+    """Scores the experts; subclasses say which of them a token goes to.
+
+    Attributes:
+      weight: [E, hidden] float32.
+    """
+
+    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
+        self.config = config
+        self.weight = normal(rngs, (config.n_routed_experts, config.hidden_size))
+
+    def __call__(
+        self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]
+    ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """Routes each token.
+
+        Args:
+          x: [T, hidden].
+          token_ids: [T] int32.
+
+        Returns:
+          experts [T, k] int32 and their weights [T, k] float32: the scores `sqrt(softplus(logit))` of the selected
+          experts, normalised to sum to routed_scaling_factor.
+        """
+        scores = jnp.sqrt(jax.nn.softplus(matmul(x.astype(jnp.float32), self.weight[...])))
+        experts = self._select(scores, token_ids)
+        weights = jnp.take_along_axis(scores, experts, axis=1)
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+        return experts, weights * self.config.routed_scaling_factor
+
+    def _select(self, scores: Float[Array, "T E"], token_ids: Int[Array, "T"]) -> Int[Array, "T k"]:
+        raise NotImplementedError
+
+
+class TopKRouter(Router):
+    """Selects the k best of `score + bias`; the bias decides the selection only, never a weight.
+
+    Attributes:
+      e_score_correction_bias: [E] float32.
+    """
+
+    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.e_score_correction_bias = normal(rngs, (config.n_routed_experts,), std=0.1)
+
+    def _select(self, scores, token_ids):
+        biased = scores + self.e_score_correction_bias[...][None, :]
+        return jax.lax.top_k(biased, self.config.num_experts_per_tok)[1]
+
+
+class HashTable(nnx.Variable):
+    """The fixed token-to-expert table: loaded from the checkpoint, not trained."""
+
+
+class HashRouter(Router):
+    """Looks the experts up by token id; the scores only weight them.
+
+    Attributes:
+      tid2eid: [vocab, k] int32.
+    """
+
+    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        first = jax.random.randint(rngs.params(), (config.vocab_size, 1), 0, config.n_routed_experts, jnp.int32)
+        following = jnp.arange(config.num_experts_per_tok, dtype=jnp.int32)[None, :]
+        self.tid2eid = HashTable((first + following) % config.n_routed_experts)
+
+    def _select(self, scores, token_ids):
+        return jnp.take(self.tid2eid[...], token_ids, axis=0, mode="clip")
+
+
+def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
+    """`silu(min(gate, limit)) * clip(up, -limit, limit)` in float32, not rounded."""
+    clamped = jnp.minimum(gate.astype(jnp.float32), limit)
+    return jax.nn.silu(clamped) * jnp.clip(up.astype(jnp.float32), -limit, limit)
+
+
+class MLP(nnx.Module):
+    """The shared expert, a gated MLP that every token passes.
+
+    Attributes:
+      gate_proj, up_proj: hidden to n_shared_experts * moe_intermediate_size.
+      down_proj: back.
+    """
+
+    def __init__(self, config: DSV4Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.limit = config.swiglu_limit
+        hidden, inner = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
+        self.gate_proj = Linear(hidden, inner, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(hidden, inner, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(inner, hidden, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """[T, hidden] to [T, hidden]."""
+        inner = swiglu(self.gate_proj(x), self.up_proj(x), self.limit)
+        return self.down_proj(round_to(inner, x.dtype))
+
+
+class Experts(nnx.Module):
+    """All routed experts' weights, and their sum for each token.
+
+    Attributes:
+      gate_up_proj: [E, 2 * I, hidden] in `dtype`, the gate's rows first.
+      down_proj: [E, hidden, I] in `dtype`.
+    """
+
+    def __init__(self, config: DSV4Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.limit = config.swiglu_limit
+        experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = normal(rngs, (experts, 2 * inner, hidden), dtype)
+        self.down_proj = normal(rngs, (experts, hidden, inner), dtype)
+
+    def __call__(
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """`sum_j down_j(weights[t, j] * swiglu_j(x[t]))` over the experts j of each token.
+
+        As in the release the routing weight enters before the last linear, which decides where bfloat16 rounds.
+        The (token, expert) pairs are sorted by expert, so that each expert is one group of a ragged matmul; the sum
+        over a token's experts runs in routing order, whatever else is in the batch.
+
+        Args:
+          x: [T, hidden] in the weights' dtype.
+          experts: [T, k] int32 in [0, E).
+          weights: [T, k] float32.
+
+        Returns:
+          [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
+        """
+        tokens, k = experts.shape
+        by_expert = experts.reshape(-1)
+        order = jnp.argsort(by_expert)
+        sizes = jnp.bincount(by_expert, length=self.gate_up_proj.shape[0])
+        gate, up = jnp.split(_ragged_linear(x[order // k], self.gate_up_proj[...], sizes), 2, axis=1)
+        inner = swiglu(gate, up, self.limit) * weights.reshape(-1)[order][:, None]
+        y = _ragged_linear(round_to(inner, x.dtype), self.down_proj[...], sizes)
+        y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
+        return jnp.sum(y.astype(jnp.float32), axis=1)
+
+
+class MoE(nnx.Module):
+    """Router, routed experts and shared expert of one layer.
+
+    Attributes:
+      gate: TopKRouter, or HashRouter in "hash_moe" layers.
+      experts: Experts.
+      shared_experts: MLP.
+    """
+
+    def __init__(self, config: DSV4Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        router = HashRouter if config.mlp_layer_types[layer] == "hash_moe" else TopKRouter
+        self.gate = router(config, rngs=rngs)
+        self.experts = Experts(config, dtype=dtype, rngs=rngs)
+        self.shared_experts = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
+        """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
+        routed = self.experts(x, *self.gate(x, token_ids))
+        return round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype)
+
+
+# [rows, n] x [groups, m, n] -> [rows, m]: the rows fall into consecutive groups, one matrix each.
+_ROWS_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def _ragged_linear(x, weight, sizes):
+    y = jax.lax.ragged_dot_general(
+        x, weight, sizes, _ROWS_BY_GROUP, precision="highest", preferred_element_type=jnp.float32
+    )
+    return round_to(y, x.dtype)

@@ -1,0 +1,157 @@
+"""Attention, compressor and indexer around a handle that records what it is given."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
+from dsv4_jax.config import CSA, HCA, SLIDING
+from dsv4_jax.nn import Attention
+from tests.nn.reference import f64, rms_norm, rope
+
+
+POSITIONS = np.array([300, 301, 0, -1], np.int32)
+# Chains of float32 sums of at most 384 products, on values of order 1.
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+
+
+class RecordingCache(KVCache):
+    def __init__(self):
+        pass
+
+
+class RecordingHandle(LayerCacheHandle):
+    """Keeps each call's arguments under the method's name; `attend` gives the queries back."""
+
+    def __init__(self):
+        none = jnp.full((4,), -1, jnp.int32)
+        batch = Batch(none, jnp.asarray(POSITIONS), none, jnp.full((1, 3), -1, jnp.int32), none, prefill=False)
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "calls", {})
+        object.__setattr__(self, "result", RecordingCache())
+
+    @property
+    def cache(self):
+        return self.result
+
+    def write_swa(self, kv):
+        self.calls["write_swa"] = kv
+        return self
+
+    def flush(self, kv, gate, weights, index=None):
+        self.calls["flush"] = (kv, gate, weights), index
+        return self
+
+    def indexer_scores(self, q, weights):
+        self.calls["indexer_scores"] = q, weights
+        return jnp.zeros((4, 9))
+
+    def indexer_topk(self, scores):
+        self.calls["indexer_topk"] = scores
+        return jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
+
+    def attend(self, q, sinks, indices=None):
+        self.calls["attend"] = q, sinks, indices
+        return q, self
+
+
+def run(config, kind, x, dtype=jnp.float32):
+    layer = config.layer_types.index(kind)
+    attention = Attention(config, layer, dtype=dtype, rngs=nnx.Rngs(0))
+    handle = RecordingHandle()
+    y, cache = attention(jnp.asarray(x, dtype), handle)
+    assert cache is handle.result
+    return attention, handle.calls, y, layer
+
+
+def linear(module, x):
+    return f64(x) @ f64(module.weight).T
+
+
+@pytest.mark.parametrize("kind", [SLIDING, CSA, HCA])
+def test_queries_window_rows_and_output(config, draw, kind):
+    x = draw(4, config.hidden_size)
+    attention, calls, y, layer = run(config, kind, x)
+    heads, dim, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
+    positions, inv_freq = np.maximum(POSITIONS, 0), config.inv_freq(layer)
+
+    kv = rms_norm(linear(attention.kv_proj, x), eps, f64(attention.kv_norm.weight))
+    np.testing.assert_allclose(f64(calls["write_swa"]), rope(kv, positions, inv_freq), **TOLERANCE)
+
+    latent = rms_norm(linear(attention.q_a_proj, x), eps, f64(attention.q_a_norm.weight))
+    normed = rms_norm(linear(attention.q_b_proj, latent).reshape(4, heads, dim), eps)
+    q, sinks, _ = calls["attend"]
+    np.testing.assert_allclose(f64(q), rope(normed, positions, inv_freq), **TOLERANCE)
+    np.testing.assert_array_equal(sinks, attention.sinks[...])
+
+    # The handle returned the queries, so that turning back must give the unrotated ones.
+    groups = normed.reshape(4, config.o_groups, -1)
+    low, rank = f64(attention.o_a_proj.weight), config.o_lora_rank
+    out = np.concatenate([groups[:, g] @ low[g * rank : (g + 1) * rank].T for g in range(config.o_groups)], axis=1)
+    np.testing.assert_allclose(f64(y), linear(attention.o_b_proj, out), **TOLERANCE)
+
+
+def test_layers_use_their_own_rope_table(config):
+    tables = {kind: config.inv_freq(config.layer_types.index(kind)) for kind in (SLIDING, CSA, HCA)}
+    assert (tables[CSA] == tables[HCA]).all() and not np.allclose(tables[CSA], tables[SLIDING])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (SLIDING, ["write_swa", "attend"]),
+        (HCA, ["write_swa", "flush", "attend"]),
+        (CSA, ["write_swa", "flush", "indexer_scores", "indexer_topk", "attend"]),
+    ],
+)
+def test_order_of_calls(config, draw, kind, expected):
+    _, calls, _, _ = run(config, kind, draw(4, config.hidden_size))
+    assert list(calls) == expected
+    indices = calls["attend"][2]
+    assert (indices is None) == (kind != CSA)
+    if kind == CSA:
+        np.testing.assert_array_equal(indices, np.arange(16).reshape(4, 4))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", [CSA, HCA])
+def test_compressor_projects_in_float32(config, draw, kind, dtype):
+    x = np.asarray(jnp.asarray(draw(4, config.hidden_size), dtype), np.float32)
+    attention, calls, _, layer = run(config, kind, x, dtype)
+    main, index = calls["flush"]
+    assert (index is None) == (kind == HCA)
+    compressor = attention.compressor
+    pairs = [(compressor, main)] + ([(compressor.indexer, index)] if index else [])
+    for module, (kv, gate, weights) in pairs:
+        assert kv.dtype == gate.dtype == jnp.float32
+        np.testing.assert_allclose(f64(kv), linear(module.kv_proj, x), **TOLERANCE)
+        np.testing.assert_allclose(f64(gate), linear(module.gate_proj, x), **TOLERANCE)
+        np.testing.assert_array_equal(weights.position_bias, module.position_bias[...])
+        np.testing.assert_array_equal(weights.norm_weight, module.kv_norm.weight[...])
+        np.testing.assert_array_equal(weights.inv_freq, config.inv_freq(layer))
+        assert weights.eps == config.rms_norm_eps
+
+
+def test_indexer_queries_and_head_weights(config, draw):
+    x = draw(4, config.hidden_size)
+    attention, calls, _, layer = run(config, CSA, x)
+    indexer, heads, dim = attention.compressor.indexer, config.index_n_heads, config.index_head_dim
+    latent = rms_norm(linear(attention.q_a_proj, x), config.rms_norm_eps, f64(attention.q_a_norm.weight))
+    q = linear(indexer.q_b_proj, latent).reshape(4, heads, dim)
+    got_q, got_weights = calls["indexer_scores"]
+    np.testing.assert_allclose(f64(got_q), rope(q, np.maximum(POSITIONS, 0), config.inv_freq(layer)), **TOLERANCE)
+    weights = linear(indexer.scorer.weights_proj, x) / np.sqrt(dim * heads)
+    np.testing.assert_allclose(f64(got_weights), weights, **TOLERANCE)
+
+
+def test_bf16_rounding_points(config, draw):
+    wide = dataclasses.replace(config, index_n_heads=24)  # a scale that is no power of two
+    attention, calls, y, _ = run(wide, CSA, draw(4, config.hidden_size), jnp.bfloat16)
+    q, weights = calls["indexer_scores"]
+    assert [v.dtype for v in (y, q, calls["write_swa"], calls["attend"][0])] == [jnp.bfloat16] * 4
+    assert weights.dtype == jnp.float32
+    np.testing.assert_array_equal(weights, weights.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.isfinite(np.asarray(y, np.float32)).all()

@@ -1,0 +1,66 @@
+"""The whole model as a jit argument, on a real cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cache import Batch, CacheSchema, init_cache
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+
+
+@pytest.fixture(scope="module")
+def model(short_config):
+    return DeepseekV4ForCausalLM(short_config)
+
+
+def step_batch(first, count, padding_id, new_blocks=()):
+    """`count` tokens of slot 0 from position `first`, then three padding tokens."""
+    blocks = np.full((1, 3), -1, np.int32)
+    blocks[: len(new_blocks)] = np.reshape(new_blocks, (-1, 3))
+    tokens = np.arange(first, first + count)
+    pad = [-1] * 3
+    return Batch(
+        token_ids=jnp.asarray([*tokens * 7 % 160, *[padding_id] * 3], jnp.int32),
+        positions=jnp.asarray([*tokens, *pad], jnp.int32),
+        slots=jnp.asarray([*[0] * count, *pad], jnp.int32),
+        new_blocks=jnp.asarray(blocks),
+        reset_slots=jnp.asarray([-1, -1], jnp.int32),
+        prefill=count > 1,
+    )
+
+
+def test_padding_reaches_neither_other_tokens_nor_the_cache(model):
+    schema = CacheSchema.from_config(model.config, num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
+    traces = []
+
+    @jax.jit
+    def step(model, batch, cache):
+        traces.append(batch.prefill)
+        hidden, cache = model(batch, cache)
+        return hidden, model.logits(hidden), cache
+
+    def run(padding_id):
+        outputs, cache = [], init_cache(schema)
+        for first, count, blocks in [(0, 21, [(0, 0, 1)]), (21, 1, []), (22, 1, [])]:
+            hidden, logits, cache = step(model, step_batch(first, count, padding_id, blocks), cache)
+            assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+            assert np.isfinite(np.asarray(logits)).all()
+            outputs += [np.asarray(hidden[:count]), np.asarray(logits[:count])]
+        return outputs + [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
+
+    first, second = run(-1), run(33)
+    # One program for each shape: prefill and decode.
+    assert traces == [True, False]
+    assert not (first[0][0] == first[0][1]).all()
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_logits_are_float32_products_with_the_head(model, draw):
+    hidden = jnp.asarray(draw(2, 3, model.config.hidden_size), jnp.bfloat16)
+    logits = model.logits(hidden)
+    assert (logits.shape, logits.dtype) == ((2, 3, model.config.vocab_size), jnp.float32)
+    expected = np.asarray(hidden, np.float64) @ np.asarray(model.lm_head.weight[...], np.float64).T
+    # 64 exact products, summed in float32; a bf16 result would be off by 1e-3.
+    np.testing.assert_allclose(logits, expected, atol=1e-6)

@@ -1,0 +1,117 @@
+"""Attribute paths, shapes and dtypes: what checkpoints are loaded by."""
+
+import json
+import struct
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable
+from tests.paths import DATA
+
+
+F32, BF16, I32 = jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("int32")
+
+# The packaged tiny model: hidden 64, vocab 160, 4 heads of 96, q_lora 24, 2 groups of o_lora 16, indexer 32 x 64,
+# 8 experts of 32, 4 streams, rates 4 and 16.
+HYPER = {"fn": ((24, 256), F32), "base": ((24,), F32), "scale": ((3,), F32)}
+COMMON = {
+    "self_attn.q_a_proj.weight": ((24, 64), BF16),
+    "self_attn.q_a_norm.weight": ((24,), F32),
+    "self_attn.q_b_proj.weight": ((384, 24), BF16),
+    "self_attn.kv_proj.weight": ((96, 64), BF16),
+    "self_attn.kv_norm.weight": ((96,), F32),
+    "self_attn.o_a_proj.weight": ((32, 192), BF16),
+    "self_attn.o_b_proj.weight": ((64, 32), BF16),
+    "self_attn.sinks": ((4,), F32),
+    "mlp.gate.weight": ((8, 64), F32),
+    "mlp.experts.gate_up_proj": ((8, 64, 64), BF16),
+    "mlp.experts.down_proj": ((8, 64, 32), BF16),
+    "mlp.shared_experts.gate_proj.weight": ((32, 64), BF16),
+    "mlp.shared_experts.up_proj.weight": ((32, 64), BF16),
+    "mlp.shared_experts.down_proj.weight": ((64, 32), BF16),
+    "input_layernorm.weight": ((64,), F32),
+    "post_attention_layernorm.weight": ((64,), F32),
+    **{f"{hc}.{name}": leaf for hc in ("attn_hc", "ffn_hc") for name, leaf in HYPER.items()},
+}
+COMPRESSOR = {
+    SLIDING: {},
+    HCA: {
+        "kv_proj.weight": ((96, 64), F32),
+        "gate_proj.weight": ((96, 64), F32),
+        "position_bias": ((16, 96), F32),
+        "kv_norm.weight": ((96,), F32),
+    },
+    CSA: {
+        "kv_proj.weight": ((192, 64), F32),
+        "gate_proj.weight": ((192, 64), F32),
+        "position_bias": ((4, 192), F32),
+        "kv_norm.weight": ((96,), F32),
+        "indexer.kv_proj.weight": ((128, 64), F32),
+        "indexer.gate_proj.weight": ((128, 64), F32),
+        "indexer.position_bias": ((4, 128), F32),
+        "indexer.kv_norm.weight": ((64,), F32),
+        "indexer.q_b_proj.weight": ((2048, 24), BF16),
+        "indexer.scorer.weights_proj.weight": ((32, 64), BF16),
+    },
+}
+ROUTER = {
+    "moe": {"mlp.gate.e_score_correction_bias": ((8,), F32)},
+    "hash_moe": {"mlp.gate.tid2eid": ((160, 2), I32)},
+}
+TOP = {
+    "model.embed_tokens.weight": ((160, 64), BF16),
+    "model.norm.weight": ((64,), F32),
+    "model.hc_head.hc_fn": ((4, 256), F32),
+    "model.hc_head.hc_base": ((4,), F32),
+    "model.hc_head.hc_scale": ((1,), F32),
+    "lm_head.weight": ((160, 64), BF16),
+}
+
+
+def variables(config, **kwargs):
+    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, **kwargs))
+    found = {".".join(map(str, path)): v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+    # A variable of the RNG would be state that no checkpoint has.
+    assert {type(v) for v in found.values()} == {nnx.Param, HashTable}
+    return found
+
+
+def test_paths_shapes_and_dtypes(config):
+    expected = dict(TOP)
+    for i, (kind, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
+        compressor = {f"self_attn.compressor.{name}": leaf for name, leaf in COMPRESSOR[kind].items()}
+        layer = COMMON | compressor | ROUTER[mlp]
+        expected |= {f"model.layers.{i}.{name}": leaf for name, leaf in layer.items()}
+    assert {path: (v.shape, v.dtype) for path, v in variables(config).items()} == expected
+
+
+def test_float32_model_is_float32_throughout(config):
+    dtypes = {path: v.dtype for path, v in variables(config, dtype=jnp.float32).items()}
+    assert all(dtype == (I32 if path.endswith("tid2eid") else F32) for path, dtype in dtypes.items())
+
+
+def test_names_and_shapes_are_those_transformers_writes():
+    folder = DATA / "hf_tiny" / "module_names"
+    data = (folder / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    stored = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    assert {path: v.shape for path, v in variables(DSV4Config.from_hf(folder)).items()} == stored
+
+
+def test_other_dtypes_are_refused(config):
+    with pytest.raises(ValueError, match="dtype must be bfloat16 or float32, got float16"):
+        DeepseekV4ForCausalLM(config, dtype=jnp.float16)
+
+
+def test_random_weights_follow_the_seed_and_leave_nothing_trivial(short_config):
+    def weights(seed):
+        model = DeepseekV4ForCausalLM(short_config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+        return {path: v[...] for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+
+    first, again, other = weights(1), weights(1), weights(2)
+    for path, value in first.items():
+        assert (value == again[path]).all() and not (value == other[path]).all(), path
+        assert value.size == 1 or value.min() < value.max(), path

@@ -1,0 +1,116 @@
+"""Routers and experts against naive float64 loops."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv4_jax.nn import MLP, Experts, HashRouter, MoE, TopKRouter
+from tests.nn.reference import expert, f64
+
+
+# Sums of at most 64 float32 products of order 1, through two matrices.
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+
+
+def spread(module, factor=20.0):
+    """Enlarges all float weights of a module, so that no step is nearly linear."""
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Param):
+            variable[...] = variable[...] * factor
+    return module
+
+
+def scores(router, x):
+    return np.sqrt(np.log1p(np.exp(f64(router.weight) @ f64(x))))
+
+
+def normalised(chosen, config):
+    return config.routed_scaling_factor * chosen / (chosen.sum() + 1e-20)
+
+
+def test_top_k_router(config, draw):
+    router = spread(TopKRouter(config, rngs=nnx.Rngs(0)))
+    x = draw(30, config.hidden_size)
+    experts, weights = router(jnp.asarray(x), jnp.zeros(30, jnp.int32))
+    assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+    for t in range(30):
+        want = scores(router, x[t])
+        best = np.argsort(-(want + f64(router.e_score_correction_bias)), kind="stable")[: config.num_experts_per_tok]
+        np.testing.assert_array_equal(experts[t], best)
+        np.testing.assert_allclose(weights[t], normalised(want[best], config), **TOLERANCE)
+
+
+def test_bias_moves_the_selection_and_never_a_weight(config, draw):
+    router = TopKRouter(config, rngs=nnx.Rngs(0))
+    x, ids = jnp.asarray(draw(30, config.hidden_size)), jnp.zeros(30, jnp.int32)
+    before, plain_weights = router(x, ids)
+    router.e_score_correction_bias[...] = router.e_score_correction_bias[...] + 3.0
+    np.testing.assert_array_equal(router(x, ids)[1], plain_weights)
+    router.e_score_correction_bias[...] = router.e_score_correction_bias[...].at[5].add(100.0)
+    experts, weights = router(x, ids)
+    assert (experts[:, 0] == 5).all() and not (before == 5).any(axis=1).all()
+    for t in range(30):
+        chosen = scores(router, x[t])[np.asarray(experts[t])]
+        np.testing.assert_allclose(weights[t], normalised(chosen, config), **TOLERANCE)
+
+
+def test_hash_router_looks_experts_up_and_scores_them(config, draw):
+    router = HashRouter(config, rngs=nnx.Rngs(0))
+    ids = np.array([0, 159, 7, 7, -1], np.int32)
+    x = draw(5, config.hidden_size)
+    experts, weights = router(jnp.asarray(x), jnp.asarray(ids))
+    table = np.asarray(router.tid2eid[...])
+    assert table.dtype == np.int32 and len({tuple(row) for row in table}) > 1
+    assert all(len(set(row)) == config.num_experts_per_tok for row in table)
+    for t in range(4):
+        np.testing.assert_array_equal(experts[t], table[ids[t]])
+        np.testing.assert_allclose(weights[t], normalised(scores(router, x[t])[table[ids[t]]], config), **TOLERANCE)
+    assert ((experts[4] >= 0) & (experts[4] < config.n_routed_experts)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize("limit", [10.0, 0.5])
+def test_moe_block(config, draw, tokens, limit):
+    layer = config.mlp_layer_types.index("moe")
+    moe = MoE(dataclasses.replace(config, swiglu_limit=limit), layer, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    moe.experts, moe.shared_experts = spread(moe.experts, 10.0), spread(moe.shared_experts, 10.0)
+    x, inner = draw(tokens, config.hidden_size), config.moe_intermediate_size
+    y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
+    experts, weights = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
+    gate_up, down, shared = f64(moe.experts.gate_up_proj), f64(moe.experts.down_proj), moe.shared_experts
+    reached = False
+    for t in range(tokens):
+        want = expert(f64(x[t]), *(f64(p.weight) for p in (shared.gate_proj, shared.up_proj, shared.down_proj)), limit)
+        for e, w in zip(experts[t], weights[t], strict=True):
+            reached |= np.abs(gate_up[e] @ x[t]).max() > limit
+            want = want + float(w) * expert(f64(x[t]), gate_up[e, :inner], gate_up[e, inner:], down[e], limit)
+        np.testing.assert_allclose(f64(y[t]), want, rtol=2e-5, atol=1e-4)
+    assert reached == (limit == 0.5)
+
+
+def test_swiglu_limit_clamps_gate_above_and_up_on_both_sides(config):
+    mlp = MLP(dataclasses.replace(config, hidden_size=1, swiglu_limit=2.0), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    inner = mlp.gate_proj.weight.shape[0]
+    mlp.down_proj.weight[...] = jnp.ones((1, inner))
+    cases = {(9.0, 1.0): (2.0, 1.0), (-9.0, 1.0): (-9.0, 1.0), (1.0, 9.0): (1.0, 2.0), (1.0, -9.0): (1.0, -2.0)}
+    for (gate, up), (gate_kept, up_kept) in cases.items():
+        mlp.gate_proj.weight[...] = jnp.full((inner, 1), gate)
+        mlp.up_proj.weight[...] = jnp.full((inner, 1), up)
+        expected = inner * up_kept * gate_kept / (1 + np.exp(-gate_kept))
+        np.testing.assert_allclose(mlp(jnp.ones((1, 1)))[0, 0], expected, rtol=1e-5)
+
+
+def test_a_bad_token_does_not_reach_others(config, draw):
+    experts = Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = jnp.asarray(draw(6, config.hidden_size), jnp.bfloat16)
+    chosen = jnp.asarray(np.random.default_rng(2).integers(0, config.n_routed_experts, (6, 2)), jnp.int32)
+    weights = jnp.full((6, 2), 0.5)
+    clean, dirty = experts(x, chosen, weights), experts(x.at[2].set(jnp.nan), chosen, weights)
+    assert clean.dtype == jnp.float32
+    others = np.array([0, 1, 3, 4, 5])
+    np.testing.assert_array_equal(np.asarray(dirty)[others], np.asarray(clean)[others])
+    assert np.isnan(np.asarray(dirty, np.float32)[2]).all()
