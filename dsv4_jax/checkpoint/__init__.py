@@ -1,0 +1,8 @@
+"""Reading DeepSeek-V4 checkpoints: safetensors files, the table of tensor names, and loading into the model."""
+
+from dsv4_jax.checkpoint.load import load_checkpoint as load_checkpoint
+from dsv4_jax.checkpoint.reader import (
+    StoredTensor as StoredTensor,
+    read_checkpoint as read_checkpoint,
+    read_file as read_file,
+)

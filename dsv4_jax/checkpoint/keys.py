@@ -1,0 +1,168 @@
+"""Which tensors a model has, and what the three namings that exist call them.
+
+- "release": DeepSeek's own files, `layers.1.attn.wkv.weight`;
+- "hybrid": what transformers 5's `save_pretrained` writes, the release's names after `model.` with a few exceptions;
+- "module": transformers' module names, which are also ours, `model.layers.1.self_attn.kv_proj.weight`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal, get_args
+
+from dsv4_jax.config import CSA, SLIDING, DSV4Config
+
+
+type Naming = Literal["release", "hybrid", "module"]
+
+# (module path, release name, hybrid name if it is not "model." + release name, shape)
+_TOP = (
+    ("model.embed_tokens.weight", "embed.weight", "model.embed_tokens.weight", "vocab hidden"),
+    ("model.norm.weight", "norm.weight", None, "hidden"),
+    ("model.hc_head.hc_fn", "hc_head_fn", "model.hc_head.hc_fn", "hc hc*hidden"),
+    ("model.hc_head.hc_base", "hc_head_base", "model.hc_head.hc_base", "hc"),
+    ("model.hc_head.hc_scale", "hc_head_scale", "model.hc_head.hc_scale", "1"),
+    ("lm_head.weight", "head.weight", "head.weight", "vocab hidden"),
+)
+# The same after `model.layers.N.` / `layers.N.` / `model.layers.N.`; the last column says which layers have it.
+# A release name with {expert} stands for one tensor an expert, {expert} running slowest, stacked on axis 0.
+_LAYER = (
+    ("input_layernorm.weight", "attn_norm.weight", None, "hidden", "all"),
+    ("post_attention_layernorm.weight", "ffn_norm.weight", None, "hidden", "all"),
+    ("attn_hc.fn", "hc_attn_fn", None, "mix hc*hidden", "all"),
+    ("attn_hc.base", "hc_attn_base", None, "mix", "all"),
+    ("attn_hc.scale", "hc_attn_scale", None, "3", "all"),
+    ("ffn_hc.fn", "hc_ffn_fn", None, "mix hc*hidden", "all"),
+    ("ffn_hc.base", "hc_ffn_base", None, "mix", "all"),
+    ("ffn_hc.scale", "hc_ffn_scale", None, "3", "all"),
+    ("self_attn.q_a_proj.weight", "attn.wq_a.weight", None, "q_lora hidden", "all"),
+    ("self_attn.q_a_norm.weight", "attn.q_norm.weight", None, "q_lora", "all"),
+    ("self_attn.q_b_proj.weight", "attn.wq_b.weight", None, "heads*head q_lora", "all"),
+    ("self_attn.kv_proj.weight", "attn.wkv.weight", None, "head hidden", "all"),
+    ("self_attn.kv_norm.weight", "attn.kv_norm.weight", "attn.norm.weight", "head", "all"),
+    ("self_attn.o_a_proj.weight", "attn.wo_a.weight", None, "groups*o_lora group_in", "all"),
+    ("self_attn.o_b_proj.weight", "attn.wo_b.weight", None, "hidden groups*o_lora", "all"),
+    ("self_attn.sinks", "attn.attn_sink", None, "heads", "all"),
+    ("self_attn.compressor.kv_proj.weight", "attn.compressor.wkv.weight", None, "pair*head hidden", "compressed"),
+    ("self_attn.compressor.gate_proj.weight", "attn.compressor.wgate.weight", None, "pair*head hidden", "compressed"),
+    ("self_attn.compressor.position_bias", "attn.compressor.ape", None, "rate pair*head", "compressed"),
+    ("self_attn.compressor.kv_norm.weight", "attn.compressor.norm.weight", None, "head", "compressed"),
+    ("self_attn.compressor.indexer.kv_proj.weight", 
+     "attn.indexer.compressor.wkv.weight", None, "pair*index hidden", "csa"),
+    ("self_attn.compressor.indexer.gate_proj.weight", 
+     "attn.indexer.compressor.wgate.weight", None, "pair*index hidden", "csa"),
+    ("self_attn.compressor.indexer.position_bias", "attn.indexer.compressor.ape", None, "rate pair*index", "csa"),
+    ("self_attn.compressor.indexer.kv_norm.weight", "attn.indexer.compressor.norm.weight", None, "index", "csa"),
+    ("self_attn.compressor.indexer.q_b_proj.weight", 
+     "attn.indexer.wq_b.weight", None, "index_heads*index q_lora", "csa"),
+    ("self_attn.compressor.indexer.scorer.weights_proj.weight", 
+     "attn.indexer.weights_proj.weight", None, "index_heads hidden", "csa"),
+    ("mlp.gate.weight", "ffn.gate.weight", None, "experts hidden", "all"),
+    ("mlp.gate.tid2eid", "ffn.gate.tid2eid", None, "vocab chosen", "hash_moe"),
+    ("mlp.gate.e_score_correction_bias", "ffn.gate.bias", None, "experts", "moe"),
+    ("mlp.experts.gate_up_proj", 
+     "ffn.experts.{expert}.w1.weight ffn.experts.{expert}.w3.weight", None, "experts 2*moe hidden", "all"),
+    ("mlp.experts.down_proj", "ffn.experts.{expert}.w2.weight", None, "experts hidden moe", "all"),
+    ("mlp.shared_experts.gate_proj.weight", "ffn.shared_experts.w1.weight", None, "moe hidden", "all"),
+    ("mlp.shared_experts.up_proj.weight", "ffn.shared_experts.w3.weight", None, "moe hidden", "all"),
+    ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", None, "hidden moe", "all"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter of the model and the stored tensors it is made of.
+
+    Attributes:
+        path: its module path, e.g. "model.layers.0.mlp.experts.down_proj".
+        shape: its shape.
+        sources: names of the stored tensors, all of shape `source_shape`; concatenated on axis 0 they are the
+            parameter, flattened to that many axes. More than one only for experts that are stored one by one.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The shape of each of `sources`."""
+        if len(self.sources) == 1:
+            return self.shape
+        return math.prod(self.shape[:-1]) // len(self.sources), self.shape[-1]
+
+
+def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
+    """Every parameter of the model, in the given naming."""
+    sizes = _sizes(config)
+    for path, release, hybrid, shape in _TOP:
+        names = {"release": release, "hybrid": hybrid or f"model.{release}", "module": path}
+        yield Weight(path, _shape(shape, sizes), (names[naming],))
+    for layer, kinds in enumerate(_kinds(config)):
+        rate = config.compress_rate(layer)
+        sizes |= {"rate": rate, "pair": 2 if config.layer_types[layer] == CSA else 1}
+        for path, release, hybrid, shape, kind in _LAYER:
+            if kind in kinds:
+                sources = {"release": release, "hybrid": hybrid or release, "module": path}[naming]
+                prefix = f"layers.{layer}." if naming == "release" else f"model.layers.{layer}."
+                yield Weight(
+                    f"model.layers.{layer}.{path}",
+                    _shape(shape, sizes),
+                    tuple(prefix + source for source in _expand(sources, config.n_routed_experts)),
+                )
+
+
+def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
+    """The naming that most of the names belong to.
+
+    Raises:
+        ValueError: none of them belongs to any.
+    """
+    names = set(names)
+    hits = {
+        naming: sum(source in names for weight in weights(config, naming) for source in weight.sources)
+        for naming in get_args(Naming.__value__)
+    }
+    best = max(hits, key=lambda naming: hits[naming])
+    if not hits[best]:
+        shown = ", ".join(sorted(names)[:3]) or "none at all"
+        raise ValueError(f"these are no DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")
+    return best
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor belongs to the multi-token prediction layers, which decoding does not use."""
+    return name.startswith(("mtp.", "model.mtp."))
+
+
+def _kinds(config: DSV4Config) -> Iterator[set[str]]:
+    """For each layer the table's last column that apply to it."""
+    for layer_type, mlp_type in zip(config.layer_types, config.mlp_layer_types, strict=True):
+        compressed = set() if layer_type == SLIDING else {"compressed"}
+        yield {"all", mlp_type} | compressed | ({"csa"} if layer_type == CSA else set())
+
+
+def _expand(sources: str, experts: int) -> list[str]:
+    if "{expert}" not in sources:
+        return [sources]
+    return [source.format(expert=expert) for expert in range(experts) for source in sources.split()]
+
+
+def _sizes(config: DSV4Config) -> dict[str, int]:
+    hc = config.hc_mult
+    return {
+        "vocab": config.vocab_size, "hidden": config.hidden_size, "hc": hc, "mix": (2 + hc) * hc,
+        "q_lora": config.q_lora_rank, "heads": config.num_attention_heads, "head": config.head_dim,
+        "groups": config.o_groups, "o_lora": config.o_lora_rank,
+        "group_in": config.num_attention_heads * config.head_dim // config.o_groups,
+        "index_heads": config.index_n_heads, "index": config.index_head_dim,
+        "experts": config.n_routed_experts, "chosen": config.num_experts_per_tok, "moe": config.moe_intermediate_size,
+    }  # fmt: skip
+
+
+def _shape(spec: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    """`"2*moe hidden"` to sizes."""
+    return tuple(
+        math.prod(int(factor) if factor.isdecimal() else sizes[factor] for factor in axis.split("*"))
+        for axis in spec.split()
+    )

@@ -1,0 +1,138 @@
+"""Fills a model with a checkpoint's tensors."""
+
+import difflib
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from rich.console import Console
+from rich.progress import track
+
+from dsv4_jax.checkpoint.keys import Weight, detect_naming, is_ignored, weights
+from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+
+
+_log = logging.getLogger(__name__)
+_MAX_LISTED = 100  # of each kind of problem: a wrong config would list tens of thousands
+_MAX_COMPARED = 200  # names that each listed one is compared with
+
+
+def load_checkpoint(
+    path: str | Path, config: DSV4Config | None = None, *, dtype: DTypeLike = jnp.bfloat16, progress: bool = False
+) -> DeepseekV4ForCausalLM:
+    """Reads a DeepSeek-V4 checkpoint of F32, BF16, F16 and integer tensors, in any of the three namings.
+
+    Args:
+        path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
+        config: the model's configuration; None reads config.json beside the tensors.
+        dtype: bfloat16 or float32, of the linear layers; the module decides which parameters are always float32.
+        progress: whether to show a progress bar on standard error.
+
+    Returns:
+        The model. Tensors of multi-token prediction are left out, which is logged.
+
+    Raises:
+        ValueError: a broken file (see `reader`); quantised tensors; missing, extra, mis-shaped tensors or ones of the
+            wrong kind, all in one message; NaN or infinite weights, by name.
+    """
+    path = Path(path)
+    if config is None:
+        config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
+    stored = read_checkpoint(path)
+    if ignored := [name for name in stored if is_ignored(name)]:
+        _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(ignored), ignored[0])
+    stored = {name: tensor for name, tensor in stored.items() if not is_ignored(name)}
+
+    abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
+    table = list(weights(config, detect_naming(config, stored)))
+    shapes = {key: parameter.shape for key, parameter in parameters.items()}
+    assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
+    dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
+    _refuse_quantised(table, stored)
+    _refuse_mismatches(table, stored, dtypes)
+
+    values, bad = {}, []
+    for weight in _with_bar(table) if progress else table:
+        pieces = []
+        for source in weight.sources:
+            piece, problem = _convert(stored[source].load(), dtypes[weight.path], config)
+            pieces.append(piece)
+            if problem:
+                bad.append(f"{source} {problem}")
+        if not bad:
+            values[weight.path] = jnp.asarray(np.concatenate(pieces).reshape(weight.shape))
+    if bad:
+        raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
+    return nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values[_dotted(key)]), state))
+
+
+def _with_bar(table: list[Weight]) -> Iterable[Weight]:
+    return track(table, "Loading weights", console=Console(stderr=True), transient=True)
+
+
+def _dotted(key: tuple[object, ...]) -> str:
+    return ".".join(map(str, key))
+
+
+def _convert(stored: np.ndarray, dtype: np.dtype, config: DSV4Config) -> tuple[np.ndarray, str]:
+    """The values in the parameter's dtype, and what is wrong with them, if anything."""
+    if dtype.kind == "i":  # the model's only integers are the hash layers' expert ids
+        experts = config.n_routed_experts
+        outside = bool(np.any((stored < 0) | (stored >= experts)))
+        return stored.astype(dtype), f"names experts outside 0..{experts - 1}" if outside else ""
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype is reported as infinite
+        values = stored.astype(dtype, copy=False)
+    wrong = values.size - np.count_nonzero(np.isfinite(values))
+    return values, f"has {wrong} NaN or infinite values of {values.size}" if wrong else ""
+
+
+def _refuse_quantised(table: list[Weight], stored: dict[str, StoredTensor]) -> None:
+    for weight in table:
+        for source in weight.sources:
+            if source in stored and stored[source].quantised:
+                stored[source].load()  # raises
+
+
+def _refuse_mismatches(table: list[Weight], stored: dict[str, StoredTensor], dtypes: dict[str, np.dtype]) -> None:
+    """Reports everything that differs between what the model needs and what is there, in one ValueError."""
+    needed = {source: weight for weight in table for source in weight.sources}
+    missing = [name for name in needed if name not in stored]
+    extra = [name for name in stored if name not in needed]
+    shapes, kinds = [], []
+    for name, weight in needed.items():
+        if name not in stored:
+            continue
+        tensor = stored[name]
+        if tensor.shape != weight.source_shape:
+            shapes.append(f"{name} is {list(tensor.shape)}, needed {list(weight.source_shape)}")
+        if tensor.dtype.startswith("I") != (dtypes[weight.path].kind == "i"):
+            kinds.append(f"{name} is stored as {tensor.dtype}, needed for {dtypes[weight.path]}")
+    problems = {
+        "missing": _with_nearest(missing, extra),
+        "extra": _with_nearest(extra, missing),
+        "of another shape": shapes,
+        "of another kind": kinds,
+    }
+    found = [f"{len(lines)} {what}:{_listing(lines)}" for what, lines in problems.items() if lines]
+    if found:
+        raise ValueError("the checkpoint does not fit the configuration.\n" + "\n".join(found))
+
+
+def _with_nearest(names: list[str], others: list[str]) -> list[str]:
+    """Adds to each name that will be listed the one it was perhaps mistaken for."""
+    near = (difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8) for name in names[:_MAX_LISTED])
+    found = [f"{name} (near: {match[0]})" if match else name for name, match in zip(names, near, strict=False)]
+    return found + names[_MAX_LISTED:]
+
+
+def _listing(lines: list[str]) -> str:
+    more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

@@ -1,0 +1,274 @@
+"""load_checkpoint: three namings, shards, dtypes, and one report of everything that is wrong."""
+
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
+from dsv4_jax.checkpoint.keys import detect_naming, weights
+from dsv4_jax.config import DSV4Config
+from tests.paths import DATA, PACKAGED
+
+
+HF_TINY = DATA / "hf_tiny"
+CONFIG = DSV4Config.from_hf(HF_TINY)
+
+
+def flat(model):
+    """{dotted path: array} of a model."""
+    return {".".join(map(str, key)): value[...] for key, value in nnx.to_flat_state(nnx.state(model))}
+
+
+def tensors(folder):
+    return {name: np.array(tensor.load()) for name, tensor in read_checkpoint(folder).items()}
+
+
+def write(folder, content, config_from=HF_TINY):
+    """A checkpoint folder with the given tensors."""
+    folder.mkdir(exist_ok=True)
+    save_file(content, folder / "model.safetensors")
+    shutil.copy(config_from / "config.json", folder)
+    return folder
+
+
+def renamed(naming):
+    """hf_tiny's tensors (hybrid) under another naming, experts one by one."""
+    stored = tensors(HF_TINY)
+    old, new = ([w.sources for w in weights(CONFIG, n)] for n in ("hybrid", naming))
+    pairs = zip(old, new, strict=True)
+    return {after: stored[before] for olds, news in pairs for before, after in zip(olds, news, strict=True)}
+
+
+def assert_same(one, other):
+    one, other = flat(one), flat(other)
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        assert value.dtype == other[path].dtype, path
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(other[path]), err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return load_checkpoint(HF_TINY, dtype=jnp.float32)
+
+
+def test_namings_are_detected():
+    assert detect_naming(CONFIG, read_checkpoint(HF_TINY)) == "hybrid"
+    assert detect_naming(CONFIG, read_checkpoint(HF_TINY / "module_names")) == "module"
+    assert detect_naming(DSV4Config.from_hf(PACKAGED), read_checkpoint(PACKAGED)) == "release"
+
+
+def test_the_three_namings_load_the_same_model(hybrid, tmp_path):
+    module = load_checkpoint(HF_TINY / "module_names", dtype=jnp.float32)
+    assert_same(hybrid, module)
+    assert jax.tree.structure(hybrid) == jax.tree.structure(module)
+    assert_same(hybrid, load_checkpoint(write(tmp_path / "release", renamed("release")), dtype=jnp.float32))
+
+
+def test_every_tensor_lands_where_its_name_says(hybrid):
+    stored, loaded = tensors(HF_TINY / "module_names"), flat(hybrid)
+    assert stored.keys() == loaded.keys()
+    for name, value in stored.items():
+        np.testing.assert_array_equal(np.asarray(loaded[name]), value, err_msg=name)
+
+
+def test_the_packaged_checkpoint_holds_the_goldens_weights():
+    golden = np.load(DATA / "official_tiny" / "golden.npz")
+    loaded = flat(load_checkpoint(PACKAGED))
+    table = list(weights(DSV4Config.from_hf(PACKAGED), "release"))
+    assert {w.path for w in table} == loaded.keys()
+    for weight in table:
+        expected = np.concatenate([golden[f"w:{source}"] for source in weight.sources]).reshape(weight.shape)
+        got = np.asarray(loaded[weight.path])
+        np.testing.assert_array_equal(got.astype(np.float64), expected.astype(np.float64), err_msg=weight.path)
+
+
+def test_experts_are_stacked_gate_above_up(hybrid):
+    stored, loaded = tensors(HF_TINY), flat(hybrid)["model.layers.2.mlp.experts.gate_up_proj"]
+    for expert in (0, 5):
+        prefix = f"model.layers.2.ffn.experts.{expert}"
+        np.testing.assert_array_equal(loaded[expert, :32], stored[f"{prefix}.w1.weight"])
+        np.testing.assert_array_equal(loaded[expert, 32:], stored[f"{prefix}.w3.weight"])
+
+
+def test_shards(hybrid, tmp_path):
+    shutil.copy(HF_TINY / "config.json", tmp_path)
+    stored, weight_map = tensors(HF_TINY), {}
+    names = sorted(stored)
+    for i in range(3):
+        file = f"model-{i}.safetensors"
+        save_file({name: stored[name] for name in names[i::3]}, tmp_path / file)
+        weight_map |= dict.fromkeys(names[i::3], file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_same(hybrid, load_checkpoint(tmp_path, dtype=jnp.float32))
+
+
+def test_the_module_decides_each_dtype():
+    dtypes = {path: value.dtype for path, value in flat(load_checkpoint(HF_TINY)).items()}
+    assert dtypes["model.layers.1.self_attn.q_a_proj.weight"] == jnp.bfloat16
+    assert dtypes["lm_head.weight"] == jnp.bfloat16
+    assert dtypes["model.layers.1.mlp.experts.down_proj"] == jnp.bfloat16
+    assert dtypes["model.layers.1.self_attn.compressor.kv_proj.weight"] == jnp.float32
+    assert dtypes["model.layers.1.attn_hc.fn"] == jnp.float32
+    assert dtypes["model.layers.0.mlp.gate.tid2eid"] == jnp.int32
+
+
+def test_casting_rounds_to_nearest_even():
+    got = flat(load_checkpoint(HF_TINY))["lm_head.weight"]
+    expected = tensors(HF_TINY)["head.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
+
+
+def test_the_model_does_not_depend_on_the_file_any_more(tmp_path):
+    folder = write(tmp_path / "x", tensors(HF_TINY))
+    before = load_checkpoint(folder, dtype=jnp.float32)
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    assert_same(before, load_checkpoint(HF_TINY, dtype=jnp.float32))
+
+
+def test_a_single_file_finds_its_config_beside_it(hybrid):
+    assert_same(hybrid, load_checkpoint(str(HF_TINY / "model.safetensors"), dtype=jnp.float32))
+
+
+def test_a_given_config_wins(tmp_path, hybrid):
+    folder = write(tmp_path / "x", tensors(HF_TINY))
+    (folder / "config.json").unlink()
+    assert_same(hybrid, load_checkpoint(folder, CONFIG, dtype=jnp.float32))
+    with pytest.raises(ValueError, match="cannot read the configuration"):
+        load_checkpoint(folder)
+
+
+def test_the_progress_bar_leaves_stdout_alone(capsys, monkeypatch, hybrid):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich: draw although this is no terminal
+    assert_same(hybrid, load_checkpoint(HF_TINY, dtype=jnp.float32, progress=True))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Loading weights" in shown.err
+
+
+@pytest.mark.parametrize("prefix", ["mtp.0.", "model.mtp.0."])
+def test_multi_token_prediction_is_left_out_with_one_line(tmp_path, hybrid, caplog, prefix):
+    extra = {f"{prefix}e_proj.weight": np.full((2, 2), np.nan, np.float32), f"{prefix}norm.weight": np.ones(2, np.int8)}
+    with caplog.at_level(logging.INFO, logger="dsv4_jax.checkpoint"):
+        loaded = load_checkpoint(write(tmp_path / "x", tensors(HF_TINY) | extra), dtype=jnp.float32)
+    assert_same(hybrid, loaded)
+    assert len(caplog.records) == 1
+    assert "2 tensors of multi-token prediction" in caplog.text
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path):
+    stored = tensors(HF_TINY)
+    stored["model.layers.1.attn.wkvv.weight"] = stored.pop("model.layers.1.attn.wkv.weight")
+    del stored["model.layers.2.ffn.experts.3.w3.weight"]
+    stored["unheard_of"] = np.zeros(3, np.float32)
+    stored["head.weight"] = stored["head.weight"].T.copy()
+    stored["model.layers.0.attn.attn_sink"] = np.zeros(4, np.int32)
+    stored["model.layers.0.ffn.gate.tid2eid"] = stored["model.layers.0.ffn.gate.tid2eid"].astype(np.float32)
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(write(tmp_path / "x", stored))
+    for line in (
+        "2 missing:",
+        "  model.layers.1.attn.wkv.weight (near: model.layers.1.attn.wkvv.weight)",
+        "  model.layers.2.ffn.experts.3.w3.weight",
+        "2 extra:",
+        "  model.layers.1.attn.wkvv.weight (near: model.layers.1.attn.wkv.weight)",
+        "  unheard_of",
+        "1 of another shape:",
+        "  head.weight is [64, 160], needed [160, 64]",
+        "2 of another kind:",
+        "  model.layers.0.attn.attn_sink is stored as I32, needed for float32",
+        "  model.layers.0.ffn.gate.tid2eid is stored as F32, needed for int32",
+    ):
+        assert line in str(error.value).splitlines(), line
+
+
+def test_long_reports_are_cut(tmp_path):
+    stored = tensors(HF_TINY) | {f"x{i}": np.zeros(1, np.float32) for i in range(130)}
+    with pytest.raises(ValueError, match=r"130 extra:(\n  x\d+.*){100}\n  \.\.\. and 30 more$"):
+        load_checkpoint(write(tmp_path / "x", stored))
+
+
+def test_tensors_of_another_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no DeepSeek-V4 weights in any known naming; the tensors are wte"):
+        load_checkpoint(write(tmp_path / "x", {"wte": np.zeros(3, np.float32)}))
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path):
+    stored = tensors(HF_TINY)
+    name = "model.layers.1.attn.wq_a.weight"
+    stored[name] = stored[name].astype(ml_dtypes.float8_e4m3fn)
+    stored["model.layers.1.attn.wq_a.scale"] = np.ones((1, 1), ml_dtypes.float8_e8m0fnu)
+    with pytest.raises(ValueError, match=rf"{name} in .* is stored as F8_E4M3; quantised weights are not supported"):
+        load_checkpoint(write(tmp_path / "x", stored))
+
+
+def test_nan_and_infinite_weights_are_named(tmp_path):
+    stored = tensors(HF_TINY)
+    stored["model.layers.3.ffn.experts.6.w2.weight"][1, 2] = np.nan
+    stored["model.layers.1.attn.kv_norm.weight".replace("kv_norm", "norm")][:2] = -np.inf
+    stored["head.weight"][0, 0] = np.finfo(np.float32).max  # finite, but not in bfloat16
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(write(tmp_path / "x", stored))
+    assert "model.layers.3.ffn.experts.6.w2.weight has 1 NaN or infinite values of 2048" in str(error.value)
+    assert "model.layers.1.attn.norm.weight has 2 NaN or infinite values of 32" in str(error.value)
+    assert "head.weight has 1 NaN or infinite values" in str(error.value)
+    with pytest.raises(ValueError, match="experts.6.w2") as error:
+        load_checkpoint(tmp_path / "x", dtype=jnp.float32)
+    assert "head.weight" not in str(error.value)
+
+
+@pytest.mark.parametrize("expert", [8, -1, 2**40])
+def test_expert_ids_out_of_range_are_named(tmp_path, expert):
+    stored = tensors(HF_TINY)
+    stored["model.layers.0.ffn.gate.tid2eid"][3, 1] = expert
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.gate\.tid2eid names experts outside 0\.\.7"):
+        load_checkpoint(write(tmp_path / "x", stored))
+
+
+def test_truncated_checkpoints_are_refused(tmp_path):
+    folder = write(tmp_path / "x", tensors(HF_TINY))
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors: .* truncated"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("preset", ["v4_flash", "v4_pro"])
+def test_the_table_gives_the_released_shapes(preset):
+    config = getattr(DSV4Config, preset)()
+    table = {source: weight for weight in weights(config, "release") for source in weight.sources}
+    assert len(table) == sum(len(weight.sources) for weight in weights(config, "release"))
+    sliding, csa, hca = (next((i for i in range(61) if config.compress_rate(i) == rate), None) for rate in (0, 4, 128))
+    flash = {  # dsv4.md 8.1
+        "layers.0.attn.wq_a.weight": (1024, 4096),
+        "layers.0.attn.wq_b.weight": (32768, 1024),
+        "layers.0.attn.wo_a.weight": (8192, 4096),
+        "layers.0.attn.wo_b.weight": (4096, 8192),
+        f"layers.{csa}.attn.compressor.wkv.weight": (1024, 4096),
+        f"layers.{csa}.attn.compressor.ape": (4, 1024),
+        f"layers.{hca}.attn.compressor.wgate.weight": (512, 4096),
+        f"layers.{hca}.attn.compressor.ape": (128, 512),
+        f"layers.{csa}.attn.indexer.wq_b.weight": (8192, 1024),
+        f"layers.{csa}.attn.indexer.weights_proj.weight": (64, 4096),
+        f"layers.{csa}.attn.indexer.compressor.wkv.weight": (256, 4096),
+        f"layers.{csa}.attn.indexer.compressor.ape": (4, 256),
+        "layers.5.ffn.experts.255.w1.weight": (2048, 4096),
+        "layers.5.ffn.experts.255.w2.weight": (4096, 2048),
+    }
+    pro = {
+        "layers.0.attn.wq_a.weight": (1536, 7168),
+        "layers.0.attn.wq_b.weight": (65536, 1536),
+        "layers.0.attn.wo_a.weight": (16384, 4096),
+        "layers.60.ffn.experts.383.w3.weight": (3072, 7168),
+    }
+    for name, shape in (flash if sliding == 0 else pro).items():
+        assert table[name].source_shape == shape, name

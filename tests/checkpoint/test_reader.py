@@ -1,0 +1,195 @@
+"""The safetensors reader: values, shards, and every way a file can be broken."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, strategies as st
+from safetensors.numpy import save, save_file
+
+from dsv4_jax.checkpoint import read_checkpoint, read_file
+from tests.paths import PACKAGED
+
+
+RNG = np.random.default_rng(0)
+TENSORS = {
+    "f32": RNG.standard_normal((2, 3)).astype(np.float32),
+    "bf16": RNG.standard_normal((5,)).astype(ml_dtypes.bfloat16),
+    "f16": RNG.standard_normal((1, 3)).astype(np.float16),
+    "i64": RNG.integers(-9, 9, (2, 2)),
+    "i32": RNG.integers(-9, 9, (3,), np.int32),
+    "empty": np.zeros((0, 4), np.float32),
+    "scalar": np.array(3, np.float32),
+}
+GOOD = save(TENSORS)
+
+
+def pack(header, data=b""):
+    """A safetensors file with the given header, which may be raw bytes."""
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(content).to_bytes(8, "little") + content + data
+
+
+def entry(start, stop, shape=None, dtype="F32"):
+    return {"dtype": dtype, "shape": [(stop - start) // 4] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+def read_bytes(tmp_path, content):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    return read_file(file)
+
+
+def test_values_shapes_and_dtypes(tmp_path):
+    tensors = read_bytes(tmp_path, GOOD)
+    assert tensors.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        got = tensors[name].load()
+        assert (tensors[name].name, tensors[name].shape) == (name, expected.shape)
+        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+
+
+def test_values_are_views_that_cannot_be_written(tmp_path):
+    got = read_bytes(tmp_path, GOOD)["f32"].load()
+    assert not got.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        got[0, 0] = 1
+
+
+def test_headers_that_do_not_align_the_data_are_read(tmp_path):
+    data = np.arange(3, dtype=np.float32)
+    for padding in range(4):
+        header = json.dumps({"x": entry(0, 12)}).encode() + b" " * padding
+        np.testing.assert_array_equal(read_bytes(tmp_path, pack(header, data.tobytes()))["x"].load(), data)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, np.int8])
+def test_quantised_tensors_are_listed_but_not_loaded(tmp_path, dtype):
+    tensor = read_bytes(tmp_path, save({"w": np.ones((2, 2), dtype)}))["w"]
+    assert tensor.quantised
+    assert tensor.shape == (2, 2)
+    with pytest.raises(ValueError, match=rf"w in .*x\.safetensors is stored as {tensor.dtype}; quantised"):
+        tensor.load()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "has 0 bytes"),
+        (b"1234567", "has 7 bytes"),
+        (GOOD[:100], "claims a header of .* but 92 follow"),
+        ((2**63).to_bytes(8, "little") + GOOD[8:], "claims a header of 9223372036854775808 bytes"),
+        (GOOD[:-1], r"x\.safetensors: \w+ ends at byte .* truncated"),
+        (GOOD + b"\0", "but its tensors end at byte"),
+        (pack(b"{"), "JSON is broken"),
+        (pack(b"\xff\xfe"), "JSON is broken"),
+        (pack(b"[" * 100_000), "JSON is broken"),
+        (pack(b"[]"), "JSON is no object but list"),
+        (pack(b'{"a": 1, "a": 2}'), "'a' appears twice"),
+        (pack({"__metadata__": 1}), "__metadata__ is 1"),
+        (pack({"w": 1}), "w is described by 1"),
+        (pack({"w": {"dtype": "F32", "shape": [1]}}, bytes(4)), "w is described by"),
+        (pack({"w": entry(0, 4, dtype="F64")}, bytes(4)), "w has dtype 'F64'; known are F32"),
+        (pack({"w": entry(0, 4, dtype=["F32"])}, bytes(4)), r"w has dtype \['F32'\]"),
+        (pack({"w": entry(0, 4, [-1, -1])}, bytes(4)), r"w has shape \[-1, -1\]"),
+        (pack({"w": entry(0, 4, [True])}, bytes(4)), r"w has shape \[True\]"),
+        (pack({"w": entry(0, 0, [0] * 65)}), "w has shape"),
+        (pack({"w": entry(0, 0, [0, 2**80])}), "w has shape"),
+        (pack({"w": entry(4, 0, [1])}, bytes(4)), r"w has data_offsets \[4, 0\]"),
+        (pack({"w": entry(-4, 0, [1])}, bytes(4)), r"w has data_offsets \[-4, 0\]"),
+        (pack({"w": entry(0, 8)}, bytes(4)), "w ends at byte 8 of the data, but the file has 4: it is truncated"),
+        (pack({"w": entry(0, 8, [3])}, bytes(8)), r"w is F32 \[3\], which takes 12 bytes, .* span 8"),
+        (pack({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "b starts at data byte 4 and overlaps a "),
+        (pack({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), r"b starts at data byte 8 and leaves a gap after a"),
+        (pack({"a": entry(4, 8)}, bytes(8)), "a starts at data byte 4 and leaves a gap after the header"),
+    ],
+)
+def test_broken_files_are_refused_by_name(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_bytes(tmp_path, content)
+    assert "x.safetensors" in str(error.value)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
+    st.integers(0, len(GOOD)) | st.just(len(GOOD)),
+)
+@example([], 0)
+def test_mutated_files_are_read_or_refused(tmp_path_factory, flips, length):
+    content = bytearray(GOOD)
+    for position, value in flips:
+        content[position] = value
+    file = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    file.unlink(missing_ok=True)  # a new file, since the old one may still be mapped
+    file.write_bytes(content[:length])
+    try:
+        loaded = {name: tensor.load() for name, tensor in read_file(file).items() if not tensor.quantised}
+    except ValueError as error:
+        assert "mutated.safetensors" in str(error)
+    else:
+        assert length == len(GOOD)
+        for name, values in loaded.items():
+            assert values.size == 0 or values.nbytes <= len(GOOD), name
+
+
+def shards(folder, parts, index=None):
+    """Writes each part as a shard, with an index of them unless given."""
+    weight_map = {}
+    for i, part in enumerate(parts):
+        save_file(part, folder / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
+    content = {"metadata": {}, "weight_map": weight_map} if index is None else index
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+ONE, TWO = {"a": np.zeros(2, np.float32)}, {"b": np.ones(3, np.float32)}
+
+
+def test_shards_are_read_together(tmp_path):
+    tensors = read_checkpoint(shards(tmp_path, [ONE, TWO]))
+    assert {name: tensor.file.name for name, tensor in tensors.items()} == {
+        "a": "model-0.safetensors",
+        "b": "model-1.safetensors",
+    }
+    np.testing.assert_array_equal(tensors["b"].load(), TWO["b"])
+
+
+@pytest.mark.parametrize(
+    "parts, index, message",
+    [
+        ([ONE], "{", "index.json: its JSON is broken"),
+        ([ONE], {}, "has no weight_map"),
+        ([ONE], {"weight_map": {}}, "has no weight_map"),
+        ([ONE], {"weight_map": {"a": 1}}, "places a in 1; it must be the name of a file"),
+        ([ONE], {"weight_map": {"a": "../model-0.safetensors"}}, "must be the name of a file beside the index"),
+        ([ONE], {"weight_map": {"a": "model-7.safetensors"}}, "places a in model-7.safetensors, and there is no such"),
+        ([ONE], {"weight_map": {"a": "model-0.safetensors", "c": "model-0.safetensors"}}, "places c in .* not hold it"),
+        ([ONE | TWO], {"weight_map": {"a": "model-0.safetensors"}}, "b lies in model-0.safetensors, but .* not list"),
+        ([ONE | {"c": ONE["a"]}, ONE | TWO], None, "a lies in two shards: model-0.safetensors and model-1.safetensors"),
+        (
+            [ONE, TWO],
+            {"weight_map": {"a": "model-1.safetensors", "b": "model-0.safetensors"}},
+            "places a in model-1.safetensors, but it lies in model-0.safetensors",
+        ),
+    ],
+)
+def test_contradicting_shards_are_refused(tmp_path, parts, index, message):
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(shards(tmp_path, parts, index))
+
+
+def test_folders_without_a_checkpoint_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*; no \*\.safetensors at all"):
+        read_checkpoint(tmp_path)
+    save_file(ONE, tmp_path / "part-1.safetensors")
+    with pytest.raises(ValueError, match="only part-1.safetensors"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot read .*nowhere: No such file"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+def test_one_file_may_be_named_directly():
+    assert read_checkpoint(PACKAGED / "model.safetensors").keys() == read_checkpoint(PACKAGED).keys()
