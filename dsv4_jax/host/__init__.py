@@ -1,0 +1,6 @@
+"""The host side: who owns which block and slot. Plain Python and numpy, never traced."""
+
+from dsv4_jax.host.allocator import BlockAllocator as BlockAllocator
+from dsv4_jax.host.errors import CacheFullError as CacheFullError
+from dsv4_jax.host.manager import KVCacheManager as KVCacheManager
+from dsv4_jax.host.sizes import parse_bytes as parse_bytes

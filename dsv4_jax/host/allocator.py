@@ -1,0 +1,94 @@
+"""Who owns which block: a free list and reference counts."""
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from dsv4_jax.host.errors import CacheFullError
+
+
+class BlockAllocator:
+    """Hands out block ids 0 .. num_blocks - 1.
+
+    A block is free, or held by as many owners as its reference count says. Every method either does all it was asked
+    or raises and changes nothing.
+    """
+
+    def __init__(self, num_blocks: int):
+        """All blocks free.
+
+        Raises:
+          ValueError: `num_blocks` is not positive.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"{num_blocks=} must be at least 1")
+        self.num_blocks = num_blocks
+        # A stack: the block freed last is handed out next, and the first ones are 0, 1, 2, ...
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without an owner."""
+        return len(self._free)
+
+    def acquire(self, n: int) -> list[int]:
+        """Takes `n` free blocks, each with one reference.
+
+        Raises:
+          ValueError: `n` is negative.
+          CacheFullError: fewer than `n` blocks are free.
+        """
+        if n < 0:
+            raise ValueError(f"{n=} must not be negative")
+        if n > self.num_free:
+            raise CacheFullError(
+                f"{n} blocks are needed, {self.num_free} of {self.num_blocks} are free: release a request, "
+                "or make the cache larger (memory or num_blocks)"
+            )
+        blocks = [self._free.pop() for _ in range(n)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds a reference to each block (to a block named twice, two).
+
+        Raises:
+          ValueError: an id is unknown or its block is free.
+        """
+        for block in set(blocks):
+            self._check_held(block)
+        for block in blocks:
+            self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drops a reference of each block; a block without references is free.
+
+        Raises:
+          ValueError: an id is unknown, or its block is released more often than it is held.
+        """
+        drops = collections.Counter(blocks)
+        for block, count in drops.items():
+            self._check_held(block)
+            if count > self._references[block]:
+                raise ValueError(
+                    f"block {block} is released {count} times but has {self._references[block]} references"
+                )
+        for block, count in drops.items():
+            self._references[block] -= count
+            if not self._references[block]:
+                self._free.append(block)
+
+    def references(self, block: int) -> int:
+        """How many owners a block has; 0 = free.
+
+        Raises:
+          ValueError: the id is unknown.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"{block=} is unknown: ids go from 0 to {self.num_blocks - 1}")
+        return self._references[block]
+
+    def _check_held(self, block):
+        if not self.references(block):
+            raise ValueError(f"block {block} is free: it was released before or never acquired")

@@ -1,0 +1,41 @@
+"""Amounts of memory as people write them."""
+
+import re
+
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_CASELESS = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of an amount of memory.
+
+    Args:
+      size: a number of bytes, or text such as "80GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096".
+
+    Returns:
+      Whole bytes, rounded down.
+
+    Raises:
+      TypeError: `size` is neither an int nor a str.
+      ValueError: the text is not a number with a known unit, or the amount is not positive.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"memory={size!r} must be an int (bytes) or text such as '80GiB'")
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE | re.ASCII)
+        if match is None or match[2].lower() not in _CASELESS:
+            known = ", ".join(unit for unit in _UNITS if unit)
+            raise ValueError(f"memory={size!r} must be a number with one of the units {known}, such as '80GiB'")
+        number, unit = match[1], _CASELESS[match[2].lower()]
+        # Integers stay exact: a float has only 53 bits.
+        count = int(float(number) * unit) if "." in number else int(number) * unit
+    else:
+        count = size
+    if count < 1:
+        raise ValueError(f"memory={size!r} must be at least one byte")
+    return count
