@@ -1,0 +1,27 @@
+"""DeepSeek-V4's KV cache and sparse-attention decode for JAX.
+
+The names a user needs stand here; each package below has the rest:
+config, quant (what the bytes mean), ops, cache, nn (the model), checkpoint, host (slots and blocks), decode, cli.
+"""
+
+from dsv4_jax.cache import (
+    Batch as Batch,
+    CacheSchema as CacheSchema,
+    KVCache as KVCache,
+    LayerCacheHandle as LayerCacheHandle,
+    compute_block_budget as compute_block_budget,
+    init_cache as init_cache,
+)
+from dsv4_jax.checkpoint import load_checkpoint as load_checkpoint
+from dsv4_jax.config import DSV4Config as DSV4Config
+from dsv4_jax.decode import (
+    Sampling as Sampling,
+    decode_loop as decode_loop,
+    decode_step as decode_step,
+    forward as forward,
+    generate as generate,
+    stream as stream,
+)
+from dsv4_jax.host import CacheFullError as CacheFullError, KVCacheManager as KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
+from dsv4_jax.quant import kv_format as kv_format

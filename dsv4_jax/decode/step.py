@@ -1,0 +1,61 @@
+"""One compiled step: tokens in, logits and the updated cache out; the cache is donated."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.ops.views import run_bounds
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def forward(model: DeepseekV4ForCausalLM, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T vocab"], KVCache]:
+    """Runs the batch's tokens and returns logits after each of them.
+
+    Args:
+      model: the model.
+      cache: the cache; donated: use the returned one from here on.
+      batch: from `KVCacheManager.prepare_forward`.
+
+    Returns:
+      (logits [T, vocab] float32, cache). Rows of padding tokens mean nothing.
+    """
+    hidden, cache = model(batch, cache)
+    return model.logits(hidden), cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def decode_step(
+    model: DeepseekV4ForCausalLM, cache: KVCache, batch: Batch
+) -> tuple[Float[Array, "slots vocab"], KVCache]:
+    """Runs the batch's tokens and returns, by slot, the logits after each request's last token.
+
+    Serves prefill chunks as well: it computes no logits of other tokens.
+
+    Args:
+      model: the model.
+      cache: the cache; donated: use the returned one from here on.
+      batch: from `KVCacheManager.prepare_forward`.
+
+    Returns:
+      (logits [slots, vocab] float32, zeros for slots that are not in the batch; cache).
+    """
+    return last_logits(model, cache, batch)
+
+
+def last_logits(model, cache, batch):
+    """`decode_step` for callers that are traced already."""
+    hidden, cache = model(batch, cache)
+    token = last_tokens(batch, cache.lengths.shape[0])
+    logits = model.logits(hidden[jnp.maximum(token, 0)])
+    return jnp.where((token >= 0)[:, None], logits, 0.0), cache
+
+
+def last_tokens(batch: Batch, slots: int) -> Int[Array, "slots"]:
+    """[slots] index of each slot's last token in the batch, -1 = the slot is not in the batch."""
+    tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
+    last = (run_bounds(batch.slots)[1] == tokens + 1) & (batch.slots >= 0)
+    return jnp.full((slots,), -1, jnp.int32).at[jnp.where(last, batch.slots, slots)].set(tokens, mode="drop")

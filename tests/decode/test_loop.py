@@ -1,0 +1,96 @@
+"""stream, generate and the on-device loop: the same tokens by every road."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.decode import Sampling, decode_loop, decode_step, generate, stream
+from dsv4_jax.host import CacheFullError, KVCacheManager
+
+
+PROMPTS = [[5, 9, 100], list(range(20, 60)), [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [150] * 5]
+WARM = Sampling(temperature=1.0, top_k=50)
+
+
+def collect(pairs, count):
+    tokens = [[] for _ in range(count)]
+    for i, token in pairs:
+        tokens[i].append(token)
+    return tokens
+
+
+def test_requests_wait_for_slots_and_every_road_gives_the_same_tokens(model, manager):
+    """Five prompts over three slots; one by one; and all on the device: the company changes nothing."""
+    together = collect(stream(model, manager, PROMPTS, max_new_tokens=6, sampling=WARM, seed=3, chunk=16), 5)
+    assert [len(t) for t in together] == [6] * 5
+    assert manager.free_slots == 3 and manager.free_blocks == 12
+    for i in (0, 1, 4):
+        alone = [
+            t for _, t in stream(model, manager, [PROMPTS[i]], max_new_tokens=6, sampling=WARM, seed=3 + i, chunk=16)
+        ]
+        assert alone == together[i]
+    on_device = generate(model, manager, PROMPTS[:3], max_new_tokens=6, sampling=WARM, seed=3, chunk=16)
+    assert on_device == together[:3]
+    assert manager.free_slots == 3 and manager.free_blocks == 12
+
+
+def test_stop_tokens_end_a_request_and_are_returned(model, manager):
+    free = generate(model, manager, PROMPTS[:2], max_new_tokens=6, sampling=WARM, seed=3, chunk=16)
+    stop = free[0][2]
+    expected = [t[: t.index(stop) + 1] if stop in t else t for t in free]
+    sizes = dict(max_new_tokens=6, sampling=WARM, seed=3, chunk=16, stop_tokens=(stop,))
+    assert collect(stream(model, manager, PROMPTS[:2], **sizes), 2) == expected
+    assert generate(model, manager, PROMPTS[:2], **sizes) == expected
+
+
+def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
+    slot = manager.admit(num_tokens=90)
+    cache = manager.init_cache()
+    batch = manager.prepare_forward({slot: [3]}, reserve=39)
+    seeds = jnp.zeros((3,), jnp.uint32)
+    tokens, cache = decode_loop(model, cache, batch, seeds, steps=40)
+    manager.advance(slot, 39)
+    logits, _ = decode_step(model, cache, manager.prepare_forward({slot: [int(tokens[slot, -1])]}))
+    manager.release(slot)
+
+    slot, cache, token = manager.admit(num_tokens=90), manager.init_cache(), 3
+    for i in range(40):
+        step_logits, cache = decode_step(model, cache, manager.prepare_forward({slot: [token]}))
+        token = int(np.argmax(step_logits[slot]))
+        assert token == int(tokens[slot, i])
+    again, _ = decode_step(model, cache, manager.prepare_forward({slot: [token]}))
+    np.testing.assert_array_equal(again, logits)
+
+
+def test_an_oversized_request_waits_for_blocks(model):
+    """Six blocks: two requests of four blocks each run one after the other."""
+    manager = KVCacheManager(model.config, num_blocks=6, max_requests=3, max_context=96, block_tokens=16)
+    prompts = [list(range(50)), list(range(50, 100))]
+    order = [i for i, _ in stream(model, manager, prompts, max_new_tokens=3, chunk=64)]
+    assert order == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "change", "error", "message"),
+    [
+        ([], {}, ValueError, "prompts is empty"),
+        ([[]], {}, ValueError, "is empty"),
+        ([[1, 160]], {}, ValueError, "160 is outside the vocabulary: ids go from 0 to 159"),
+        ([[-1]], {}, ValueError, "outside the vocabulary"),
+        ([[1] * 92], {}, ValueError, "need 97 > limit=96"),
+        ([[1]], dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
+        ([[1]], dict(chunk=-4), ValueError, "chunk=-4 must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("how", [stream, generate])
+def test_bad_requests_are_refused_before_anything_runs(model, manager, how, prompts, change, error, message):
+    with jax.log_compiles(False), pytest.raises(error, match=message):
+        list(how(model, manager, prompts, **(dict(max_new_tokens=6) | change)))
+    assert manager.free_slots == 3 and manager.free_blocks == 12
+
+
+def test_generate_says_when_prompts_do_not_fit_at_once(model, manager):
+    with pytest.raises(CacheFullError, match="5 prompts do not fit at once \\(3 do\\); use stream"):
+        generate(model, manager, PROMPTS, max_new_tokens=6)
+    assert manager.free_slots == 3 and manager.free_blocks == 12

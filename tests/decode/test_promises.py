@@ -1,0 +1,188 @@
+"""The architecture's promises for the whole decode step: one program, in place, nothing lost, nothing leaked."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.decode import decode_loop, decode_step
+from dsv4_jax.decode.step import last_logits
+from dsv4_jax.host import CacheFullError
+
+
+def snapshot(tree):
+    return [np.asarray(x).reshape(-1).view(np.uint8).copy() for x in jax.tree.leaves(tree)]
+
+
+def poisoned(cache):
+    """Every byte of rings, states and pools 0xFF (NaN where it is a float); no blocks, as in a new cache."""
+
+    def fill(x):
+        raw = np.full((*x.shape, x.dtype.itemsize), 0xFF, np.uint8)
+        return jnp.asarray(raw.view(x.dtype)[..., 0])
+
+    bad = jax.tree.map(fill, cache)
+    return dataclasses.replace(bad, block_table=cache.block_table, lengths=cache.lengths)
+
+
+def run(model, manager, cache, slot, ids):
+    """Feeds ids one by one; the logits after each."""
+    logits = []
+    for token in ids:
+        out, cache = decode_step(model, cache, manager.prepare_forward({slot: [token]}))
+        logits.append(np.asarray(out[slot]))
+    return np.stack(logits), cache
+
+
+def test_one_trace_while_requests_come_grow_and_go(model, manager):
+    """50 steps: admissions, growth over block borders, releases, re-admissions, and no host transfer inside."""
+    cache = manager.init_cache()
+    step = jax.jit(chex.assert_max_traces(last_logits, n=1), donate_argnums=1)
+    rng, slots, crossed = np.random.default_rng(0), [], 0
+    for i in range(50):
+        if len(slots) < 3 and i % 4 == 0:
+            slots.append(manager.admit(num_tokens=40))
+        if i % 17 == 16:
+            manager.release(slots.pop(0))
+        if not slots:
+            continue
+        before = manager.free_blocks
+        batch = manager.prepare_forward({slot: [int(rng.integers(160))] for slot in slots})
+        crossed += before - manager.free_blocks
+        with jax.transfer_guard("disallow"):
+            logits, cache = step(model, cache, batch)
+        np.testing.assert_array_equal(cache.block_table[jnp.asarray(slots)], manager.block_table[slots])
+        np.testing.assert_array_equal(cache.lengths[jnp.asarray(slots)], [manager.length(s) for s in slots])
+    assert crossed > 5
+
+
+def test_the_donated_cache_is_consumed(model, manager):
+    cache = manager.init_cache()
+    slot = manager.admit(num_tokens=4)
+    _, new = decode_step(model, cache, manager.prepare_forward({slot: [1]}))
+    assert all(x.is_deleted() for x in jax.tree.leaves(cache))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["decode", "prefill"])
+def test_no_copy_of_a_pool_in_the_compiled_step(model, manager, tokens):
+    """Every cache array is updated where it lies, and scratch memory does not grow with the pools."""
+    slot = manager.admit(num_tokens=40)
+    batch = manager.prepare_forward({slot: [1] * tokens})
+    temp = {}
+    for blocks, requests in ((300, 3), (3000, 3)):
+        sizes = dict(num_blocks=blocks, max_requests=requests, max_context=96, block_tokens=16)
+        cache = KVCache.abstract(CacheSchema.from_config(model.config, **sizes))
+        compiled = decode_step.lower(model, cache, batch).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == cache.nbytes
+        temp[blocks] = memory.temp_size_in_bytes
+        shapes = {f"[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(cache) if x.ndim > 2}
+        copies = [
+            line.strip()
+            for line in compiled.as_text().splitlines()
+            if re.search(r"= \S+ (copy|copy-start|dynamic-update-slice)\(", line)
+            and any(shape in line.split("=", 1)[1].split("(")[0] for shape in shapes)
+        ]
+        assert not copies, "\n".join(copies)
+    assert temp[300] == temp[3000]
+
+
+def test_a_reused_slot_and_its_blocks_show_nothing_of_their_old_owner(model, manager):
+    """The same request in a new cache, in poisoned bytes, and after another owner: the same bits."""
+    ids = [5, 9, 100, 2, 77, 31, 31, 8, 90, 4, 4, 12, 150, 3, 61, 17, 18, 19, 20, 21]
+    slot = manager.admit(ids)
+    want, cache = run(model, manager, manager.init_cache(), slot, ids)
+    manager.release(slot)
+    other = manager.admit(num_tokens=30)
+    assert other == slot
+    _, cache = run(model, manager, cache, other, range(100, 130))
+    manager.release(other)
+    again, _ = run(model, manager, cache, manager.admit(ids), ids)
+    np.testing.assert_array_equal(again, want)
+    manager.release(slot)
+    bad, _ = run(model, manager, poisoned(manager.init_cache()), manager.admit(ids), ids)
+    np.testing.assert_array_equal(bad, want)
+
+
+def test_padding_writes_nothing(model, manager):
+    """A step of padding alone leaves poisoned bytes as they are."""
+    cache = poisoned(manager.init_cache())
+    before = snapshot(cache)
+    slot = manager.admit(num_tokens=1)
+    batch = manager.prepare_forward({slot: [1]})
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, -1), batch)
+    logits, cache = decode_step(model, cache, nothing)
+    for a, b in zip(before, snapshot(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.asarray(logits).any()
+
+
+def test_other_requests_do_not_change_a_requests_bytes(model, manager):
+    """A request alone and beside two others at other phases of compression: the same rings, entries and states.
+
+    Per-token inputs are the same because a token's hidden state is computed from its own row; the rows of the cache
+    that belong to the request are compared bit for bit.
+    """
+    ids = list(range(40, 75))
+    slot = manager.admit(ids)
+    _, alone = run(model, manager, manager.init_cache(), slot, ids)
+    mine = owned(alone, manager, slot)
+    manager.release(slot)
+
+    cache = manager.init_cache()
+    slot, second, third = (manager.admit(num_tokens=40) for _ in range(3))
+    for token in range(5):
+        _, cache = decode_step(model, cache, manager.prepare_forward({second: [token]}))
+    for i, token in enumerate(ids):
+        tokens = {slot: [token], second: [100 + i]} | ({third: [i]} if i % 2 else {})
+        _, cache = decode_step(model, cache, manager.prepare_forward(tokens))
+    for a, b in zip(mine, owned(cache, manager, slot), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def owned(cache, manager, slot):
+    """Bytes of a slot's rings, states and blocks, blocks in logical order."""
+    blocks = manager.block_table[slot]
+    blocks = blocks[blocks >= 0]
+    per_slot = (cache.swa, cache.csa_state, cache.csa_index_state, cache.hca_state)
+    return snapshot(jax.tree.map(lambda x: x[:, slot], per_slot)) + snapshot(
+        jax.tree.map(lambda x: x[:, blocks], (cache.csa, cache.hca))
+    )
+
+
+def test_running_out_raises_before_launch_and_changes_nothing(model, manager):
+    cache = manager.init_cache()
+    slots = [manager.admit(num_tokens=90) for _ in range(3)]
+    _, cache = decode_step(model, cache, manager.prepare_forward({s: [7] for s in slots}))
+    manager.allocate(slots[0], 90)
+    before, table, lengths = snapshot(cache), manager.block_table, [manager.length(s) for s in slots]
+    free = manager.free_blocks
+    with pytest.raises(CacheFullError, match="block"):
+        manager.prepare_forward({slots[1]: [1] * 60, slots[2]: [1] * 60})
+    with pytest.raises(CacheFullError, match="slot"):
+        manager.admit([1])
+    with pytest.raises(ValueError, match="max_context=96"):
+        manager.prepare_forward({slots[0]: [1] * 96})
+    for a, b in zip(before, snapshot(cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(manager.block_table, table)
+    assert free == manager.free_blocks and lengths == [manager.length(s) for s in slots]
+    # Everything still runs.
+    _, cache = decode_step(model, cache, manager.prepare_forward({s: [7] for s in slots}))
+
+
+def test_the_device_loop_makes_no_transfer(model, manager):
+    slot = manager.admit(num_tokens=20)
+    batch = manager.prepare_forward({slot: [3]}, reserve=7)
+    cache, seeds = manager.init_cache(), jnp.zeros((3,), jnp.uint32)
+    with jax.transfer_guard("disallow"):
+        tokens, cache = decode_loop(model, cache, batch, seeds, steps=8)
+    manager.advance(slot, 7)
+    assert int(cache.lengths[slot]) == manager.length(slot) == 8
+    assert (np.asarray(tokens[slot]) >= 0).all() and (np.asarray(tokens)[[1, 2]] == -1).all()

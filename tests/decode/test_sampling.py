@@ -1,0 +1,78 @@
+"""Sampling: what may be drawn, how often, and that company does not matter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.decode import Sampling, sample
+
+
+draw = jax.jit(sample, static_argnums=1)
+LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+
+
+def many(sampling, n=4000):
+    logits = jnp.asarray(np.tile(LOGITS, (n, 1)))
+    return np.asarray(draw(logits, sampling, jnp.arange(n, dtype=jnp.uint32), jnp.full((n,), 3, jnp.int32)))
+
+
+def frequencies(sampling):
+    return np.bincount(many(sampling), minlength=4) / 4000
+
+
+def test_temperature_one_draws_the_distribution():
+    # Four standard deviations of a frequency over 4000 draws.
+    np.testing.assert_allclose(frequencies(Sampling(1.0)), [0.5, 0.3, 0.15, 0.05], atol=4 * (0.25 / 4000) ** 0.5)
+
+
+def test_a_low_temperature_sharpens():
+    expected = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
+    np.testing.assert_allclose(frequencies(Sampling(0.5)), expected / expected.sum(), atol=4 * (0.25 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(1.0, top_k=2), {0, 1}),
+        (Sampling(1.0, top_k=99), {0, 1, 2, 3}),
+        (Sampling(1.0, top_p=0.5), {0}),
+        (Sampling(1.0, top_p=0.51), {0, 1}),
+        (Sampling(1.0, top_p=0.9), {0, 1, 2}),
+        (Sampling(1.0, top_p=1e-6), {0}),
+        (Sampling(1.0, top_k=3, top_p=0.6), {0, 1}),
+        (Sampling(0.0), {0}),
+    ],
+)
+def test_only_allowed_tokens_are_drawn_and_all_of_them(sampling, allowed):
+    assert set(many(sampling).tolist()) == allowed
+
+
+def test_greedy_takes_the_lowest_id_among_equals():
+    logits = jnp.asarray([[1.0, 3.0, 3.0, 0.0]])
+    assert draw(logits, Sampling(), jnp.zeros((1,), jnp.uint32), jnp.zeros((1,), jnp.int32)).tolist() == [1]
+
+
+def test_a_row_depends_on_its_own_seed_and_position_only():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal((8, 50)), jnp.float32)
+    seeds, positions = jnp.arange(8, dtype=jnp.uint32), jnp.arange(10, 18, dtype=jnp.int32)
+    together = draw(logits, Sampling(1.0), seeds, positions)
+    for i in range(8):
+        assert draw(logits[i : i + 1], Sampling(1.0), seeds[i : i + 1], positions[i : i + 1])[0] == together[i]
+    assert (draw(logits, Sampling(1.0), seeds, positions + 1) != together).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(temperature=-0.1), "temperature=-0.1 must be 0"),
+        (dict(temperature=float("nan")), "temperature=nan"),
+        (dict(top_k=-1), "top_k=-1 must be 0"),
+        (dict(top_p=0.0), r"top_p=0.0 must be in \(0, 1\]"),
+        (dict(top_p=1.5), "top_p=1.5"),
+    ],
+)
+def test_bad_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**arguments)

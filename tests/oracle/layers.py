@@ -1,0 +1,88 @@
+"""Runs one attention layer on a golden's own inputs, through the real cache."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.cache import Batch, LayerCacheHandle
+from dsv4_jax.cache.schema import CSA
+from dsv4_jax.host import KVCacheManager
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecordingHandle(LayerCacheHandle):
+    """A handle that keeps the indexer's results, and can be told what to select instead."""
+
+    given: Any = None
+    record: dict = dataclasses.field(default=None, metadata=dict(static=True))
+
+    def indexer_scores(self, q, weights):
+        self.record["scores"] = super().indexer_scores(q, weights)
+        return self.record["scores"]
+
+    def indexer_topk(self, scores):
+        self.record["topk"] = super().indexer_topk(scores)
+        return self.record["topk"] if self.given is None else self.given
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="layer")
+def attention_step(model, cache, batch, x, given, layer):
+    """(output [T, hidden], {"scores", "topk"} of a CSA layer, cache)."""
+    cache = cache.begin_step(batch)
+    record = {}
+    handle = RecordingHandle(cache, batch, None, cache.schema.layers[layer], given, record)
+    y, cache = model.model.layers[layer].self_attn(x, handle)
+    return y, dict(record), cache
+
+
+def run_layer(model, layer, x, chunks, *, kv_format, dtype, given=None, block_tokens=16):
+    """Feeds x [B, S, hidden] in chunks of so many tokens.
+
+    Returns:
+      (out [B, S, hidden], {"scores" [B, S, E], "topk" [B, S, k]}, cache), numpy.
+    """
+    rows, total, hidden = x.shape
+    manager = KVCacheManager(
+        model.config, num_blocks=64, max_requests=rows, max_context=128, block_tokens=block_tokens,
+        kv_format=kv_format, dtype=dtype,
+    )  # fmt: skip
+    cache = manager.init_cache()
+    slots = [manager.admit(num_tokens=total) for _ in range(rows)]
+    parts, at = [], 0
+    for n in chunks:
+        batch = manager.prepare_forward({slot: [0] * n for slot in slots})
+        padding = batch.slots.shape[0] - rows * n
+
+        def flat(values, at=at, n=n, padding=padding):
+            values = values[:, at : at + n].reshape(rows * n, -1)
+            return jnp.asarray(np.concatenate([values, np.zeros((padding, values.shape[1]), values.dtype)]))
+
+        chosen = None
+        if given is not None and model.config.layer_types[layer] == CSA:
+            chosen = flat(given.astype(np.int32))
+        y, record, cache = attention_step(model, cache, batch, flat(x).astype(dtype), chosen, layer)
+        parts.append({k: np.asarray(v)[: rows * n].reshape(rows, n, -1) for k, v in {"out": y, **record}.items()})
+        at += n
+    assert at == total
+    joined = {k: np.concatenate([part[k] for part in parts], axis=1) for k in parts[0]}
+    return joined.pop("out").astype(np.float32), joined, cache
+
+
+def reader(cache, layer):
+    """A handle to look at a layer with."""
+    none = jnp.zeros((0,), jnp.int32)
+    return cache.handle(layer, Batch(none, none, none, none[:, None], none, prefill=False))
+
+
+def entries(view, count):
+    """The first `count` entries of every slot as (rows [slots, count, ...])."""
+    slots = view.block_table.shape[0]
+    index = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None, :], (slots, count))
+    rows, valid = view.read(jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[:, None], (slots, count)), index)
+    assert np.asarray(valid).all()
+    return rows
