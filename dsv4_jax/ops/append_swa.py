@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 
 
@@ -32,7 +32,7 @@ def append_swa(
     Returns:
       The view with updated rows.
     """
-    return choose("append_swa", {"xla": _append_swa_xla}, implementation)(view, kv, slots, positions)
+    return run("append_swa", {"xla": _append_swa_xla}, implementation, view, kv, slots, positions)
 
 
 def _append_swa_xla(view, kv, slots, positions):

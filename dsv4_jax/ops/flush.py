@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
@@ -66,7 +66,7 @@ def flush(
     Returns:
       (state, pool) views with updated arrays.
     """
-    return choose("flush", {"xla": _flush_xla}, implementation)(state, pool, kv, gate, weights, slots, positions, dtype)
+    return run("flush", {"xla": _flush_xla}, implementation, state, pool, kv, gate, weights, slots, positions, dtype)
 
 
 def _flush_xla(state, pool, kv, gate, weights, slots, positions, dtype):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
 
 
@@ -27,9 +27,7 @@ def gather_compressed_kv(
     Returns:
       (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
     """
-    return choose("gather_compressed_kv", {"xla": _gather_compressed_kv_xla}, implementation)(
-        view, indices, slots, dtype
-    )
+    return run("gather_compressed_kv", {"xla": _gather_compressed_kv_xla}, implementation, view, indices, slots, dtype)
 
 
 def _gather_compressed_kv_xla(view, indices, slots, dtype):
@@ -57,8 +55,14 @@ def gather_all_compressed_kv(
     Returns:
       (kv, valid): kv [T, E, D] with E = max_blocks * entries a block, zeros where not valid; valid [T, E] bool.
     """
-    return choose("gather_all_compressed_kv", {"xla": _gather_all_compressed_kv_xla}, implementation)(
-        view, slots, positions, dtype
+    return run(
+        "gather_all_compressed_kv",
+        {"xla": _gather_all_compressed_kv_xla},
+        implementation,
+        view,
+        slots,
+        positions,
+        dtype,
     )
 
 
@@ -91,7 +95,7 @@ def gather_swa_kv(
     Returns:
       (kv, valid): kv [T, W, D], zeros where not valid; valid [T, W] bool.
     """
-    return choose("gather_swa_kv", {"xla": _gather_swa_kv_xla}, implementation)(view, slots, positions, new_kv, dtype)
+    return run("gather_swa_kv", {"xla": _gather_swa_kv_xla}, implementation, view, slots, positions, new_kv, dtype)
 
 
 def _gather_swa_kv_xla(view, slots, positions, new_kv, dtype):

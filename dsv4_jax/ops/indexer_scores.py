@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 
 
@@ -35,7 +35,7 @@ def indexer_scores(
       [T, E] float32, E = max_blocks * entries a block; -inf where the entry is not visible: `s >= (position + 1) //
       rate`, padding, or no block.
     """
-    return choose("indexer_scores", {"xla": _indexer_scores_xla}, implementation)(view, q, weights, slots, positions)
+    return run("indexer_scores", {"xla": _indexer_scores_xla}, implementation, view, q, weights, slots, positions)
 
 
 def _indexer_scores_xla(view, q, weights, slots, positions):

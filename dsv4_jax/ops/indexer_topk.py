@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.dispatch import run
 
 
 def indexer_topk(scores: Float[Array, "T E"], k: int, *, implementation: str | None = None) -> Int[Array, "T k"]:
@@ -18,7 +18,7 @@ def indexer_topk(scores: Float[Array, "T E"], k: int, *, implementation: str | N
     Returns:
       [T, k] int32; -1 at the end where fewer than k entries are selectable.
     """
-    return choose("indexer_topk", {"xla": _indexer_topk_xla}, implementation)(scores, k)
+    return run("indexer_topk", {"xla": _indexer_topk_xla}, implementation, scores, k)
 
 
 def _indexer_topk_xla(scores, k):

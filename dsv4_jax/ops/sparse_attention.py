@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import choose
+from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds
 from dsv4_jax.quant import round_to
@@ -45,8 +45,18 @@ def sparse_attention(
     Returns:
       [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
     """
-    return choose("sparse_attention", {"xla": _sparse_attention_xla}, implementation)(
-        q, sinks, window, compressed, indices, slots, positions, new_kv
+    return run(
+        "sparse_attention",
+        {"xla": _sparse_attention_xla},
+        implementation,
+        q,
+        sinks,
+        window,
+        compressed,
+        indices,
+        slots,
+        positions,
+        new_kv,
     )
 
 

@@ -80,3 +80,24 @@ def test_greedy_tokens_equal_transformers(model, golden, how):
         pairs = list(made)
         made = [[token for i, token in pairs if i == row] for row in range(2)]
     np.testing.assert_array_equal(made, want)
+
+
+def test_drafts_are_verified_and_forgotten(model, golden):
+    """Steps of four tokens of which three are wrong guesses: rewound, they leave no trace (rings with spare rows)."""
+    host, ids = manager(model, max_query_tokens=4), golden["ids"]
+    cache = host.init_cache()
+    slots = [host.admit(row) for row in ids]
+    _, cache = forward(model, cache, host.prepare_forward({slot: ids[slot, :21] for slot in slots}))
+    logits = []
+    for t in range(21, 75):
+        guesses = {slot: ids[slot, t : t + 4].copy() for slot in slots}
+        for draft in guesses.values():  # the first token is right, and sometimes the first guesses are too
+            draft[1 + t % 4 :] = 159 - draft[1 + t % 4 :]
+        batch = host.prepare_forward(guesses)
+        assert not batch.prefill
+        out, cache = forward(model, cache, batch)
+        width = len(guesses[0])
+        logits.append(np.asarray(out)[: 2 * width].reshape(2, width, -1)[:, 0])
+        for slot in slots:
+            host.rewind(slot, width - 1)
+    np.testing.assert_allclose(np.stack(logits, axis=1), golden["logits"][:, 21:], rtol=0, atol=LOGITS_TOLERANCE)
