@@ -1,0 +1,45 @@
+"""The command line: `dsv4-jax generate`, `score` and `plan`. Commands import JAX only when they run."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from dsv4_jax.cli.generate import Generate
+from dsv4_jax.cli.plan import Plan
+from dsv4_jax.cli.score import Score
+
+
+_DESCRIPTION = """DeepSeek-V4's quantised, paged KV cache and sparse-attention decode.
+
+To begin: dsv4-jax generate (a tiny model comes with the package)."""
+_Command = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Score, tyro.conf.subcommand("score")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: arguments without the program's name; None = those of the process.
+
+    Returns:
+      The exit code: 0, or 2 after a mistake of the user, which is explained on stderr without a traceback.
+
+    Raises:
+      SystemExit: `--help` (0), or arguments that do not parse (2).
+    """
+    command = tyro.cli(
+        _Command, prog="dsv4-jax", description=_DESCRIPTION, args=argv, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    try:
+        command.run()
+    except (ValueError, TypeError, OSError) as error:
+        stderr = Console(stderr=True)
+        stderr.print(f"Error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    return 0

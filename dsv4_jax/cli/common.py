@@ -1,0 +1,76 @@
+"""What the commands share. Importing it does not import JAX."""
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.config import DSV4Config
+    from dsv4_jax.host import KVCacheManager
+
+CacheFormat = Literal["v4", "per_entry", "plain"]
+Dtype = Literal["float32", "bfloat16"]
+JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
+
+BLOCK_TOKENS = 128  # a multiple of every compression rate in use
+
+
+def packaged_checkpoint() -> Path:
+    """Folder of the tiny checkpoint that comes with the package."""
+    return Path(str(resources.files("dsv4_jax") / "data" / "tiny"))
+
+
+def read_config(checkpoint: Path) -> "DSV4Config":
+    """The configuration of a checkpoint: config.json in the folder, or beside the file."""
+    from dsv4_jax.config import DSV4Config
+
+    return DSV4Config.from_hf(checkpoint.with_name("config.json") if checkpoint.is_file() else checkpoint)
+
+
+def make_manager(
+    config: "DSV4Config", requests: int, tokens: int, cache_format: CacheFormat, dtype: Dtype
+) -> "KVCacheManager":
+    """A manager of a cache with room for so many requests of so many tokens each.
+
+    Raises:
+      ValueError: the model's context is shorter, or the format does not fit the model.
+    """
+    import jax.numpy as jnp
+
+    from dsv4_jax.host import KVCacheManager
+
+    limit = config.max_position_embeddings
+    if tokens > limit:
+        raise ValueError(
+            f"a request of {tokens} tokens (prompt and new ones) is longer than the model's context: "
+            f"max_position_embeddings={limit}"
+        )
+    blocks = -(-tokens // BLOCK_TOKENS)
+    return KVCacheManager(
+        config,
+        num_blocks=requests * blocks,
+        max_requests=requests,
+        # Whole blocks, so that prompts of similar lengths share a compiled program.
+        max_context=min(blocks * BLOCK_TOKENS, limit),
+        block_tokens=BLOCK_TOKENS,
+        kv_format=cache_format,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises ValueError naming the option whose value is below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+
+
+def readable_bytes(count: int) -> str:
+    """`count` bytes in the largest fitting binary unit: "584 B", "14.71 MiB"."""
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.2f} {' KMGT'[power]}iB"

@@ -1,0 +1,217 @@
+"""`dsv4-jax generate`."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dsv4_jax.cli.common import (
+    CacheFormat,
+    Dtype,
+    JsonFlag,
+    check_positive,
+    make_manager,
+    packaged_checkpoint,
+    read_config,
+    readable_bytes,
+)
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.cache import CacheSchema
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Generates tokens from a prompt through the quantised cache.
+
+    Prints the ids of the new tokens as they come, then how fast they came, how many programs were compiled and what
+    the cache takes. Needs no arguments: a tiny checkpoint with random weights comes with the package.
+
+    For example:
+      dsv4-jax generate
+      dsv4-jax generate --prompt-ids 5,17,42 --temperature 0.8 --top-p 0.95
+      dsv4-jax generate --checkpoint path/to/folder --cache-format plain --json
+
+    Attributes:
+      checkpoint: folder with config.json and safetensors files of float32 or bfloat16 tensors. Default: the packaged
+        tiny model.
+      prompt_ids: token ids of the prompt, separated by commas.
+      max_new_tokens: most tokens to generate.
+      cache_format: what the cache's bytes mean. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
+        scale a row. plain: not quantised.
+      dtype: of weights and activations.
+      temperature: 0 always takes the likeliest token; higher is more varied.
+      top_k: draw among this many likeliest tokens; 0 = all.
+      top_p: draw among the likeliest tokens that together have this probability; 1 = all.
+      seed: the same seed draws the same tokens.
+      chunk: prompt tokens that go through the model at once.
+      ignore_eos: go on after the model's end token.
+      on_device_loop: decode in one program that runs on the device without asking the host between tokens; they are
+        printed at the end. Runs a second time where the first one had to compile, to measure the speed.
+      as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device.
+    """
+
+    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    prompt_ids: Annotated[str, tyro.conf.arg(metavar="1,2,3")] = "5,17,42"
+    max_new_tokens: int = 32
+    cache_format: CacheFormat = "v4"
+    dtype: Dtype = "bfloat16"
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    chunk: int = 256
+    ignore_eos: bool = False
+    on_device_loop: bool = False
+    as_json: JsonFlag = False
+
+    def run(self) -> None:
+        """Runs the command; raises ValueError or OSError where the user has to change something."""
+        import jax
+        import jax.numpy as jnp
+
+        from dsv4_jax.checkpoint import load_checkpoint
+        from dsv4_jax.decode import Sampling, generate, stream
+
+        # All that can be wrong is found before the weights are read.
+        check_positive(max_new_tokens=self.max_new_tokens, chunk=self.chunk)
+        sampling = Sampling(self.temperature, self.top_k, self.top_p)
+        prompt = _parse_ids(self.prompt_ids)
+        checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
+        config = read_config(checkpoint)
+        # The last token is drawn, never stored.
+        manager = make_manager(config, 1, len(prompt) + self.max_new_tokens - 1, self.cache_format, self.dtype)
+        manager.check_ids(prompt, "--prompt-ids")
+
+        bar = not self.as_json and sys.stdout.isatty()
+        model = load_checkpoint(checkpoint, config, dtype=jnp.dtype(self.dtype), progress=bar)
+        options: dict[str, Any] = dict(
+            max_new_tokens=self.max_new_tokens,
+            sampling=sampling,
+            seed=self.seed,
+            stop_tokens=() if self.ignore_eos else config.eos_token_id,
+            chunk=self.chunk,
+        )
+        show = _ignore if self.as_json else _show
+        if self.on_device_loop:
+            run = _measure_loop(lambda: generate(model, manager, [prompt], **options)[0], show)
+        else:
+            run = _measure_stream(stream(model, manager, [prompt], **options), show)
+        device = jax.devices()[0].device_kind
+        if self.as_json:
+            print(json.dumps(_report(run, manager.schema, device)))
+        else:
+            _print_table(run, manager.schema, device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    tokens: list[int]
+    compilations: int
+    seconds: float  # of everything after loading
+    timed_tokens: int  # those in timed_seconds, which hold no compilation
+    timed_seconds: float
+    timed: str  # what that time is of
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.timed_tokens / self.timed_seconds if self.timed_tokens else None
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ValueError(f"--prompt-ids {text!r} must be whole numbers separated by commas, such as 5,17,42") from None
+
+
+def _show(token: int) -> None:
+    print(token, end=" ", flush=True)
+
+
+def _ignore(token: int) -> None:
+    pass
+
+
+def _compiled() -> int:
+    """Programs that the functions which generate have compiled in this process."""
+    from dsv4_jax.decode import decode_loop, decode_step, sample_step
+
+    programs: tuple[Any, ...] = (sample_step, decode_step, decode_loop)  # jax's stubs lack _cache_size
+    return sum(program._cache_size() for program in programs)
+
+
+def _measure_stream(steps: Iterator[tuple[int, int]], show: Callable[[int], None]) -> _Run:
+    """Speed: decode steps that compiled nothing. The first token does not count: its time is the prompt's."""
+    tokens: list[int] = []
+    timed: list[float] = []
+    before = known = _compiled()
+    start = last = time.perf_counter()
+    for _, token in steps:
+        now, programs = time.perf_counter(), _compiled()
+        if tokens and programs == known:
+            timed.append(now - last)
+        tokens.append(token)
+        show(token)
+        known, last = programs, time.perf_counter()
+    seconds = time.perf_counter() - start
+    return _Run(tokens, known - before, seconds, len(timed), sum(timed), f"{len(timed)} decode steps, none compiling")
+
+
+def _measure_loop(generate: Callable[[], list[int]], show: Callable[[int], None]) -> _Run:
+    """Speed: a whole run, the prompt included, that compiled nothing."""
+    before = _compiled()
+    start = time.perf_counter()
+    tokens = generate()
+    seconds = timed = time.perf_counter() - start
+    compilations = _compiled() - before
+    for token in tokens:
+        show(token)
+    if compilations:
+        start = time.perf_counter()
+        generate()
+        timed = time.perf_counter() - start
+    return _Run(tokens, compilations, seconds, len(tokens), timed, "a whole run, prompt included, none compiling")
+
+
+def _report(run: _Run, schema: "CacheSchema", device: str) -> dict[str, Any]:
+    return dict(
+        tokens=run.tokens,
+        compilations=run.compilations,
+        cache_bytes=dict(
+            per_token=schema.bytes_per_token,
+            per_request=schema.bytes_per_request,
+            total=schema.memory_bytes(),
+            dense_bf16_per_token=schema.dense_bytes_per_token,
+        ),
+        seconds=run.seconds,
+        tokens_per_second=run.tokens_per_second,
+        timed_tokens=run.timed_tokens,
+        device=device,
+    )
+
+
+def _print_table(run: _Run, schema: "CacheSchema", device: str) -> None:
+    speed = run.tokens_per_second
+    dense, paged = schema.dense_bytes_per_token, schema.bytes_per_token
+    saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
+    table = Table(title=f"{len(run.tokens)} new tokens on {device}", show_header=False, title_justify="left")
+    table.add_row("tokens/s", f"{speed:.1f} ({run.timed})" if speed else "not measured: every step had to compile")
+    table.add_row("time", f"{run.seconds:.2f} s after loading, compilation included")
+    table.add_row("compilations", str(run.compilations))
+    table.add_row("cache bytes a token", f"{paged:.2f}{saving}")
+    table.add_row(
+        "cache bytes a request", f"{schema.bytes_per_request:,}, whatever its length: windows and compressor states"
+    )
+    total = schema.memory_bytes()
+    table.add_row("cache bytes in all", f"{total:,} ({readable_bytes(total)}; format {schema.kv_format.name})")
+    print()
+    Console().print(table)

@@ -1,0 +1,223 @@
+"""`dsv4-jax plan`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dsv4_jax.cli.common import BLOCK_TOKENS, CacheFormat, Dtype, JsonFlag, check_positive, readable_bytes
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.cache import CacheSchema
+    from dsv4_jax.config import DSV4Config
+
+_CONTEXTS = tuple(4096 * 4**i for i in range(5))  # 4k to 1M
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Computes how many requests of what context fit a memory, byte by byte.
+
+    A request takes a fixed part (sliding windows, compressor states, a row of the block table) and a block in each
+    compressed pool for every so many tokens. The sums are those of the arrays that the cache allocates.
+
+    For example:
+      dsv4-jax plan --config v4_flash --memory 80GiB --context 1048576
+      dsv4-jax plan --config path/to/folder --memory 141GB --weights 96GB --context 65536 --max-requests 64
+
+    Attributes:
+      config: v4_flash, v4_pro, or a folder with a config.json.
+      memory: bytes there are, such as 80GiB (2**30 each) or 80GB (10**9 each).
+      context: tokens a request may hold.
+      max_requests: do not count further than this, and say what context so many requests could have.
+      cache_format: what the cache's bytes mean. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
+        scale a row. plain: not quantised.
+      dtype: of the model; decides the bytes of plain rows.
+      block_tokens: tokens that a block stands for.
+      max_query_tokens: tokens that a request may bring to a decode step (speculative decoding: more than 1).
+      weights: bytes of the memory that are taken already, for instance by the model's weights.
+      as_json: print one JSON object instead.
+    """
+
+    config: Annotated[str, tyro.conf.arg(metavar="DIR|v4_flash|v4_pro")]
+    memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
+    context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
+    max_requests: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    cache_format: CacheFormat = "v4"
+    dtype: Dtype = "bfloat16"
+    block_tokens: int = BLOCK_TOKENS
+    max_query_tokens: int = 1
+    weights: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    as_json: JsonFlag = False
+
+    def run(self) -> None:
+        """Runs the command; raises ValueError where the user has to change something."""
+        check_positive(context=self.context)
+        if self.max_requests is not None:
+            check_positive(max_requests=self.max_requests)
+        memory = _parse_size("memory", self.memory)
+        weights = 0 if self.weights is None else _parse_size("weights", self.weights)
+        if weights > memory:
+            raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
+        config = _read_config(self.config)
+        one = self.schema(config, self.context)
+        report = self._report(config, one, memory, weights)
+        if self.as_json:
+            print(json.dumps(report))
+        else:
+            _print_report(report, one)
+
+    def schema(self, config: "DSV4Config", context: int, requests: int = 1) -> "CacheSchema":
+        """The cache of so many requests of so long a context, all of them full."""
+        import jax.numpy as jnp
+
+        from dsv4_jax.cache import CacheSchema
+
+        empty = CacheSchema.from_config(
+            config,
+            num_blocks=0,
+            max_requests=requests,
+            max_context=context,
+            kv_format=self.cache_format,
+            dtype=jnp.dtype(self.dtype),
+            block_tokens=self.block_tokens,
+            max_query_tokens=self.max_query_tokens,
+        )
+        return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
+
+    def _report(self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int) -> dict[str, Any]:
+        free = memory - weights
+        counts = []
+        for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
+            # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
+            each = self.schema(config, context).memory_bytes()
+            fit = free // each
+            counts.append(
+                dict(
+                    context=context,
+                    bytes_per_request=each,
+                    requests=fit if self.max_requests is None else min(fit, self.max_requests),
+                )
+            )
+        report: dict[str, Any] = dict(
+            config=self.config,
+            cache_format=self.cache_format,
+            memory_bytes=memory,
+            weights_bytes=weights,
+            context=self.context,
+            block_tokens=self.block_tokens,
+            bytes_per_token=one.bytes_per_token,
+            bytes_per_request=one.bytes_per_request,
+            dense_bf16_bytes_per_token=one.dense_bytes_per_token,
+            pools=_pools(one),
+            fits=counts,
+        )
+        if self.max_requests is not None:
+            longest = _longest_context(one, free // self.max_requests, config.max_position_embeddings)
+            report |= dict(max_requests=self.max_requests, longest_context=longest)
+        return report
+
+
+def _parse_size(name: str, text: str) -> int:
+    from dsv4_jax.host import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"--{name}: {str(error).removeprefix('memory=')}") from None
+
+
+def _read_config(name: str) -> "DSV4Config":
+    from dsv4_jax.config import DSV4Config
+
+    presets = dict(v4_flash=DSV4Config.v4_flash, v4_pro=DSV4Config.v4_pro)
+    if name in presets:
+        return presets[name]()
+    if not Path(name).exists():
+        raise ValueError(f"--config {name} is neither {' nor '.join(presets)} nor an existing folder")
+    return DSV4Config.from_hf(Path(name))
+
+
+def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
+    """Bytes of each part of the cache: for a block, for a request besides its blocks, and for a full request."""
+    full = one.pool_bytes()
+    another_block = dataclasses.replace(one, num_blocks=one.num_blocks + 1).pool_bytes()
+    another_request = dataclasses.replace(one, max_requests=one.max_requests + 1).pool_bytes()
+    return {
+        name: dict(per_block=another_block[name] - count, per_request=another_request[name] - count, full=count)
+        for name, count in full.items()
+        if count
+    }
+
+
+def _longest_context(one: "CacheSchema", memory: int, limit: int) -> int:
+    """Most tokens of a request that may take `memory` bytes; 0 if not even a block fits."""
+    table_entry = one.block_table_struct().dtype.itemsize
+    fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + table_entry)
+    blocks = max(0, memory - fixed) // (one.block_bytes + table_entry)
+    return min(blocks * one.block_tokens, limit)
+
+
+def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
+    console = Console()
+    context, tokens = report["context"], report["block_tokens"]
+    dense, paged = report["dense_bf16_bytes_per_token"], report["bytes_per_token"]
+    console.print(_rows(one), highlight=False)
+
+    columns = ("part", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
+    pools = Table(*columns[:1], title="Bytes, over all layers", title_justify="left")
+    for column in columns[1:]:
+        pools.add_column(column, justify="right")
+    for name, part in report["pools"].items():
+        pools.add_row(name, *_pool_cells(part, tokens))
+    parts = report["pools"].values()
+    pools.add_section()
+    pools.add_row("sum", *_pool_cells({key: sum(part[key] for part in parts) for key in _PART_KEYS}, tokens))
+    console.print(pools)
+
+    if paged:
+        console.print(
+            f"A token takes {paged:.2f} bytes; dense BF16 would take {dense}, {dense / paged:.1f} times as many."
+        )
+    free = report["memory_bytes"] - report["weights_bytes"]
+    title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
+    fits = Table(title=title, title_justify="left")
+    for column in ("context", "bytes a request", "requests", "bytes left"):
+        fits.add_column(column, justify="right")
+    for row in report["fits"]:
+        each, count = row["bytes_per_request"], row["requests"]
+        style = "bold" if row["context"] == context else None
+        fits.add_row(f"{row['context']:,}", f"{each:,}", f"{count:,}", f"{free - count * each:,}", style=style)
+    console.print(fits)
+    if "max_requests" in report:
+        requests, longest = report["max_requests"], report["longest_context"]
+        console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
+
+
+_PART_KEYS = ("per_block", "per_request", "full")
+
+
+def _pool_cells(part: dict[str, int], block_tokens: int) -> list[str]:
+    per_block, per_request, full = (part[key] for key in _PART_KEYS)
+    return [f"{per_block:,}", f"{per_block / block_tokens:,.2f}", f"{per_request:,}", f"{full:,}"]
+
+
+def _rows(one: "CacheSchema") -> str:
+    """The bytes of one row and one indexer key, field by field."""
+    config = one.config
+    row = one.kv_format.row_struct(config.nope_head_dim, config.qk_rope_head_dim)
+    texts = [_fields("A KV row", row)]
+    if one.index_struct() is not None:
+        texts.append(_fields("an indexer key", one.kv_format.index_struct(config.index_head_dim)))
+    return "; ".join(texts) + "."
+
+
+def _fields(what: str, struct: Any) -> str:
+    values = {field.name: getattr(struct, field.name) for field in dataclasses.fields(struct)}
+    sizes = {name: value.size * value.dtype.itemsize for name, value in values.items() if value is not None}
+    return f"{what}: {' + '.join(f'{size} ({name})' for name, size in sizes.items())} = {sum(sizes.values())} bytes"

@@ -1,0 +1,107 @@
+"""`dsv4-jax generate`: tokens, report, mistakes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.config import DSV4Config
+from tests.paths import DATA, PACKAGED
+
+
+def test_streams_then_reports(run):
+    out = run("generate", "--ignore-eos")
+    tokens, _, table = out.partition("\n")
+    tokens = [int(token) for token in tokens.split()]
+    assert len(tokens) == 32
+    assert "32 new tokens on" in table and "none compiling" in table and "format v4" in table
+
+    # All that runs again runs the same programs.
+    report = json.loads(run("generate", "--ignore-eos", "--json"))
+    assert report["tokens"] == tokens
+    assert report["compilations"] == 0
+    # Every token but the first, which the prompt's step yields.
+    assert report["timed_tokens"] == 31
+    assert 0 < 31 / report["tokens_per_second"] < report["seconds"]
+    assert isinstance(report["device"], str)
+    sizes = dict(num_blocks=1, max_requests=1, max_context=128)
+    schema = CacheSchema.from_config(DSV4Config.from_hf(PACKAGED), **sizes)
+    assert report["cache_bytes"] == dict(
+        per_token=102.0,  # 2 CSA layers of (136 + 34) / 4 and 2 HCA layers of 136 / 16 bytes
+        per_request=schema.bytes_per_request,
+        total=schema.memory_bytes(),
+        dense_bf16_per_token=5 * 96 * 2,
+    )
+
+    # The model's end token, 1, is the last one given.
+    stopped = json.loads(run("generate", "--json"))["tokens"]
+    assert stopped == tokens[: tokens.index(1) + 1]
+    assert len(stopped) < 32
+
+
+def test_compilations_are_counted_and_not_timed(run):
+    draw = ["generate", "--prompt-ids", "5", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
+    draw += ["--max-new-tokens", "8", "--ignore-eos", "--json"]
+    first = json.loads(run(*draw, "--seed", "3"))
+    assert first["compilations"] == 1
+    # A prompt of one token is a decode step: nothing compiles after the first token.
+    assert first["timed_tokens"] == 7
+    compiling = first["seconds"] - 7 / first["tokens_per_second"]
+    assert compiling > first["seconds"] / 2
+    again = json.loads(run(*draw, "--seed", "3"))
+    other = json.loads(run(*draw, "--seed", "4"))
+    assert again["tokens"] == first["tokens"] != other["tokens"]
+    assert again["compilations"] == other["compilations"] == 0
+
+
+def test_on_device_loop_equals_transformers(run):
+    golden = np.load(DATA / "hf_tiny" / "golden.npz")
+    prompt = ",".join(map(str, golden["greedy_prompt"][0]))
+    plain = ["--checkpoint", DATA / "hf_tiny", "--cache-format", "plain", "--dtype", "float32"]
+    options = ["--max-new-tokens", "48", "--ignore-eos", "--on-device-loop", "--json"]
+    report = json.loads(run("generate", *plain, "--prompt-ids", prompt, *options))
+    assert report["tokens"] == golden["greedy_tokens"][0].tolist()
+    # The prompt but its last token, and the loop; the run that is timed compiles nothing.
+    assert report["compilations"] == 2
+    assert report["timed_tokens"] == 48
+    assert 48 / report["tokens_per_second"] < report["seconds"] / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt-ids", ""], "--prompt-ids is empty"),
+        (["--prompt-ids", "1,x"], "--prompt-ids '1,x' must be whole numbers separated by commas"),
+        (["--prompt-ids", "1,,2"], "must be whole numbers separated by commas"),
+        (["--prompt-ids", "5,160"], "--prompt-ids[1]=160 is outside the vocabulary: ids go from 0 to 159"),
+        (["--prompt-ids=-1,5"], "--prompt-ids[0]=-1 is outside the vocabulary"),
+        (["--prompt-ids", ",".join(["7"] * 4097)], "max_position_embeddings=4096"),
+        (["--max-new-tokens", "5000"], "a request of 5002 tokens"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
+        (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be at least 1"),
+        (["--chunk", "-1"], "--chunk -1 must be at least 1"),
+        (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or positive"),
+        (["--temperature", "nan"], "temperature=nan"),
+        (["--top-k", "-1"], "top_k=-1 must be 0"),
+        (["--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
+        (["--checkpoint", "no/such/folder"], "cannot read the configuration no/such/folder: No such file"),
+        # 24 dims of a head are not rotated: not whole groups of 64.
+        (["--checkpoint", DATA / "hf_tiny"], "24"),
+    ],
+)
+def test_mistakes_are_explained(refused, options, message):
+    assert message in refused("generate", *options)
+
+
+def test_broken_checkpoints_are_explained(refused, tmp_path):
+    shutil.copy(PACKAGED / "config.json", tmp_path)
+    assert "holds neither model.safetensors nor" in refused("generate", "--checkpoint", tmp_path)
+    weights = (PACKAGED / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-100])
+    assert "truncated" in refused("generate", "--checkpoint", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 1000)
+    assert "truncated or no safetensors file" in refused("generate", "--checkpoint", tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not JSON" in refused("generate", "--checkpoint", tmp_path)

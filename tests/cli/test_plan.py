@@ -1,0 +1,112 @@
+"""`dsv4-jax plan` agrees with the schema: n requests fit, n + 1 do not."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.config import DSV4Config
+from tests.paths import DATA, PACKAGED
+
+
+GIB = 2**30
+CONFIGS = dict(v4_flash=DSV4Config.v4_flash(), v4_pro=DSV4Config.v4_pro(), tiny=DSV4Config.from_hf(PACKAGED))
+
+
+def memory_of(config, requests, context, **sizes):
+    """Bytes of a cache in which so many requests can fill their contexts."""
+    blocks = requests * -(-context // sizes.get("block_tokens", 128))
+    schema = CacheSchema.from_config(config, num_blocks=blocks, max_requests=requests, max_context=context, **sizes)
+    return schema.memory_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "memory", "weights", "options", "sizes"),
+    [
+        ("v4_flash", 1048576, 80 * GIB, 0, [], {}),
+        ("v4_pro", 100_001, 141 * 10**9, 96 * GIB // 2, ["--block-tokens", "256"], dict(block_tokens=256)),
+        ("v4_flash", 4096, GIB, 0, ["--max-query-tokens", "4"], dict(max_query_tokens=4)),
+        ("tiny", 500, 10**6, 1, ["--cache-format", "per_entry"], dict(kv_format="per_entry")),
+        (
+            "tiny", 500, 10**6, 0, ["--cache-format", "plain", "--dtype", "float32"],
+            dict(kv_format="plain", dtype=jnp.float32),
+        ),
+    ],
+)  # fmt: skip
+def test_exactly_as_many_as_fit(run, name, context, memory, weights, options, sizes):
+    config = CONFIGS[name]
+    given = ["--config", PACKAGED if name == "tiny" else name, "--memory", memory, "--context", context]
+    if weights:
+        given += ["--weights", weights]
+    report = json.loads(run("plan", *given, *options, "--json"))
+    contexts = [row["context"] for row in report["fits"]]
+    assert context in contexts and contexts == sorted(set(contexts))
+    assert max(contexts) == max(context, config.max_position_embeddings)
+    for row in report["fits"]:
+        fit = row["requests"]
+        assert memory_of(config, 1, row["context"], **sizes) == row["bytes_per_request"]
+        if fit:
+            assert memory_of(config, fit, row["context"], **sizes) <= memory - weights
+        assert memory_of(config, fit + 1, row["context"], **sizes) > memory - weights
+    here = next(row for row in report["fits"] if row["context"] == context)
+    assert here["requests"] > 0
+    assert sum(part["full"] for part in report["pools"].values()) == here["bytes_per_request"]
+    blocks = -(-context // report["block_tokens"])
+    for part in report["pools"].values():
+        assert part["full"] == blocks * part["per_block"] + part["per_request"]
+
+
+def test_published_bytes_of_flash(run):
+    report = json.loads(run("plan", "--config", "v4_flash", "--memory", "80GiB", "--context", "1048576", "--json"))
+    assert report["bytes_per_token"] == 3514.25
+    # A row is 584 bytes in 21 layers, 32 a block; an indexer key 68.
+    assert report["pools"]["csa entries"]["per_block"] == 584 * 21 * 32
+    assert report["pools"]["csa indexer keys"]["per_block"] == 68 * 21 * 32
+
+
+@pytest.mark.parametrize(("requests", "memory"), [(64, 80 * GIB), (4, GIB), (3, 40 * 10**6)])
+def test_longest_context_of_so_many_requests(run, requests, memory):
+    config = CONFIGS["v4_flash"]
+    given = ["--config", "v4_flash", "--memory", memory, "--context", "65536", "--max-requests", requests]
+    report = json.loads(run("plan", *given, "--json"))
+    assert all(row["requests"] <= requests for row in report["fits"])
+    longest = report["longest_context"]
+    if longest:
+        assert memory_of(config, requests, longest) <= memory
+    assert (longest == 0) == (memory == 40 * 10**6)
+    assert memory_of(config, requests, longest + 128) > memory
+
+
+def test_tables_show_the_numbers(run):
+    out = run("plan", "--config", "v4_flash", "--memory", "80GiB", "--context", "1048576", "--max-requests", "64")
+    assert "448 (nope) + 128 (rope) + 8 (scale) = 584 bytes" in out
+    for text in ("449,824", "3,514.25", "csa entries", "80.00 GiB", "64 requests can have a context of 377,472 tokens"):
+        assert text in out
+    row = next(line for line in out.splitlines() if line.startswith("│ 1,048,576"))
+    assert row.split("│")[3].strip() == "23"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "80 apples"], "--memory: '80 apples' must be a number with one of the units"),
+        (["--memory", "-5"], "--memory: '-5' must be a number"),
+        (["--weights", "much"], "--weights: 'much' must be a number"),
+        (["--weights", "81GiB"], "are more than --memory"),
+        (["--context", "0"], "--context 0 must be at least 1"),
+        (["--context", "1048577"], "max_position_embeddings=1048576"),
+        (["--block-tokens", "100"], "block_tokens=100 must be a multiple of the compression rate 128"),
+        (["--block-tokens", "0"], "block_tokens=0 must be at least 1"),
+        (["--max-query-tokens", "0"], "max_query_tokens=0 must be at least 1"),
+        (["--max-requests", "-1"], "--max-requests -1 must be at least 1"),
+        (["--config", "v4_mini"], "--config v4_mini is neither v4_flash nor v4_pro nor an existing folder"),
+        (["--config", DATA], "cannot read the configuration"),
+        (["--config", DATA / "hf_tiny", "--context", "99"], "24"),
+    ],
+)
+def test_mistakes_are_explained(refused, options, message):
+    given = {"--config": "v4_flash", "--memory": "80GiB", "--context": "65536"} | dict(
+        zip(options[::2], options[1::2], strict=True)
+    )
+    assert message in refused("plan", *(text for option in given.items() for text in option))
