@@ -110,7 +110,8 @@ def test_every_e4m3_code_decodes():
     expected = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     values = np.asarray(decode_e4m3(jnp.asarray(bits)))
     np.testing.assert_array_equal(values, expected)
-    np.testing.assert_array_equal(np.signbit(values), np.signbit(expected))
+    number = ~np.isnan(expected)  # a NaN's sign means nothing, and a GPU drops it
+    np.testing.assert_array_equal(np.signbit(values[number]), np.signbit(expected[number]))
 
 
 def test_no_cast_pair_that_a_gpu_could_delete():
