@@ -148,24 +148,29 @@ def stream(
     waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
     running: dict[int, _Request] = {}
     seeds = np.zeros((manager.schema.max_requests,), np.uint32)
-    while waiting or running:
-        _admit(manager, waiting, running, seeds, seed, max_new_tokens)
-        tokens = _next_tokens(running, chunk)
-        batch = manager.prepare_forward(tokens)
-        drawn, cache = sample_step(model, cache, batch, jax.device_put(seeds.copy()), sampling)
-        drawn = jax.device_get(drawn)
-        for slot in tokens:
-            request = running[slot]
-            if not request.prefilled:
-                request.cursor += len(tokens[slot])
-            if not request.prefilled:
-                continue
-            token = int(drawn[slot])
-            request.generated.append(token)
-            if token in stop_tokens or len(request.generated) == max_new_tokens:
-                manager.release(slot)
-                del running[slot]
-            yield request.index, token
+    try:
+        while waiting or running:
+            _admit(manager, waiting, running, seeds, seed, max_new_tokens)
+            tokens = _next_tokens(running, chunk)
+            batch = manager.prepare_forward(tokens)
+            drawn, cache = sample_step(model, cache, batch, jax.device_put(seeds.copy()), sampling)
+            drawn = jax.device_get(drawn)
+            for slot in tokens:
+                request = running[slot]
+                if not request.prefilled:
+                    request.cursor += len(tokens[slot])
+                if not request.prefilled:
+                    continue
+                token = int(drawn[slot])
+                request.generated.append(token)
+                if token in stop_tokens or len(request.generated) == max_new_tokens:
+                    manager.release(slot)
+                    del running[slot]
+                yield request.index, token
+    finally:
+        # Also when the caller stops listening, or a step fails: the manager stays usable.
+        for slot in running:
+            manager.release(slot)
 
 
 def _check(manager, prompts, max_new_tokens, chunk):
@@ -186,14 +191,13 @@ def _admit(manager, waiting, running, seeds, seed, max_new_tokens):
     """Moves waiting requests to free slots, with the blocks for all their tokens, in order."""
     while waiting:
         request = waiting[0]
+        slot = None
         try:
             slot = manager.admit(request.prompt)
-        except CacheFullError:
-            return
-        try:
             manager.allocate(slot, len(request.prompt) + max_new_tokens - 1)
         except CacheFullError:
-            manager.release(slot)
+            if slot is not None:
+                manager.release(slot)
             if not running:
                 raise
             return
@@ -238,28 +242,38 @@ def generate(
     waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
     running: dict[int, _Request] = {}
     seeds = np.zeros((manager.schema.max_requests,), np.uint32)
-    _admit(manager, waiting, running, seeds, seed, max_new_tokens)
-    if waiting:
+    try:
+        _admit(manager, waiting, running, seeds, seed, max_new_tokens)
+        if waiting:
+            fit = f"{len(prompts)} prompts do not fit at once ({len(running)} do)"
+            raise CacheFullError(f"{fit}; use stream, or a larger cache")
+        cache = _prefill_all_but_last(model, manager, running, chunk)
+        batch = manager.prepare_forward({s: r.prompt[-1:] for s, r in running.items()}, reserve=max_new_tokens - 1)
+        drawn, _ = decode_loop(
+            model,
+            cache,
+            batch,
+            jax.device_put(seeds),
+            steps=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=tuple(stop_tokens),
+        )
+        drawn = jax.device_get(drawn)
+        results: list[list[int]] = [[] for _ in prompts]
+        for slot, request in running.items():
+            results[request.index] = [int(t) for t in drawn[slot] if t >= 0]
+        return results
+    finally:
         for slot in running:
             manager.release(slot)
-        raise CacheFullError(
-            f"{len(prompts)} prompts do not fit at once ({len(running)} do); use stream, or a larger cache"
-        )
-    seeds = jax.device_put(seeds)
+
+
+def _prefill_all_but_last(model, manager, running, chunk):
+    """A cache that holds every prompt but its last token, which is the loop's first input."""
     cache = manager.init_cache()
-    # All of a prompt but its last token, which is the loop's first input.
     while unread := {s: r for s, r in running.items() if r.cursor < len(r.prompt) - 1}:
         tokens = _next_tokens({s: dataclasses.replace(r, prompt=r.prompt[:-1]) for s, r in unread.items()}, chunk)
         _, cache = decode_step(model, cache, manager.prepare_forward(tokens))
         for slot, ids in tokens.items():
             running[slot].cursor += len(ids)
-    batch = manager.prepare_forward({s: r.prompt[-1:] for s, r in running.items()}, reserve=max_new_tokens - 1)
-    drawn, _ = decode_loop(
-        model, cache, batch, seeds, steps=max_new_tokens, sampling=sampling, stop_tokens=tuple(stop_tokens)
-    )
-    drawn = jax.device_get(drawn)
-    results: list[list[int]] = [[] for _ in prompts]
-    for slot, request in running.items():
-        results[request.index] = [int(t) for t in drawn[slot] if t >= 0]
-        manager.release(slot)
-    return results
+    return cache

@@ -63,6 +63,14 @@ def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
     np.testing.assert_array_equal(again, logits)
 
 
+def test_a_stream_that_is_left_early_frees_its_slots(model, manager):
+    tokens = stream(model, manager, PROMPTS, max_new_tokens=6, chunk=16)
+    next(tokens)
+    assert manager.free_slots == 0
+    tokens.close()
+    assert manager.free_slots == 3 and manager.free_blocks == 12
+
+
 def test_an_oversized_request_waits_for_blocks(model):
     """Six blocks: two requests of four blocks each run one after the other."""
     manager = KVCacheManager(model.config, num_blocks=6, max_requests=3, max_context=96, block_tokens=16)
