@@ -1,6 +1,7 @@
 """What the hardware can run: every such question is answered here."""
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 
 
 def why_no_mosaic_gpu() -> str | None:
@@ -16,3 +17,8 @@ def why_no_mosaic_gpu() -> str | None:
     if capability is None or float(capability) < 9.0:
         return f"{device.device_kind} has compute capability {capability}; 9.0 (Hopper) is needed"
     return None
+
+
+def interpret_params(interpret: bool):
+    """What `plgpu.kernel` wants as `interpret`: False, or the interpreter's settings with the race detector on."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else False

@@ -1,4 +1,4 @@
-"""The command line: `dsv4-jax generate`, `score` and `plan`. Commands import JAX only when they run."""
+"""The command line: `dsv4-jax generate`, `score`, `plan` and `bench`. Commands import JAX only when they run."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from dsv4_jax.cli.bench import Bench
 from dsv4_jax.cli.generate import Generate
 from dsv4_jax.cli.plan import Plan
 from dsv4_jax.cli.score import Score
@@ -18,6 +19,7 @@ _Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Score, tyro.conf.subcommand("score")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

@@ -1,12 +1,16 @@
 """Quantised append into the sliding-window rings."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import SWAView, put, run_bounds
+from dsv4_jax.quant import Rows
+from pallas_kernels.append_swa import append_swa as append_swa_kernel
+from pallas_kernels.rows import check_format
 
 
 def append_swa(
@@ -27,12 +31,13 @@ def append_swa(
       kv: [T, D] rows after norm and RoPE, model dtype; quantised here.
       slots: [T] the request's slot, -1 = padding: nothing is written.
       positions: [T] absolute position, -1 = padding: nothing is written.
-      implementation: None (best available) or "xla".
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16 rows of 448 + 64 dims in
+        formats "v4" and "per_entry").
 
     Returns:
       The view with updated rows.
     """
-    return run("append_swa", {"xla": _append_swa_xla}, implementation, view, kv, slots, positions)
+    return run("append_swa", _IMPLEMENTATIONS, implementation, view, kv, slots, positions)
 
 
 def _append_swa_xla(view, kv, slots, positions):
@@ -43,3 +48,27 @@ def _append_swa_xla(view, kv, slots, positions):
     return dataclasses.replace(
         view, rows=put(view.rows, rows, keep, view.layer, slots, jnp.maximum(positions, 0) % view.ring)
     )
+
+
+def _append_swa_kernel(view, kv, slots, positions, *, interpret):
+    check_format(view.kv_format.name)
+    rows, layer = view.rows, jnp.asarray(view.layer, jnp.int32)
+    new = append_swa_kernel(
+        kv,
+        slots,
+        positions,
+        layer,
+        rows.nope,
+        rows.rope,
+        rows.scale,
+        kv_format=view.kv_format.name,
+        interpret=interpret,
+    )
+    return dataclasses.replace(view, rows=Rows(*new))
+
+
+_IMPLEMENTATIONS = {
+    "xla": _append_swa_xla,
+    "mosaic_gpu": functools.partial(_append_swa_kernel, interpret=False),
+    "interpret": functools.partial(_append_swa_kernel, interpret=True),
+}

@@ -1,10 +1,15 @@
 """The three gathers: cached rows back to dense values with a valid mask."""
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
+from pallas_kernels import gather as kernels
+from pallas_kernels.rows import check_format
 
 
 def gather_compressed_kv(
@@ -22,12 +27,14 @@ def gather_compressed_kv(
       indices: [T, K] entry numbers of each token's own request; -1 = none.
       slots: [T] each token's request slot; -1 = padding.
       dtype: of the result.
-      implementation: None (best available) or "xla".
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (rows of 448 + 64 dims in formats
+        "v4" and "per_entry" to bfloat16).
 
     Returns:
       (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
     """
-    return run("gather_compressed_kv", {"xla": _gather_compressed_kv_xla}, implementation, view, indices, slots, dtype)
+    choices = _implementations(_gather_compressed_kv_xla, _gather_compressed_kv_kernel)
+    return run("gather_compressed_kv", choices, implementation, view, indices, slots, dtype)
 
 
 def _gather_compressed_kv_xla(view, indices, slots, dtype):
@@ -50,20 +57,13 @@ def gather_all_compressed_kv(
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
       dtype: of the result.
-      implementation: None (best available) or "xla".
+      implementation: as in `gather_compressed_kv`.
 
     Returns:
       (kv, valid): kv [T, E, D] with E = max_blocks * entries a block, zeros where not valid; valid [T, E] bool.
     """
-    return run(
-        "gather_all_compressed_kv",
-        {"xla": _gather_all_compressed_kv_xla},
-        implementation,
-        view,
-        slots,
-        positions,
-        dtype,
-    )
+    choices = _implementations(_gather_all_compressed_kv_xla, _gather_all_compressed_kv_kernel)
+    return run("gather_all_compressed_kv", choices, implementation, view, slots, positions, dtype)
 
 
 def _gather_all_compressed_kv_xla(view, slots, positions, dtype):
@@ -90,12 +90,13 @@ def gather_swa_kv(
       new_kv: [T, D] this call's own rows when the rings do not hold them yet (prefill); they are read as the format
         would store them.
       dtype: of the result.
-      implementation: None (best available) or "xla".
+      implementation: as in `gather_compressed_kv`; the kernel does not take `new_kv`.
 
     Returns:
       (kv, valid): kv [T, W, D], zeros where not valid; valid [T, W] bool.
     """
-    return run("gather_swa_kv", {"xla": _gather_swa_kv_xla}, implementation, view, slots, positions, new_kv, dtype)
+    choices = _implementations(_gather_swa_kv_xla, _gather_swa_kv_kernel)
+    return run("gather_swa_kv", choices, implementation, view, slots, positions, new_kv, dtype)
 
 
 def _gather_swa_kv_xla(view, slots, positions, new_kv, dtype):
@@ -126,3 +127,39 @@ def fake_quantise(view: SWAView, kv: Float[Array, "T D"], dtype) -> Float[Array,
 def _mask(kv, valid):
     # where, not a product: rows nobody wrote may hold NaN.
     return jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid
+
+
+def _implementations(xla: Callable, kernel: Callable) -> dict[str, Callable]:
+    return {
+        "xla": xla,
+        "mosaic_gpu": functools.partial(kernel, interpret=False),
+        "interpret": functools.partial(kernel, interpret=True),
+    }
+
+
+def _gather_compressed_kv_kernel(view, indices, slots, dtype, *, interpret):
+    options = _kernel_options(view, dtype, interpret)
+    return kernels.gather_compressed_kv(indices, slots, *_kernel_pools(view, view.block_table), **options)
+
+
+def _gather_all_compressed_kv_kernel(view, slots, positions, dtype, *, interpret):
+    options = _kernel_options(view, dtype, interpret) | dict(compress_rate=view.compress_rate)
+    return kernels.gather_all_compressed_kv(slots, positions, *_kernel_pools(view, view.block_table), **options)
+
+
+def _gather_swa_kv_kernel(view, slots, positions, new_kv, dtype, *, interpret):
+    if new_kv is not None:
+        raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
+    options = _kernel_options(view, dtype, interpret) | dict(window=view.window)
+    return kernels.gather_swa_kv(slots, positions, *_kernel_pools(view), **options)
+
+
+def _kernel_pools(view, *table):
+    return jnp.asarray(view.layer, jnp.int32), *table, view.rows.nope, view.rows.rope, view.rows.scale
+
+
+def _kernel_options(view, dtype, interpret):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the kernel writes bfloat16, not dtype={jnp.dtype(dtype).name}")
+    check_format(view.kv_format.name)
+    return dict(kv_format=view.kv_format.name, interpret=interpret)

@@ -33,13 +33,13 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("generate", "score", "plan"))
+    assert all(command in out for command in ("generate", "score", "plan", "bench"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "{generate, score, plan}"),
+        ([], "{generate, score, plan, bench}"),
         (["generate", "--cache-format", "v5"], "('v4', 'per_entry', 'plain')"),
         (["generate", "--dtype", "float16"], "('float32', 'bfloat16')"),
         (["generate", "--max-new-tokens", "many"], "--max-new-tokens"),

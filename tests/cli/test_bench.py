@@ -1,0 +1,38 @@
+"""`dsv4-jax bench` where there is no GPU: wall-clock times of the references."""
+
+import json
+
+import pytest
+
+from dsv4_jax.cli import main
+
+
+def test_times_every_case_and_writes_json(run, tmp_path):
+    path = tmp_path / "times.json"
+    out = run("bench", "--calls", "1", "--json", path)
+    assert "wall clock" in out and "V4-Flash shapes, format v4" in out
+    report = json.loads(path.read_text())
+    rows = {(row["op"], row["shape"]): row for row in report["results"]}
+    assert len(rows) == len(report["results"]) == 8
+    # A row in bfloat16, slot and position come in; 584 bytes go out.
+    assert rows["append_swa", "T=8"]["bytes"] == 8 * (1024 + 8 + 584)
+    # An index and a stored row come in, a dense row and a flag go out; a slot each token.
+    assert rows["gather_compressed_kv", "2 x 512"]["bytes"] == 2 * (512 * (4 + 584 + 1024 + 1) + 4)
+    for row in rows.values():
+        assert row["implementation"] == "xla" and row["microseconds"] > 0
+        assert row["percent_of_copy"] == pytest.approx(
+            1e8 * row["bytes"] / row["microseconds"] / report["copy_bytes_per_second"], rel=0.01, abs=0.06
+        )
+
+
+def test_help_teaches_with_an_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert "For example:\n  dsv4-jax bench" in capsys.readouterr().out
+
+
+def test_mistakes_are_explained(refused, capsys):
+    assert "--calls 0 must be at least 1" in refused("bench", "--calls", "0")
+    with pytest.raises(SystemExit):
+        main(["bench", "sort"])
+    assert "sort" in capsys.readouterr().err
