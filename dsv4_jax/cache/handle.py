@@ -77,23 +77,29 @@ class LayerCacheHandle:
         self._require("flush", CSA, HCA)
         if (index is not None) != (self.layer.kind == CSA):
             raise ValueError(f"index={'given' if index else None} does not fit a layer of kind {self.layer.kind!r}")
-        state = STATE[self.layer.kind]
-        handle = self._flush(state, self.read_classical_view(), kv, gate, weights)
+        names, views = [STATE[self.layer.kind]], [self.read_classical_view()]
+        inputs = [(kv, gate, weights)]
         if index is not None:
-            handle = handle._flush("csa_index_state", handle.read_indexer_view(), *index)
-        return handle
-
-    def _flush(self, name, view, kv, gate, weights):
-        state = getattr(self._cache, name)
-        state_view = StateView(state.kv, state.gate, self.layer.index, overlap=self.layer.kind == CSA)
-        state_view, view = ops.flush(
-            state_view, view, kv, gate, weights, self.batch.slots, self.batch.positions, dtype=self._cache.schema.dtype
+            names, views = [*names, "csa_index_state"], [*views, self.read_indexer_view()]
+            inputs.append(index)
+        done = ops.flush_together(
+            [(self._state_view(name), view, *more) for name, view, more in zip(names, views, inputs, strict=True)],
+            self.batch.slots,
+            self.batch.positions,
+            dtype=self._cache.schema.dtype,
+            # The kernel takes a request's tokens one after another: for decode steps only.
+            implementation="xla" if self.batch.prefill else None,
         )
-        state = dataclasses.replace(state, kv=state_view.kv, gate=state_view.gate)
-        pool_name = POOL[self.layer.kind]
-        field = "index" if isinstance(view, IndexerView) else "entries"
-        pool = dataclasses.replace(getattr(self._cache, pool_name), **{field: view.rows})
-        return self._with(**{name: state, pool_name: pool})
+        pool = getattr(self._cache, POOL[self.layer.kind])
+        parts = {}
+        for name, (state, view) in zip(names, done, strict=True):
+            parts[name] = dataclasses.replace(getattr(self._cache, name), kv=state.kv, gate=state.gate)
+            pool = dataclasses.replace(pool, **{"index" if isinstance(view, IndexerView) else "entries": view.rows})
+        return self._with(**parts, **{POOL[self.layer.kind]: pool})
+
+    def _state_view(self, name):
+        state = getattr(self._cache, name)
+        return StateView(state.kv, state.gate, self.layer.index, overlap=self.layer.kind == CSA)
 
     # --- reads ---
 

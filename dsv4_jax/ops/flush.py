@@ -1,6 +1,8 @@
 """Compression: state rows in, and for every window that closes one pooled, quantised entry out."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import run
-from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
+from pallas_kernels.exact import GROUP, GROUPS, LOWEST, cos_sin, exp_negative, fence, inverse_sqrt, reciprocal
+from pallas_kernels.flush import Compressor, flush as flush_kernel
 
 
 @jax.tree_util.register_dataclass
@@ -61,15 +64,87 @@ def flush(
       slots: [T] request slots; -1 = padding: nothing is written.
       positions: [T] absolute positions; -1 = padding: nothing is written.
       dtype: the model's dtype, to which the pooled entry, the normed one and the rotated one are rounded.
-      implementation: None (best available) or "xla".
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret".
 
     Returns:
       (state, pool) views with updated arrays.
     """
-    return run("flush", {"xla": _flush_xla}, implementation, state, pool, kv, gate, weights, slots, positions, dtype)
+    (result,) = flush_together(
+        [(state, pool, kv, gate, weights)], slots, positions, dtype=dtype, implementation=implementation
+    )
+    return result
 
 
-def _flush_xla(state, pool, kv, gate, weights, slots, positions, dtype):
+def flush_together(
+    compressors: Sequence[tuple[StateView, ClassicalView | IndexerView, Array, Array, CompressorWeights]],
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    dtype=jnp.bfloat16,
+    implementation: str | None = None,
+) -> list[tuple[StateView, ClassicalView | IndexerView]]:
+    """`flush` of several compressors that see the same tokens: the two of a CSA layer, in one launch.
+
+    Args:
+      compressors: (state, pool, kv, gate, weights) of each, as in `flush`.
+      slots, positions, dtype, implementation: as in `flush`.
+
+    Returns:
+      (state, pool) of each.
+    """
+    implementations = {
+        "xla": _flush_xla,
+        "mosaic_gpu": functools.partial(_flush_kernel, interpret=False),
+        "interpret": functools.partial(_flush_kernel, interpret=True),
+    }
+    return run("flush", implementations, implementation, compressors, slots, positions, dtype)
+
+
+def _flush_kernel(compressors, slots, positions, dtype, *, interpret):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+    operands = []
+    for state, pool, kv, gate, weights in compressors:
+        spare = state.ring - pool.compress_rate * (2 if state.overlap else 1)
+        if slots.shape[0] > state.kv.shape[1] * (spare + 1):
+            raise NotImplementedError(
+                f"the flush kernel takes decode steps: {state.kv.shape[1]} slots bring at most {spare + 1} tokens "
+                f"each, got {slots.shape[0]} tokens"
+            )
+        layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
+        operands.append(
+            Compressor(
+                kv,
+                gate,
+                weights.position_bias,
+                weights.norm_weight,
+                weights.inv_freq,
+                pool.block_table,
+                *layers,
+                state.kv,
+                state.gate,
+                tuple(jax.tree.leaves(pool.rows)),
+                weights.eps,
+                state.overlap,
+                getattr(pool.kv_format, "index_global_scale", 1.0),
+            )
+        )
+    results = []
+    written = flush_kernel(tuple(operands), slots, positions, interpret=interpret)
+    for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
+        rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
+        results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
+    return results
+
+
+def _flush_xla(compressors, slots, positions, dtype):
+    return [
+        _flush_one(state, pool, kv, gate, weights, slots, positions, dtype)
+        for state, pool, kv, gate, weights in compressors
+    ]
+
+
+def _flush_one(state, pool, kv, gate, weights, slots, positions, dtype):
     rate = pool.compress_rate
     gate = gate + take(weights.position_bias, jnp.maximum(positions, 0) % rate)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -111,14 +186,48 @@ def _pool_windows(state, kv, gate, closing, slot, position, first, rate):
     before_start = (source < 0)[..., None]
     logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
     values = jnp.where(before_start, 0.0, half(kv, state.kv))
-    weight = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
-    weight = weight / ordered_sum(weight, axis=1)[:, None, :]
-    return ordered_sum(weight * values, axis=1)
+    return _softmax_pool(logits, values)
+
+
+def _softmax_pool(logits, values):
+    """[n, D] from [n, rows, D], in the kernel's order: groups of rows, the groups of a part in turn, the parts."""
+    n, rows, dim = logits.shape
+    group = min(rows, GROUP)
+    groups = min(-(-rows // GROUP), GROUPS)
+    padding = [(0, 0), (0, -rows % (group * groups)), (0, 0)]
+    logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, -1, groups, group, dim)
+    values = jnp.pad(values, padding).reshape(n, -1, groups, group, dim)
+    # A group of nothing but padding must not make infinity minus infinity.
+    peak = jnp.maximum(jnp.max(logits, axis=3), LOWEST)
+    weight = exp_negative(logits - peak[:, :, :, None])
+    sums = peak, ordered_sum(weight, axis=3), ordered_sum(fence(weight * values), axis=3)
+    part = jnp.full_like(peak[:, :, 0], LOWEST), jnp.zeros_like(peak[:, :, 0]), jnp.zeros_like(peak[:, :, 0])
+    for g in range(groups):
+        part = _merge(*(jnp.stack([so_far, new[:, :, g]], axis=1) for so_far, new in zip(part, sums, strict=True)))
+    _, weight, total = _merge(*part)
+    return total * reciprocal(weight)
+
+
+def _merge(peak, weight, total):
+    """Softmax sums over axis 1 from sums over subsets: (largest logit, sum of weights, weighted sum)."""
+    largest = jnp.max(peak, axis=1)
+    factor = exp_negative(peak - largest[:, None])
+    return largest, ordered_sum(fence(factor * weight), axis=1), ordered_sum(fence(factor * total), axis=1)
 
 
 def _finish_entry(pooled, position, weights, dtype):
     """Rounding, RMS norm and RoPE; the roundings decide whether entries equal the released model's (dsv4.md 7.3)."""
     pooled = round_to(pooled, dtype).astype(jnp.float32)
-    mean_square = ordered_sum(pooled * pooled, axis=1) / pooled.shape[1]
-    normed = weights.norm_weight[None, :] * (pooled * jax.lax.rsqrt(mean_square + weights.eps)[:, None])
-    return apply_rope(round_to(normed, dtype), position, weights.inv_freq)
+    mean_square = fence(ordered_sum(fence(pooled * pooled), axis=1) * jnp.float32(1 / pooled.shape[1]))
+    normed = weights.norm_weight[None, :] * (pooled * inverse_sqrt(mean_square + weights.eps)[:, None])
+    return _rope(round_to(normed, dtype), position, weights.inv_freq)
+
+
+def _rope(x, position, inv_freq):
+    """`ops.apply_rope` in arithmetic that is the same everywhere (cos and sin of the backends are not)."""
+    head, tail = jnp.split(x, [x.shape[1] - 2 * inv_freq.shape[0]], axis=1)
+    cos, sin = cos_sin(position.astype(jnp.float32)[:, None] * inv_freq[None, :])
+    pairs = tail.astype(jnp.float32).reshape(*cos.shape, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([fence(even * cos) - fence(odd * sin), fence(odd * cos) + fence(even * sin)], axis=-1)
+    return jnp.concatenate([head, round_to(turned.reshape(tail.shape), x.dtype)], axis=1)

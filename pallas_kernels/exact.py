@@ -1,0 +1,110 @@
+"""Functions whose float32 bits are the same from every compiler: XLA on CPU and GPU, Mosaic, the interpreter.
+
+Only float32 additions, products, comparisons and integer operations are used, which every backend rounds alike, and
+two liberties of compilers are taken away: a product that feeds an addition passes `fence`, or is exact, so that it
+makes no difference whether the two contract to one FMA; and no division, square root, exp, sin or cos is called, which
+backends approximate in their own ways. Arguments must be finite unless said otherwise; results are within about two
+units in the last place where nothing else is said.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+# A softmax over rows is summed in groups, the groups of a part one after the other, then the parts.
+GROUP = 4
+GROUPS = 4
+
+LOWEST = -3.0e38
+_LOG2E = 1.4426950408889634
+# Adding it rounds to an integer, which then stands in the low bits of the sum.
+_ROUND = 12582912.0
+# 2**f for |f| <= 1/2 without the constant term 1; largest relative error 2**-23.4.
+_EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.009671512869934276, 0.001326472389622271)
+# pi / 2 in pieces of 14, 14, 14 and 4 bits: products with integers of 10, 10, 10 and 20 bits are exact.
+_HALF_PI = (1.5706787109375, 0.00011761486530303955, 9.920313459588215e-10, 5.684341886080802e-14)
+_SIN = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
+_COS = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)
+
+
+def fence(x: jax.Array) -> jax.Array:
+    """x itself, for x >= -3e38, through a comparison that no compiler can see to be superfluous."""
+    return jnp.maximum(x, LOWEST)
+
+
+def tree_sum(terms: list[jax.Array]) -> jax.Array:
+    """The terms' sum in the order of `quant.ordered_sum`: halves added until one is left; their number a power of 2."""
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [low + high for low, high in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
+
+
+def exp_negative(x: jax.Array) -> jax.Array:
+    """e**x for x <= 0, -inf included; within 2**-22 of the largest result, 1. Below 2**-125 it is 2**-125."""
+    scaled = jnp.maximum(x * _LOG2E, -125.0)
+    rounded = fence(scaled + _ROUND)
+    fraction = scaled - (rounded - _ROUND)
+    power = _polynomial(fraction, (1.0, *_EXP2))
+    return _float(_bits(power) + (_bits(rounded) << 23))
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x for normal x > 0 up to 2**125."""
+    y = _float(0x7EF311C3 - _bits(x))
+    for _ in range(3):
+        y = y * (2.0 - fence(x * y))
+    return y
+
+
+def inverse_sqrt(x: jax.Array) -> jax.Array:
+    """1 / sqrt(x) for normal x > 0."""
+    half = x * 0.5
+    y = _float(0x5F375A86 - (_bits(x) >> 1))
+    for _ in range(3):
+        y = y * (1.5 - fence(half * (y * y)))
+    return y
+
+
+def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of angles 0 .. 2**20 in radians; within 2e-7."""
+    rounded = fence(fence(angle * 0.6366197723675814) + _ROUND)
+    quarters = rounded - _ROUND
+    # Ten bits each, so that the products below are exact.
+    high = fence(quarters + 1024 * _ROUND) - 1024 * _ROUND
+    low = quarters - high
+    rest = angle
+    for piece in _HALF_PI[:3]:
+        rest = rest - high * piece
+        rest = rest - low * piece
+    rest = rest - quarters * _HALF_PI[3]
+    square = fence(rest * rest)
+    sin = rest + fence(fence(rest * square) * _polynomial(square, _SIN))
+    cos = (1.0 - square * 0.5) + fence(fence(square * square) * _polynomial(square, _COS))
+    quadrant = _bits(rounded) & 3
+    odd = (quadrant & 1) == 1
+    sign = _float(((quadrant & 2) << 30) | 0x3F800000)
+    turned = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
+    return jnp.where(odd, sin, cos) * turned, jnp.where(odd, cos, sin) * sign
+
+
+def round_bfloat16(x: jax.Array) -> jax.Array:
+    """Rounded to bfloat16, ties to even, kept as float32. Not by casts: compilers may delete a pair of them."""
+    bits = _bits(x)
+    return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
+
+
+def _polynomial(x, coefficients):
+    *rest, total = coefficients
+    for c in reversed(rest):
+        total = fence(x * total) + c
+    return total
+
+
+def _bits(x):
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)

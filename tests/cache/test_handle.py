@@ -1,0 +1,291 @@
+"""LayerCacheHandle and what a step does to the cache beside the layers: no copies, no surprises, clear errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cache import Batch, CacheSchema, KVCache
+from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.ops import ClassicalView, IndexerView, SWAView
+from tests.cache.reference import poisoned_cache, random_token, random_weights
+from tests.ops.pools import ints, same_bytes
+from tests.paths import PACKAGED
+
+
+CONFIG = DSV4Config.from_hf(PACKAGED)
+SIZES = dict(num_blocks=12, max_requests=3, max_context=64, block_tokens=16, max_query_tokens=3)
+SCHEMA = CacheSchema.from_config(CONFIG, **SIZES)
+TABLE = [[7, 2, 11, 0], [4, 9, 1, 6], [3, 10, 5, 8]]
+WEIGHTS = random_weights(SCHEMA, np.random.default_rng(17))
+TOKENS = 17  # sixteen of one request and a padding one: a window of each rate closes
+LAYER = {kind: CONFIG.layer_types.index(kind) for kind in (SLIDING, CSA, HCA)}
+SECOND = {CSA: 3, HCA: 4}  # numbers of the second CSA and HCA layers
+
+
+def make_batch(slots, positions, *, new_blocks=((-1, -1, -1),), reset_slots=(-1, -1, -1), prefill=False):
+    """A batch written down by hand."""
+    slots, positions = ints(slots), ints(positions)
+    return Batch(jnp.zeros_like(slots), positions, slots, ints(new_blocks), ints(reset_slots), prefill=prefill)
+
+
+def one_request(slot, *, prefill=True):
+    """The first tokens of one request, and padding."""
+    return make_batch([slot] * (TOKENS - 1) + [-1], [*range(TOKENS - 1), -1], prefill=prefill)
+
+
+def table_cache():
+    """A poisoned cache whose three slots hold four blocks each, in no order."""
+    return dataclasses.replace(poisoned_cache(SCHEMA), block_table=ints(TABLE))
+
+
+def layer_inputs(layer, tokens=TOKENS):
+    rows = [random_token(SCHEMA, np.random.default_rng(i))[layer] for i in range(tokens)]
+    return jax.tree.map(lambda *rows: jnp.asarray(np.stack(rows)), *rows)
+
+
+def flush_arguments(layer, tokens=TOKENS):
+    """(kv, gate, weights, index) that fit the layer."""
+    x, weights = layer_inputs(layer, tokens), jax.tree.map(jnp.asarray, WEIGHTS[layer])
+    index = (x.index_kv, x.index_gate, weights[1]) if len(weights) == 2 else None
+    return x.kv, x.gate, weights[0], index
+
+
+def parts(cache):
+    """The arrays of each part of a cache, by name."""
+    return {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache) if field.name != "schema"}
+
+
+def changed(before, after):
+    """Names of the parts whose bytes differ."""
+
+    def raw(tree):
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+    after = parts(after)
+    return {name for name, part in parts(before).items() if raw(part) != raw(after[name])}
+
+
+class TestErrors:
+    HANDLE = {kind: poisoned_cache(SCHEMA).handle(layer, make_batch([0], [0])) for kind, layer in LAYER.items()}
+
+    @pytest.mark.parametrize(
+        ("kind", "method"),
+        [
+            (SLIDING, "read_classical_view"),
+            (SLIDING, "gather_all_compressed_kv"),
+            (SLIDING, "valid_lengths"),
+            (SLIDING, "read_indexer_view"),
+            (HCA, "read_indexer_view"),
+        ],
+    )
+    def test_a_layer_without_it_says_what_it_is(self, kind, method):
+        needed = "read_classical_view" if method.startswith("gather") else method
+        with pytest.raises(ValueError, match=rf"{needed} needs a layer of kind .*; layer {LAYER[kind]} is '{kind}'"):
+            getattr(self.HANDLE[kind], method)()
+
+    def test_a_sliding_layer_has_no_entries_to_gather(self):
+        with pytest.raises(ValueError, match="read_classical_view needs a layer of kind"):
+            self.HANDLE[SLIDING].gather_compressed_kv(ints([[0]]))
+
+    @pytest.mark.parametrize("kind", [SLIDING, HCA])
+    def test_only_csa_layers_score(self, kind):
+        with pytest.raises(ValueError, match="read_indexer_view needs a layer of kind"):
+            self.HANDLE[kind].indexer_scores(jnp.zeros((1, 32, 64), jnp.bfloat16), jnp.zeros((1, 32)))
+
+    def test_a_sliding_layer_does_not_flush(self):
+        kv, gate, weights, _ = flush_arguments(LAYER[HCA], 1)
+        with pytest.raises(ValueError, match=r"flush needs a layer of kind .*; layer 0 is 'sliding_attention'"):
+            self.HANDLE[SLIDING].flush(kv, gate, weights)
+
+    def test_csa_needs_its_index(self):
+        with pytest.raises(ValueError, match="index=None does not fit a layer of kind 'compressed_sparse_attention'"):
+            self.HANDLE[CSA].flush(*flush_arguments(LAYER[CSA], 1)[:3])
+
+    def test_hca_takes_no_index(self):
+        index = flush_arguments(LAYER[CSA], 1)[3]
+        with pytest.raises(ValueError, match="index=given does not fit a layer of kind 'heavily_compressed_attention'"):
+            self.HANDLE[HCA].flush(*flush_arguments(LAYER[HCA], 1)[:3], index=index)
+
+
+class TestViews:
+    def test_acquire_allocates_nothing(self):
+        """Every array of a handle and of its views is the cache's own object."""
+        manager = KVCacheManager(CONFIG, **SIZES)
+        cache, batch = manager.init_cache(), make_batch([0], [0])
+        own = {id(x) for x in jax.tree.leaves(cache)}
+        for layer in manager.schema.layers:
+            handle = manager.acquire(cache, layer.layer, batch)
+            assert handle.cache is cache and handle.batch is batch and handle.pending is None
+            assert handle.layer is manager.schema.layers[layer.layer]
+            views = [handle.read_swa_view()]
+            if layer.kind != SLIDING:
+                views.append(handle.read_classical_view())
+            if layer.kind == CSA:
+                views.append(handle.read_indexer_view())
+            arrays = [x for view in views for x in jax.tree.leaves(view) if isinstance(x, jax.Array)]
+            assert arrays and {id(x) for x in arrays} <= own
+
+    @pytest.mark.parametrize("kind", [CSA, HCA])
+    def test_fields(self, kind):
+        cache = table_cache()
+        handle = cache.handle(SECOND[kind], make_batch([0], [0]))
+        window, entries = handle.read_swa_view(), handle.read_classical_view()
+        assert isinstance(window, SWAView) and window.rows is cache.swa.rows
+        assert (window.layer, window.window, window.ring) == (SECOND[kind], 8, 10)
+        pool, rate = {CSA: (cache.csa, 4), HCA: (cache.hca, 16)}[kind]
+        assert isinstance(entries, ClassicalView) and entries.rows is pool.entries
+        assert entries.block_table is cache.block_table
+        assert (entries.layer, entries.compress_rate, entries.entries_per_block) == (1, rate, 16 // rate)
+        assert entries.max_entries == 64 // rate
+        assert window.kv_format is entries.kv_format is SCHEMA.kv_format
+
+    def test_indexer_fields(self):
+        cache = table_cache()
+        keys = cache.handle(SECOND[CSA], make_batch([0], [0])).read_indexer_view()
+        assert isinstance(keys, IndexerView) and keys.rows is cache.csa.index
+        assert keys.block_table is cache.block_table and keys.kv_format is SCHEMA.kv_format
+        assert (keys.layer, keys.compress_rate, keys.max_entries) == (1, 4, 16)
+
+    @pytest.mark.parametrize(("kind", "lengths"), [(CSA, [0, 0, 1, 3, 4]), (HCA, [0, 0, 0, 0, 1])])
+    def test_valid_lengths(self, kind, lengths):
+        handle = table_cache().handle(LAYER[kind], make_batch([-1, 0, 0, 1, 1], [-1, 2, 3, 14, 15]))
+        assert handle.valid_lengths().tolist() == lengths
+
+
+class TestWrites:
+    @pytest.mark.parametrize("prefill", [False, True])
+    @pytest.mark.parametrize("kind", [SLIDING, CSA, HCA])
+    def test_old_handles_and_caches_keep_their_bytes(self, kind, prefill):
+        """Each write returns another handle; the parts of its layer's kind change and no other."""
+        cache, layer = table_cache(), LAYER[kind]
+        before = jax.tree.map(np.array, cache)
+        first = cache.handle(layer, one_request(0, prefill=prefill))
+        written = first.write_swa(layer_inputs(layer).window)
+        assert changed(before, written.cache) == {"swa"}
+        flushed = written
+        if kind != SLIDING:
+            flushed = written.flush(*flush_arguments(layer))
+            own = {CSA: {"csa", "csa_state", "csa_index_state"}, HCA: {"hca", "hca_state"}}[kind]
+            assert changed(before, flushed.cache) == {"swa"} | own
+            assert changed(before, written.cache) == {"swa"}
+        same_bytes(before, first.cache)
+        same_bytes(before, cache)
+        assert flushed.batch is first.batch and flushed.layer is first.layer
+
+    @pytest.mark.parametrize("kind", [CSA, HCA])
+    def test_other_layers_keep_their_bytes(self, kind):
+        """Of the stacks of a kind only the layer's own row changes."""
+        cache, layer = table_cache(), SECOND[kind]
+        handle = cache.handle(layer, one_request(0)).write_swa(layer_inputs(layer).window)
+        after = handle.flush(*flush_arguments(layer)).cache
+        own = {CSA: ("csa", "csa_state", "csa_index_state"), HCA: ("hca", "hca_state")}[kind]
+        for name in ("swa", *own):
+            row = layer if name == "swa" else SCHEMA.layers[layer].index
+            for old, new in zip(*(jax.tree.leaves(getattr(c, name)) for c in (cache, after)), strict=True):
+                others = [i for i in range(len(old)) if i != row]
+                same_bytes(old[ints(others)], new[ints(others)])
+                assert np.asarray(old[row]).tobytes() != np.asarray(new[row]).tobytes()
+
+    def test_prefill_rows_wait_for_the_commit(self):
+        """In a prefill the ring is written by `attend`, with the bytes that `handle.cache` shows before."""
+        cache, layer = table_cache(), LAYER[SLIDING]
+        slots = [1] * 12 + [0] * 5  # twelve tokens push the first two out of a ring of ten
+        handle = cache.handle(layer, make_batch(slots, [*range(12), *range(5, 10)], prefill=True))
+        kv = layer_inputs(layer).window
+        handle = handle.write_swa(kv)
+        assert handle.pending is kv
+        assert handle.read_swa_view().rows is cache.swa.rows
+        shown = handle.cache
+        q = jnp.ones((TOKENS, 4, 96), jnp.bfloat16)
+        _, attended = handle.attend(q, jnp.zeros(4))
+        assert attended.pending is None and handle.pending is kv
+        same_bytes(shown, attended.cache)
+        assert changed(cache, shown) == {"swa"}
+        decode = cache.handle(layer, dataclasses.replace(handle.batch, prefill=False)).write_swa(kv)
+        assert decode.pending is None
+        same_bytes(shown, decode.cache)
+
+    def test_prefill_flush_keeps_pending_rows(self):
+        cache, layer = table_cache(), LAYER[HCA]
+        handle = cache.handle(layer, one_request(2))
+        kv, flushed = layer_inputs(layer).window, flush_arguments(layer)
+        handle = handle.write_swa(kv).flush(*flushed)
+        assert handle.pending is kv
+        other = cache.handle(layer, handle.batch).flush(*flushed).write_swa(kv)
+        same_bytes(handle.cache, other.cache)
+
+    def test_decode_attends_what_it_wrote(self):
+        """In a decode step the ring holds the tokens before `attend`, which then changes nothing."""
+        cache, layer = table_cache(), LAYER[SLIDING]
+        handle = cache.handle(layer, make_batch([0, 1, -1], [0, 0, -1])).write_swa(layer_inputs(layer, 3).window)
+        # One visible row and the sink, both with logit 0: half the row.
+        out, after = handle.attend(jnp.zeros((3, 4, 96), jnp.bfloat16), jnp.zeros(4))
+        assert after is handle
+        kv, valid = handle.gather_swa_kv()
+        assert valid.sum(axis=1).tolist() == [1, 1, 0]
+        same_bytes(out, jnp.broadcast_to(0.5 * kv[:, -1:], out.shape))
+
+
+class TestResetSlots:
+    @pytest.mark.parametrize("slots", [[1], [2, 0], [-1, 1, -1]])
+    def test_wipes_exactly_the_slots_named(self, slots):
+        cache = dataclasses.replace(table_cache(), lengths=ints([5, 6, 7]))
+        after = jax.jit(KVCache.reset_slots)(cache, ints(slots))
+        empty = KVCache.zeros(SCHEMA)
+        wiped = [slot for slot in slots if slot >= 0]
+        for name in ("csa", "hca"):
+            same_bytes(getattr(cache, name), getattr(after, name))
+        for name in ("swa", "csa_state", "csa_index_state", "hca_state", "block_table", "lengths"):
+            axis = 0 if name in ("block_table", "lengths") else 1
+            old, new, clean = (jax.tree.leaves(getattr(c, name)) for c in (cache, after, empty))
+            for before, now, zero in zip(old, new, clean, strict=True):
+                for slot in range(3):
+                    expected = zero if slot in wiped else before
+                    same_bytes(jnp.take(expected, slot, axis), jnp.take(now, slot, axis))
+
+    @pytest.mark.parametrize("slots", [[], [-1], [-1, -1, -1], [3]])
+    def test_wipes_nothing_for_none(self, slots):
+        cache = table_cache()
+        same_bytes(cache, cache.reset_slots(ints(slots)))
+
+
+class TestBeginStep:
+    def begin(self, *, slots=(-1,), positions=(-1,), **batch):
+        """(block table, lengths) after a step; everything else must stay as it was."""
+        cache = dataclasses.replace(table_cache(), lengths=ints([5, 6, 7]))
+        after = jax.jit(KVCache.begin_step)(cache, make_batch(slots, positions, **batch))
+        same_bytes(dataclasses.replace(cache, block_table=after.block_table, lengths=after.lengths), after)
+        return after.block_table.tolist(), after.lengths.tolist()
+
+    def test_padding_changes_nothing(self):
+        assert self.begin(slots=[-1] * 4, positions=[-1] * 4) == (TABLE, [5, 6, 7])
+
+    def test_lengths_follow_the_last_token_of_each_request(self):
+        """In any order of slots, with padding at the end, and never from a request that is not in the batch."""
+        table, lengths = self.begin(slots=[2, 2, 2, 0, -1, -1], positions=[7, 8, 9, 0, -1, -1])
+        assert (table, lengths) == (TABLE, [1, 6, 10])
+
+    def test_lengths_may_shrink_after_a_rewind(self):
+        assert self.begin(slots=[1], positions=[3])[1] == [5, 4, 7]
+
+    def test_new_blocks_go_to_their_place(self):
+        table, _ = self.begin(new_blocks=[[2, 3, 1], [-1, -1, -1], [0, 0, 9], [-1, -1, -1]])
+        assert table == [[9, 2, 11, 0], [4, 9, 1, 6], [3, 10, 5, 1]]
+
+    def test_a_padded_slot_writes_no_block(self):
+        """A negative index would wrap around to the last slot."""
+        assert self.begin(new_blocks=[[-1, 0, 5], [-1, 3, 5]])[0] == TABLE
+
+    def test_reset_comes_before_new_blocks_and_lengths(self):
+        table, lengths = self.begin(
+            slots=[1, 1], positions=[0, 1], reset_slots=[1, -1, -1], new_blocks=[[1, 0, 8], [-1, -1, -1]]
+        )
+        assert table == [TABLE[0], [8, -1, -1, -1], TABLE[2]]
+        assert lengths == [5, 2, 7]
+
+    def test_reset_alone(self):
+        assert self.begin(reset_slots=[2, -1, 0]) == ([[-1] * 4, TABLE[1], [-1] * 4], [0, 6, 0])
