@@ -169,13 +169,12 @@ def _layers(calls, nbytes):
 
 
 def _flush(state, layer, slots, positions, fresh, *, implementation):
-    def half(part, inputs):
-        states, pool = (dataclasses.replace(view, layer=layer) for view in part)
-        kv, gate, weights = inputs
-        new = ops.flush(states, pool, kv, gate, weights, slots, positions, implementation=implementation)
-        return tuple(dataclasses.replace(view, layer=0) for view in new)
-
-    return tuple(half(part, inputs) for part, inputs in zip(state, fresh, strict=True))
+    compressors = [
+        (*(dataclasses.replace(view, layer=layer) for view in part), *inputs)
+        for part, inputs in zip(state, fresh, strict=True)
+    ]
+    new = ops.flush_together(compressors, slots, positions, implementation=implementation)
+    return tuple(tuple(dataclasses.replace(view, layer=0) for view in pair) for pair in new)
 
 
 def _flush_half(config, kv_format, rng, calls, rate, dim, requests):
