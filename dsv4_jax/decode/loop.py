@@ -148,11 +148,12 @@ def stream(
     waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
     running: dict[int, _Request] = {}
     seeds = np.zeros((manager.schema.max_requests,), np.uint32)
+    prefill_size = _prefill_size(manager, prompts, chunk)
     try:
         while waiting or running:
             _admit(manager, waiting, running, seeds, seed, max_new_tokens)
             tokens = _next_tokens(running, chunk)
-            batch = manager.prepare_forward(tokens)
+            batch = manager.prepare_forward(tokens, prefill_size=prefill_size)
             drawn, cache = sample_step(model, cache, batch, jax.device_put(seeds.copy()), sampling)
             drawn = jax.device_get(drawn)
             for slot in tokens:
@@ -247,7 +248,7 @@ def generate(
         if waiting:
             fit = f"{len(prompts)} prompts do not fit at once ({len(running)} do)"
             raise CacheFullError(f"{fit}; use stream, or a larger cache")
-        cache = _prefill_all_but_last(model, manager, running, chunk)
+        cache = _prefill_all_but_last(model, manager, running, chunk, _prefill_size(manager, prompts, chunk))
         batch = manager.prepare_forward({s: r.prompt[-1:] for s, r in running.items()}, reserve=max_new_tokens - 1)
         drawn, _ = decode_loop(
             model,
@@ -268,12 +269,17 @@ def generate(
             manager.release(slot)
 
 
-def _prefill_all_but_last(model, manager, running, chunk):
+def _prefill_size(manager, prompts, chunk):
+    """Tokens that no step exceeds: prompts' and, beside them, one of each other request."""
+    return min(chunk, sum(map(len, prompts))) + manager.schema.max_requests - 1
+
+
+def _prefill_all_but_last(model, manager, running, chunk, prefill_size):
     """A cache that holds every prompt but its last token, which is the loop's first input."""
     cache = manager.init_cache()
     while unread := {s: r for s, r in running.items() if r.cursor < len(r.prompt) - 1}:
         tokens = _next_tokens({s: dataclasses.replace(r, prompt=r.prompt[:-1]) for s, r in unread.items()}, chunk)
-        _, cache = decode_step(model, cache, manager.prepare_forward(tokens))
+        _, cache = decode_step(model, cache, manager.prepare_forward(tokens, prefill_size=prefill_size))
         for slot, ids in tokens.items():
             running[slot].cursor += len(ids)
     return cache

@@ -184,22 +184,28 @@ class KVCacheManager:
             raise ValueError(f"{num_tokens=} must not be negative")
         self._reserve({slot: num_tokens})
 
-    def prepare_forward(self, tokens: Mapping[int, TokenIds], *, reserve: int = 0) -> Batch:
+    def prepare_forward(
+        self, tokens: Mapping[int, TokenIds], *, reserve: int = 0, prefill_size: int | None = None
+    ) -> Batch:
         """Builds a step's inputs, reserves the blocks it needs and books its tokens.
 
-        Sizes are padded so that few programs get compiled: T to `max_requests`, or beyond it to the next power of two;
-        the number of new blocks follows from T and `reserve`. The arrays reach the device in one explicit transfer.
+        Sizes are padded so that few programs get compiled: T to `max_requests`, or beyond it to `prefill_size` or else
+        the next power of two; the number of new blocks follows from T and `reserve`. The arrays reach the device in
+        one explicit transfer.
 
         Args:
           tokens: for each slot of the step, the ids that follow what it holds.
           reserve: further tokens for each of these slots that will be decoded on the device without coming back here:
             their blocks are in the batch too. Book what was decoded with `advance`.
+          prefill_size: the one T of all steps that are no decode steps (no request brings more than `max_query_tokens`,
+            all together at most `max_requests`). A caller who bounds them needs only two programs.
 
         Returns:
           The batch; the caller runs it. Requests stand in the order of `tokens`.
 
         Raises:
-          TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, or more than `max_context` in all.
+          TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, more than `max_context` in all, or more
+            than `prefill_size` in the step.
           CacheFullError: not enough blocks are free.
         """
         if reserve < 0:
@@ -207,11 +213,16 @@ class KVCacheManager:
         if not tokens:
             raise ValueError("tokens is empty: a step needs at least one slot with tokens")
         ids = {slot: self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()}
-        self._reserve({slot: len(new) + reserve for slot, new in ids.items()})
-
         schema = self.schema
-        total = sum(len(new) for new in ids.values())
-        padded = schema.max_requests if total <= schema.max_requests else 1 << (total - 1).bit_length()
+        counts = [len(new) for new in ids.values()]
+        padded, prefill = schema.max_requests, max(counts) > schema.max_query_tokens
+        if prefill_size is None:
+            padded = padded if sum(counts) <= padded else 1 << (sum(counts) - 1).bit_length()
+        elif prefill or sum(counts) > padded:
+            padded, prefill = prefill_size, True
+            if sum(counts) > prefill_size:
+                raise ValueError(f"{prefill_size=} is less than the step's {sum(counts)} tokens")
+        self._reserve({slot: len(new) + reserve for slot, new in ids.items()})
         # Each request may open ceil(tokens / block_tokens) blocks: together at most one more each than their sum.
         most_blocks = schema.max_requests * (1 + self._blocks_for(reserve)) + self._blocks_for(padded)
         arrays = dict(
@@ -240,7 +251,6 @@ class KVCacheManager:
                 arrays["reset_slots"][resets] = slot
                 resets += 1
                 request.fresh = False
-        prefill = max(len(new) for new in ids.values()) > schema.max_query_tokens
         return Batch(**jax.device_put(arrays), prefill=prefill)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:

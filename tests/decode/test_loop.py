@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import Sampling, decode_loop, decode_step, generate, stream
+from dsv4_jax.decode import Sampling, decode_loop, decode_step, generate, sample_step, stream
 from dsv4_jax.host import CacheFullError
 
 
-# Chunks of 13 beside at most 3 running requests: few padded sizes, so few programs to compile.
+# Chunks of 3, the shortest of the longer prompts: one size of prefill steps for all, so one program to compile.
 PROMPTS = [[5, 9, 100], list(range(20, 60)), [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [150] * 5]
 WARM = Sampling(temperature=1.0, top_k=50)
 
@@ -21,26 +21,33 @@ def collect(pairs, count):
     return tokens
 
 
+def test_a_stream_needs_two_programs(model, manager):
+    """Whatever prompts, slots and lengths meet: one program for decode steps and one for all others."""
+    sample_step.clear_cache()
+    list(stream(model, manager, PROMPTS, max_new_tokens=6, sampling=WARM, seed=3, chunk=3))
+    assert sample_step._cache_size() == 2
+
+
 def test_requests_wait_for_slots_and_every_road_gives_the_same_tokens(model, manager):
     """Five prompts over three slots; one by one; and all on the device: the company changes nothing."""
-    together = collect(stream(model, manager, PROMPTS, max_new_tokens=6, sampling=WARM, seed=3, chunk=13), 5)
+    together = collect(stream(model, manager, PROMPTS, max_new_tokens=6, sampling=WARM, seed=3, chunk=3), 5)
     assert [len(t) for t in together] == [6] * 5
     assert manager.free_slots == 3 and manager.free_blocks == 12
     for i in (0, 1, 4):
         alone = [
-            t for _, t in stream(model, manager, [PROMPTS[i]], max_new_tokens=6, sampling=WARM, seed=3 + i, chunk=13)
+            t for _, t in stream(model, manager, [PROMPTS[i]], max_new_tokens=6, sampling=WARM, seed=3 + i, chunk=3)
         ]
         assert alone == together[i]
-    on_device = generate(model, manager, PROMPTS[:3], max_new_tokens=6, sampling=WARM, seed=3, chunk=13)
+    on_device = generate(model, manager, PROMPTS[:3], max_new_tokens=6, sampling=WARM, seed=3, chunk=3)
     assert on_device == together[:3]
     assert manager.free_slots == 3 and manager.free_blocks == 12
 
 
 def test_stop_tokens_end_a_request_and_are_returned(model, manager):
-    free = generate(model, manager, PROMPTS[:2], max_new_tokens=6, sampling=WARM, seed=3, chunk=13)
+    free = generate(model, manager, PROMPTS[:2], max_new_tokens=6, sampling=WARM, seed=3, chunk=3)
     stop = free[0][2]
     expected = [t[: t.index(stop) + 1] if stop in t else t for t in free]
-    sizes = dict(max_new_tokens=6, sampling=WARM, seed=3, chunk=13, stop_tokens=(stop,))
+    sizes = dict(max_new_tokens=6, sampling=WARM, seed=3, chunk=3, stop_tokens=(stop,))
     assert collect(stream(model, manager, PROMPTS[:2], **sizes), 2) == expected
     assert generate(model, manager, PROMPTS[:2], **sizes) == expected
 
@@ -65,7 +72,7 @@ def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
 
 
 def test_a_stream_that_is_left_early_frees_its_slots(model, manager):
-    tokens = stream(model, manager, PROMPTS, max_new_tokens=6, chunk=13)
+    tokens = stream(model, manager, PROMPTS, max_new_tokens=6, chunk=3)
     next(tokens)
     assert manager.free_slots == 0
     tokens.close()
@@ -75,7 +82,7 @@ def test_a_stream_that_is_left_early_frees_its_slots(model, manager):
 def test_an_oversized_request_waits_for_blocks(model, manager):
     """Twelve blocks: three requests of five blocks each, of which the third waits although a slot is free."""
     prompts = [list(range(70)), list(range(70, 140)), list(range(70))]
-    order = [i for i, _ in stream(model, manager, prompts, max_new_tokens=3, sampling=WARM, chunk=13)]
+    order = [i for i, _ in stream(model, manager, prompts, max_new_tokens=3, sampling=WARM, chunk=3)]
     assert sorted(order) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert order.index(2) > order.index(0) + 2
 

@@ -225,6 +225,20 @@ class TestPrepareForward:
         assert not manager.prepare_forward({a: ids(3), b: ids(1)}).prefill
         assert manager.prepare_forward({a: ids(1), b: ids(4)}).prefill
 
+    def test_with_a_prefill_size_there_are_two_sizes(self):
+        manager = make(max_requests=4, num_blocks=64, max_query_tokens=2)
+        slots = [manager.admit() for _ in range(4)]
+
+        def shape(*counts, size=9):
+            batch = manager.prepare_forward({s: ids(n) for s, n in zip(slots, counts, strict=False)}, prefill_size=size)
+            return len(batch.slots), batch.prefill
+
+        assert shape(1) == shape(2, 1, 1) == (4, False)
+        assert shape(3) == shape(2, 2, 1) == shape(6, 1, 1, 1) == (9, True)
+        with pytest.raises(ValueError, match="prefill_size=9 is less than the step's 10 tokens"):
+            shape(7, 1, 1, 1)
+        assert shape(7, 1, 1, 1, size=None) == (16, True)
+
     def test_transfers_are_explicit(self):
         with jax.transfer_guard("disallow"):
             make_one_batch()
