@@ -204,8 +204,8 @@ class KVCacheManager:
           The batch; the caller runs it. Requests stand in the order of `tokens`.
 
         Raises:
-          TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, more than `max_context` in all, or more
-            than `prefill_size` in the step.
+          TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, or more tokens than `max_context` in
+            all or `prefill_size` in the step.
           CacheFullError: not enough blocks are free.
         """
         if reserve < 0:
