@@ -6,5 +6,6 @@ from dsv4_jax.decode.loop import (
     sample_step as sample_step,
     stream as stream,
 )
+from dsv4_jax.decode.packed import PackedModel as PackedModel, pack as pack
 from dsv4_jax.decode.sampling import Sampling as Sampling, sample as sample
 from dsv4_jax.decode.step import decode_step as decode_step, forward as forward

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.decode.packed import PackedModel, pack
 from dsv4_jax.decode.sampling import GREEDY, Sampling, sample
 from dsv4_jax.decode.step import decode_step, last_logits, last_tokens
 from dsv4_jax.host import CacheFullError, KVCacheManager
@@ -19,12 +20,16 @@ from dsv4_jax.nn import DeepseekV4ForCausalLM
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="sampling")
 def sample_step(
-    model: DeepseekV4ForCausalLM, cache: KVCache, batch: Batch, seeds: UInt32[Array, "slots"], sampling: Sampling
+    model: DeepseekV4ForCausalLM | PackedModel,
+    cache: KVCache,
+    batch: Batch,
+    seeds: UInt32[Array, "slots"],
+    sampling: Sampling,
 ) -> tuple[Int[Array, "slots"], KVCache]:
     """`decode_step` and the choice of the next token in one program.
 
     Args:
-      model: the model.
+      model: the model; `pack` it where many steps run.
       cache: the cache; donated.
       batch: from `KVCacheManager.prepare_forward`.
       seeds: [slots] one seed a request.
@@ -46,7 +51,7 @@ def _sample_step(model, cache, batch, seeds, sampling):
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("steps", "sampling", "stop_tokens"))
 def decode_loop(
-    model: DeepseekV4ForCausalLM,
+    model: DeepseekV4ForCausalLM | PackedModel,
     cache: KVCache,
     batch: Batch,
     seeds: UInt32[Array, "slots"],
@@ -58,7 +63,7 @@ def decode_loop(
     """Up to `steps` decode steps in one `lax.while_loop`: the host is not asked between tokens.
 
     Args:
-      model: the model.
+      model: the model; `pack` it where many steps run.
       cache: the cache; donated.
       batch: one token for each request, prepared with `reserve=steps - 1` so that their blocks exist.
       seeds: [slots] one seed a request.
@@ -111,7 +116,7 @@ class _Request:
 
 
 def stream(
-    model: DeepseekV4ForCausalLM,
+    model: DeepseekV4ForCausalLM | PackedModel,
     manager: KVCacheManager,
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
@@ -144,7 +149,7 @@ def stream(
       ValueError: bad prompts or sizes, or a request that could never fit the cache.
     """
     _check(manager, prompts, max_new_tokens, chunk)
-    cache = manager.init_cache()
+    model, cache = pack(model), manager.init_cache()
     waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
     running: dict[int, _Request] = {}
     seeds = np.zeros((manager.schema.max_requests,), np.uint32)
@@ -219,7 +224,7 @@ def _next_tokens(running, budget):
 
 
 def generate(
-    model: DeepseekV4ForCausalLM,
+    model: DeepseekV4ForCausalLM | PackedModel,
     manager: KVCacheManager,
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
@@ -240,6 +245,7 @@ def generate(
       ValueError: as for `stream`, or the prompts do not fit at once.
     """
     _check(manager, prompts, max_new_tokens, chunk)
+    model = pack(model)
     waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
     running: dict[int, _Request] = {}
     seeds = np.zeros((manager.schema.max_requests,), np.uint32)

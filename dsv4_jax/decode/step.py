@@ -7,36 +7,40 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.decode.packed import PackedModel, unpack
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.ops.views import run_bounds
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def forward(model: DeepseekV4ForCausalLM, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T vocab"], KVCache]:
+def forward(
+    model: DeepseekV4ForCausalLM | PackedModel, cache: KVCache, batch: Batch
+) -> tuple[Float[Array, "T vocab"], KVCache]:
     """Runs the batch's tokens and returns logits after each of them.
 
     Args:
-      model: the model.
+      model: the model; `pack` it where many steps run.
       cache: the cache; donated: use the returned one from here on.
       batch: from `KVCacheManager.prepare_forward`.
 
     Returns:
       (logits [T, vocab] float32, cache). Rows of padding tokens mean nothing.
     """
+    model = unpack(model)
     hidden, cache = model(batch, cache)
     return model.logits(hidden), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def decode_step(
-    model: DeepseekV4ForCausalLM, cache: KVCache, batch: Batch
+    model: DeepseekV4ForCausalLM | PackedModel, cache: KVCache, batch: Batch
 ) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """Runs the batch's tokens and returns, by slot, the logits after each request's last token.
 
     Serves prefill chunks as well: it computes no logits of other tokens.
 
     Args:
-      model: the model.
+      model: the model; `pack` it where many steps run.
       cache: the cache; donated: use the returned one from here on.
       batch: from `KVCacheManager.prepare_forward`.
 
@@ -48,6 +52,7 @@ def decode_step(
 
 def last_logits(model, cache, batch):
     """`decode_step` for callers that are traced already."""
+    model = unpack(model)
     hidden, cache = model(batch, cache)
     token = last_tokens(batch, cache.lengths.shape[0])
     logits = model.logits(hidden[jnp.maximum(token, 0)])
