@@ -1,7 +1,9 @@
 """`dsv4-jax bench`."""
 
 import dataclasses
+import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +12,7 @@ import tyro
 
 if TYPE_CHECKING:
     from dsv4_jax.cli.bench_cases import Case
+    from dsv4_jax.config import DSV4Config
 
 Op = Literal["append", "flush", "gather"]
 OPS: tuple[Op, ...] = ("append", "flush", "gather")
@@ -17,60 +20,98 @@ OPS: tuple[Op, ...] = ("append", "flush", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Times the cache's operations on this device, beside XLA's version of each.
+    """Times the cache's operations on this device, beside XLA's version of each; or, with `step`, whole decode steps.
 
     Every call has inputs of its own that no cache holds. On a GPU: the median over calls of the summed times of all
     kernels of a call, from the profiler; results are compared with XLA's, byte by byte, before they are timed. On a
     CPU: wall-clock time of XLA's version at small shapes.
 
+    A step is that of the model's attention layers, random weights and a full cache: milliseconds, the floor (weights
+    and cache read once), and which kinds of kernels take the time. On a CPU: a tiny model's.
+
     For example:
       dsv4-jax bench
       dsv4-jax bench append gather --shapes flash --json h100.json
+      dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
 
     Attributes:
-      ops: which operations; all by default.
+      ops: which operations (all by default), or step.
       shapes: of which model.
       cache_format: what the cache's bytes mean.
       calls: calls a median is taken over.
       out: also write the results to this file.
+      batches: step: requests in the batch.
+      contexts: step: tokens that each request holds.
+      layers: step: only the first so many layers, where the whole model does not fit; 0 = all.
+      trace: step: write a profile of the steps at the longest context to this folder, for TensorBoard or Perfetto.
+      plot: step: draw time against context to this PNG file.
     """
 
-    ops: tyro.conf.Positional[tuple[Op, ...]] = OPS
+    ops: tyro.conf.Positional[tuple[Op | Literal["step"], ...]] = OPS
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
     calls: int = 32
     out: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE", help_behavior_hint="")] = None
+    batches: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (4096, 65536, 1048576)
+    layers: int = 0
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
         import jax
 
-        from dsv4_jax.cli import bench_cases, timing
+        from dsv4_jax.cli import timing
         from dsv4_jax.cli.common import check_positive
         from dsv4_jax.config import DSV4Config
-        from dsv4_jax.quant import kv_format
 
         check_positive(calls=self.calls)
+        if "step" in self.ops and self.ops != ("step",):
+            raise ValueError(f"step runs alone, not with {[op for op in self.ops if op != 'step']}")
+        if self.plot is not None and self.ops != ("step",):
+            raise ValueError(f"--plot draws steps only: dsv4-jax bench step --plot {self.plot}")
+        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
         config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
         gpu = jax.default_backend() == "gpu"
-        calls = self.calls if gpu else min(self.calls, 4)
-        copy = timing.copy_bandwidth()
         report: dict[str, Any] = dict(
             device=jax.devices()[0].device_kind,
             jax=jax.__version__,
             clock="kernel time, CUPTI, median" if gpu else "wall clock, median",
             shapes=self.shapes,
             cache_format=self.cache_format,
-            copy_bytes_per_second=copy,
+            copy_bytes_per_second=timing.copy_bandwidth(),
             results=[],
         )
+        for row in self._steps(report, config) if self.ops == ("step",) else self._cases(report, config, gpu):
+            report["results"].append(row)
+            if self.out is not None:  # after every row: a run takes minutes
+                self.out.write_text(json.dumps(report, indent=1) + "\n")
+        if self.plot is not None:
+            from dsv4_jax.cli import bench_step
+
+            title = f"Attention layers of V4-{self.shapes.capitalize()}, one decode step, {report['device']}"
+            bench_step.plot(report["results"], title, self.plot)
+
+    def _cases(self, report: dict[str, Any], config: "DSV4Config", gpu: bool) -> Iterator[dict[str, Any]]:
+        from dsv4_jax.cli import bench_cases
+        from dsv4_jax.quant import kv_format
+
         _print_header(report)
         for op in dict.fromkeys(self.ops):
             for case in bench_cases.cases(op, config, kv_format(self.cache_format), small=not gpu):
-                report["results"].append(_measure(case, calls, copy))
-                _print_row(report["results"][-1])
-        if self.out is not None:
-            self.out.write_text(json.dumps(report, indent=1) + "\n")
+                row = _measure(case, self.calls if gpu else min(self.calls, 4), report["copy_bytes_per_second"])
+                _print_row(row)
+                yield row
+
+    def _steps(self, report: dict[str, Any], config: "DSV4Config") -> Iterator[dict[str, Any]]:
+        from dsv4_jax.cli import bench_step
+        from dsv4_jax.quant import kv_format
+
+        options = bench_step.Options(self.batches, self.contexts, self.layers, self.trace)
+        report["clock"] = "wall clock of steps, kernel time from CUPTI"
+        yield from bench_step.run(config, kv_format(self.cache_format), options, report)
 
 
 def _measure(case: "Case", calls: int, copy: float) -> dict[str, Any]:

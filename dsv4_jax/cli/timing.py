@@ -95,8 +95,8 @@ def _evict() -> Callable[[], Any]:
     return lambda: negative(x).block_until_ready()
 
 
-def _kernel_seconds(calls: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of all kernels of each of the `count` calls that `calls` makes, with a cold cache before the first."""
+def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
+    """(name, milliseconds) of every kernel that `calls` runs, in order, with a cold cache before the first."""
     from jax._src.lib import mosaic_gpu as library
 
     evict = _evict()
@@ -108,11 +108,17 @@ def _kernel_seconds(calls: Callable[[], Any], count: int) -> list[float]:
         evict()
         calls()
     finally:
-        kernels = cupti._cupti_get_timings(True)[1:]
-    if len(kernels) % count:
-        raise RuntimeError(f"{len(kernels)} kernels in {count} equal calls")
-    size = len(kernels) // count
-    return [sum(ms for _, ms in kernels[i * size : (i + 1) * size]) / 1e3 for i in range(count)]
+        found = cupti._cupti_get_timings(True)[1:]
+    return found
+
+
+def _kernel_seconds(calls: Callable[[], Any], count: int) -> list[float]:
+    """Seconds of all kernels of each of the `count` calls that `calls` makes."""
+    times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
+    if len(times) % count:
+        raise RuntimeError(f"{len(times)} kernels in {count} equal calls")
+    size = len(times) // count
+    return [sum(times[i * size : (i + 1) * size]) for i in range(count)]
 
 
 def _jitted(case, implementation):

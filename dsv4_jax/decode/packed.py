@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from flax import nnx
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +25,7 @@ class PackedModel:
     structure: Any = dataclasses.field(metadata=dict(static=True))
 
 
-def pack(model: DeepseekV4ForCausalLM | PackedModel) -> PackedModel:
+def pack(model: nnx.Module | PackedModel) -> PackedModel:
     """The model for callers that run many steps, accepted wherever `dsv4_jax.decode` takes a model."""
     if isinstance(model, PackedModel):
         return model
@@ -33,6 +33,6 @@ def pack(model: DeepseekV4ForCausalLM | PackedModel) -> PackedModel:
     return PackedModel(leaves, structure)
 
 
-def unpack(model: DeepseekV4ForCausalLM | PackedModel) -> DeepseekV4ForCausalLM:
+def unpack(model: nnx.Module | PackedModel) -> Any:
     """The model itself, also while it is traced."""
     return jax.tree.unflatten(model.structure, model.leaves) if isinstance(model, PackedModel) else model

@@ -26,9 +26,9 @@ def forward(
     Returns:
       (logits [T, vocab] float32, cache). Rows of padding tokens mean nothing.
     """
-    model = unpack(model)
-    hidden, cache = model(batch, cache)
-    return model.logits(hidden), cache
+    module = unpack(model)
+    hidden, cache = module(batch, cache)
+    return module.logits(hidden), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -52,10 +52,10 @@ def decode_step(
 
 def last_logits(model, cache, batch):
     """`decode_step` for callers that are traced already."""
-    model = unpack(model)
-    hidden, cache = model(batch, cache)
+    module = unpack(model)
+    hidden, cache = module(batch, cache)
     token = last_tokens(batch, cache.lengths.shape[0])
-    logits = model.logits(hidden[jnp.maximum(token, 0)])
+    logits = module.logits(hidden[jnp.maximum(token, 0)])
     return jnp.where((token >= 0)[:, None], logits, 0.0), cache
 
 

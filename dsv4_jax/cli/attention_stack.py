@@ -1,0 +1,120 @@
+"""The part of the model that meets the cache, for `dsv4-jax bench step`: all attention layers, and nothing else."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.cache.pools import PagedKVPool, SWAPool
+from dsv4_jax.config import CSA, HCA, DSV4Config
+from dsv4_jax.decode.packed import PackedModel, unpack
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn.attention import Attention
+from dsv4_jax.nn.linear import RMSNorm, rms_normalize
+
+
+class AttentionStack(nnx.Module):
+    """`x + attention(norm(x))`, layer after layer, with random weights.
+
+    Attributes:
+      attentions: Attention of each layer.
+      norms: RMSNorm before each.
+    """
+
+    def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
+        layers = range(config.num_hidden_layers)
+        self.attentions = nnx.List([Attention(config, i, dtype=jnp.bfloat16, rngs=rngs) for i in layers])
+        self.norms = nnx.List([RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs) for _ in layers])
+
+    def __call__(self, x: Float[Array, "T D"], batch: Batch, cache: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
+        """[T, hidden] bfloat16 to the same, and the updated cache."""
+        cache = cache.begin_step(batch)
+        for layer, (norm, attention) in enumerate(zip(self.norms, self.attentions, strict=True)):
+            y, cache = attention(norm(x), cache.handle(layer, batch))
+            x = x + y
+        return x, cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def stack_step(
+    stack: PackedModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """One decode step; the cache is donated."""
+    return unpack(stack)(x, batch, cache)
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
+def stack_loop(
+    stack: PackedModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, steps: int
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """`steps` decode steps without the host; the batch is prepared with `reserve=steps - 1`."""
+    layers, cache = unpack(stack), cache.begin_step(batch)
+    batch = dataclasses.replace(batch, new_blocks=batch.new_blocks[:0], reset_slots=batch.reset_slots[:0])
+
+    def step(i, carry):
+        x, cache = carry
+        y, cache = layers(x, dataclasses.replace(batch, positions=batch.positions + i), cache)
+        # As the embedding of the next token would: depends on this step, and has the size of the first input.
+        return rms_normalize(y.astype(jnp.float32), 1e-6).astype(y.dtype), cache
+
+    return lax.fori_loop(0, steps, step, (x, cache))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def begin_step(cache: KVCache, batch: Batch) -> KVCache:
+    """`KVCache.begin_step` alone: the blocks of requests that have a past."""
+    return cache.begin_step(batch)
+
+
+def random_cache(manager: KVCacheManager) -> KVCache:
+    """A cache whose pools and rings hold encoded random rows: 1024 blocks of them repeated, all layers alike."""
+    schema = manager.schema
+    config, fmt = schema.config, schema.kv_format
+
+    def fill(struct, width, encode):
+        """Rows [layers, blocks or slots, rows, ...]."""
+        _, blocks, rows, _ = jax.tree.leaves(struct)[0].shape
+        some = encode(jax.random.normal(jax.random.key(0), (min(blocks, 1024), rows, width), jnp.bfloat16))
+        order = jnp.arange(blocks) % min(blocks, 1024)
+        return jax.tree.map(lambda s, x: jnp.broadcast_to(x[order][None], s.shape), struct, some)
+
+    def encode(x):
+        return fmt.encode(x, config.qk_rope_head_dim)
+
+    @jax.jit
+    def make():
+        abstract = KVCache.abstract(schema)
+        parts: dict[str, Any] = {}
+        for name in ("csa", "hca"):
+            if (pool := getattr(abstract, name)) is not None:
+                index = pool.index and fill(pool.index, config.index_head_dim, fmt.encode_index)
+                parts[name] = PagedKVPool(fill(pool.entries, config.head_dim, encode), index)
+        swa = SWAPool(fill(abstract.swa.rows, config.head_dim, encode))
+        return dataclasses.replace(KVCache.zeros(schema), swa=swa, **parts)
+
+    return make()
+
+
+def floor_bytes(stack: PackedModel, manager: KVCacheManager, requests: int, context: int) -> int:
+    """Bytes that a step has to read: every weight once, and of the cache what its requests attend to."""
+    config, schema = manager.schema.config, manager.schema
+    row = _nbytes(schema.kv_format.row_struct(config.nope_head_dim, config.qk_rope_head_dim))
+    key = _nbytes(schema.kv_format.index_struct(config.index_head_dim))
+    entries = context // config.compress_rate_csa
+    of_kind = {
+        CSA: entries * key + min(entries, config.index_topk) * row,
+        HCA: context // config.compress_rate_hca * row if config.compress_rate_hca else 0,
+    }
+    window = min(context, config.sliding_window) * row
+    read = sum(window + of_kind.get(kind, 0) for kind in config.layer_types)
+    return requests * read + sum(leaf.nbytes for leaf in stack.leaves)
+
+
+def _nbytes(struct):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(struct))

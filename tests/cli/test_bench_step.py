@@ -1,0 +1,39 @@
+"""`dsv4-jax bench step` where there is no GPU: a tiny model's steps."""
+
+import json
+
+import pytest
+
+
+def test_measures_and_writes_json_and_a_picture(run, tmp_path):
+    table, picture = tmp_path / "steps.json", tmp_path / "steps.png"
+    out = run(
+        "bench", "step", "--batches", 2, "--contexts", 256, 512, "--layers", 3, "--json", table, "--plot", picture
+    )
+    assert "Attention layers of a tiny model: 3" in out
+    rows = json.loads(table.read_text())["results"]
+    assert [(row["requests"], row["context"]) for row in rows] == [(2, 256), (2, 512)]
+    for row in rows:
+        assert 0 < row["dispatch_milliseconds"] < row["milliseconds"] * 2
+        assert row["loop_milliseconds"] > 0
+        ratio = 100 * row["floor_milliseconds"] / row["milliseconds"]
+        assert row["percent_of_floor"] == pytest.approx(ratio, rel=0.05)
+    # 256 more tokens for two requests: 64 indexer keys of 34 bytes (of its entries the layer still reads 4), and 16
+    # entries of 136 bytes of the HCA layer's.
+    assert rows[1]["floor_bytes"] - rows[0]["floor_bytes"] == 2 * (64 * 34 + 16 * 136)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["append", "--plot", "x.png"], "--plot draws steps only: dsv4-jax bench step --plot x.png"),
+        (["append", "step"], "step runs alone, not with ['append']"),
+        (["step", "--contexts", "128"], "--contexts 128 must be from 129 to 4096 tokens"),
+        (["step", "--contexts", "5000"], "--contexts 5000 must be from 129 to 4096"),
+        (["step", "--contexts", "512", "--batches", "0"], "--batches 0 must be at least 1"),
+        (["step", "--contexts", "512", "--layers", "6"], "--layers 6 must be from 0 (all) to 5"),
+    ],
+)
+def test_mistakes_are_explained(refused, options, message):
+    assert message in refused("bench", *options)
