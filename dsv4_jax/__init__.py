@@ -12,7 +12,7 @@ from dsv4_jax.cache import (
     compute_block_budget as compute_block_budget,
     init_cache as init_cache,
 )
-from dsv4_jax.checkpoint import load_checkpoint as load_checkpoint
+from dsv4_jax.checkpoint import load_checkpoint as load_checkpoint, save_release as save_release
 from dsv4_jax.config import DSV4Config as DSV4Config
 from dsv4_jax.decode import (
     Sampling as Sampling,
@@ -20,6 +20,7 @@ from dsv4_jax.decode import (
     decode_step as decode_step,
     forward as forward,
     generate as generate,
+    pack as pack,
     stream as stream,
 )
 from dsv4_jax.host import CacheFullError as CacheFullError, KVCacheManager as KVCacheManager

@@ -1,4 +1,4 @@
-"""Reading DeepSeek-V4 checkpoints: safetensors files, the table of tensor names, and loading into the model."""
+"""DeepSeek-V4 checkpoints: safetensors files, the table of tensor names, loading into the model, and saving."""
 
 from dsv4_jax.checkpoint.load import load_checkpoint as load_checkpoint
 from dsv4_jax.checkpoint.reader import (
@@ -6,3 +6,4 @@ from dsv4_jax.checkpoint.reader import (
     read_checkpoint as read_checkpoint,
     read_file as read_file,
 )
+from dsv4_jax.checkpoint.save import save_release as save_release

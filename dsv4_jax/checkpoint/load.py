@@ -14,6 +14,7 @@ from rich.progress import track
 
 from dsv4_jax.checkpoint.keys import Weight, detect_naming, is_ignored, weights
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
+from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 
@@ -26,20 +27,24 @@ _MAX_COMPARED = 200  # names that each listed one is compared with
 def load_checkpoint(
     path: str | Path, config: DSV4Config | None = None, *, dtype: DTypeLike = jnp.bfloat16, progress: bool = False
 ) -> DeepseekV4ForCausalLM:
-    """Reads a DeepSeek-V4 checkpoint of F32, BF16, F16 and integer tensors, in any of the three namings.
+    """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
+
+    Tensors may be F32, BF16, F16, integers, or in the release's quantised storage (FP8 linears, FP4 experts: see
+    `checkpoint.storage`), which is dequantised exactly. Files are mapped, and one parameter is converted at a time.
 
     Args:
         path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
         config: the model's configuration; None reads config.json beside the tensors.
-        dtype: bfloat16 or float32, of the linear layers; the module decides which parameters are always float32.
+        dtype: bfloat16 or float32, of the linear layers; the module decides which parameters are always float32. Both
+            hold every value of the quantised storage exactly.
         progress: whether to show a progress bar on standard error.
 
     Returns:
         The model. Tensors of multi-token prediction are left out, which is logged.
 
     Raises:
-        ValueError: a broken file (see `reader`); quantised tensors; missing, extra, mis-shaped tensors or ones of the
-            wrong kind, all in one message; NaN or infinite weights, by name.
+        ValueError: a broken file (see `reader`); missing, extra, mis-shaped tensors, ones of the wrong kind or with
+            wrong scales, all in one message; NaN or infinite weights, by name.
     """
     path = Path(path)
     if config is None:
@@ -47,7 +52,7 @@ def load_checkpoint(
     stored = read_checkpoint(path)
     if ignored := [name for name in stored if is_ignored(name)]:
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(ignored), ignored[0])
-    stored = {name: tensor for name, tensor in stored.items() if not is_ignored(name)}
+    tensors, wrong_scales = join_scales({name: x for name, x in stored.items() if not is_ignored(name)})
 
     abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
@@ -56,19 +61,17 @@ def load_checkpoint(
     shapes = {key: parameter.shape for key, parameter in parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
-    _refuse_quantised(table, stored)
-    _refuse_mismatches(table, stored, dtypes)
+    _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
     values, bad = {}, []
     for weight in _with_bar(table) if progress else table:
-        pieces = []
-        for source in weight.sources:
-            piece, problem = _convert(stored[source].load(), dtypes[weight.path], config)
-            pieces.append(piece)
-            if problem:
+        # Piece by piece into the whole: experts lie one by one in the file, and are the largest parameters.
+        value = np.empty((len(weight.sources), *weight.source_shape), dtypes[weight.path])
+        for source, piece in zip(weight.sources, value, strict=True):
+            if problem := _convert(tensors[source].load(), piece, config):
                 bad.append(f"{source} {problem}")
         if not bad:
-            values[weight.path] = jnp.asarray(np.concatenate(pieces).reshape(weight.shape))
+            values[weight.path] = jnp.asarray(value.reshape(weight.shape))
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     return nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values[_dotted(key)]), state))
@@ -82,29 +85,28 @@ def _dotted(key: tuple[object, ...]) -> str:
     return ".".join(map(str, key))
 
 
-def _convert(stored: np.ndarray, dtype: np.dtype, config: DSV4Config) -> tuple[np.ndarray, str]:
-    """The values in the parameter's dtype, and what is wrong with them, if anything."""
-    if dtype.kind == "i":  # the model's only integers are the hash layers' expert ids
+def _convert(stored: np.ndarray, into: np.ndarray, config: DSV4Config) -> str:
+    """Writes the values in the parameter's dtype; what is wrong with them, or nothing."""
+    if into.dtype.kind == "i":  # the model's only integers are the hash layers' expert ids
         experts = config.n_routed_experts
         outside = bool(np.any((stored < 0) | (stored >= experts)))
-        return stored.astype(dtype), f"names experts outside 0..{experts - 1}" if outside else ""
+        into[...] = stored
+        return f"names experts outside 0..{experts - 1}" if outside else ""
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype is reported as infinite
-        values = stored.astype(dtype, copy=False)
-    wrong = values.size - np.count_nonzero(np.isfinite(values))
-    return values, f"has {wrong} NaN or infinite values of {values.size}" if wrong else ""
+        into[...] = stored
+    wrong = into.size - np.count_nonzero(np.isfinite(into))
+    return f"has {wrong} NaN or infinite values of {into.size}" if wrong else ""
 
 
-def _refuse_quantised(table: list[Weight], stored: dict[str, StoredTensor]) -> None:
-    for weight in table:
-        for source in weight.sources:
-            if source in stored and stored[source].quantised:
-                stored[source].load()  # raises
-
-
-def _refuse_mismatches(table: list[Weight], stored: dict[str, StoredTensor], dtypes: dict[str, np.dtype]) -> None:
+def _refuse_mismatches(
+    table: list[Weight],
+    stored: dict[str, StoredTensor | QuantisedTensor],
+    dtypes: dict[str, np.dtype],
+    wrong_scales: dict[str, str],
+) -> None:
     """Reports everything that differs between what the model needs and what is there, in one ValueError."""
     needed = {source: weight for weight in table for source in weight.sources}
-    missing = [name for name in needed if name not in stored]
+    missing = [name for name in needed if name not in stored and name not in wrong_scales]
     extra = [name for name in stored if name not in needed]
     shapes, kinds = [], []
     for name, weight in needed.items():
@@ -120,6 +122,7 @@ def _refuse_mismatches(table: list[Weight], stored: dict[str, StoredTensor], dty
         "extra": _with_nearest(extra, missing),
         "of another shape": shapes,
         "of another kind": kinds,
+        "without the right scale": list(wrong_scales.values()),
     }
     found = [f"{len(lines)} {what}:{_listing(lines)}" for what, lines in problems.items() if lines]
     if found:

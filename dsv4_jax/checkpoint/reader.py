@@ -26,7 +26,7 @@ _DTYPES = {
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
 }
-# The release's quantised storage: sizes are checked, values are not read.
+# The release's quantised storage: codes and scales, which `storage` puts together.
 _QUANTISED_ITEMSIZE = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 
 
@@ -61,8 +61,8 @@ class StoredTensor:
         """
         if self.quantised:
             raise ValueError(
-                f"{self.name} in {self.file} is stored as {self.dtype}; quantised weights are not supported, only "
-                f"{', '.join(_DTYPES)}."
+                f"{self.name} in {self.file} is stored as {self.dtype}: codes that mean something only with the scale "
+                "beside them (checkpoint.storage)."
             )
         return self.data.view(_DTYPES[self.dtype]).reshape(self.shape)
 

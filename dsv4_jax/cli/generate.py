@@ -41,8 +41,8 @@ class Generate:
       dsv4-jax generate --checkpoint path/to/folder --cache-format plain --json
 
     Attributes:
-      checkpoint: folder with config.json and safetensors files of float32 or bfloat16 tensors. Default: the packaged
-        tiny model.
+      checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
+        Default: the packaged tiny model.
       prompt_ids: token ids of the prompt, separated by commas.
       max_new_tokens: most tokens to generate.
       cache_format: what the cache's bytes mean. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32

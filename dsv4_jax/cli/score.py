@@ -26,7 +26,7 @@ class Score:
       dsv4-jax score --checkpoint path/to/folder --ids ids.npy --out scores.npz --chunk 16 --decode-from 48 --layers
 
     Attributes:
-      checkpoint: folder with config.json and safetensors files of float32 or bfloat16 tensors.
+      checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
       ids: .npy file with integer token ids [B, T], T at least 2.
       out: .npz file to write: logits [B, T, vocab], log_likelihoods [B, T-1] and perplexity [B], float32.
       chunk: N, prompt tokens of each row that go through the model at once.

@@ -202,15 +202,6 @@ def test_tensors_of_another_model_are_refused(tmp_path):
         load_checkpoint(write(tmp_path / "x", {"wte": np.zeros(3, np.float32)}))
 
 
-def test_quantised_weights_are_refused_by_name(tmp_path):
-    stored = tensors(HF_TINY)
-    name = "model.layers.1.attn.wq_a.weight"
-    stored[name] = stored[name].astype(ml_dtypes.float8_e4m3fn)
-    stored["model.layers.1.attn.wq_a.scale"] = np.ones((1, 1), ml_dtypes.float8_e8m0fnu)
-    with pytest.raises(ValueError, match=rf"{name} in .* is stored as F8_E4M3; quantised weights are not supported"):
-        load_checkpoint(write(tmp_path / "x", stored))
-
-
 def test_nan_and_infinite_weights_are_named(tmp_path):
     stored = tensors(HF_TINY)
     stored["model.layers.3.ffn.experts.6.w2.weight"][1, 2] = np.nan

@@ -69,7 +69,7 @@ def test_quantised_tensors_are_listed_but_not_loaded(tmp_path, dtype):
     tensor = read_bytes(tmp_path, save({"w": np.ones((2, 2), dtype)}))["w"]
     assert tensor.quantised
     assert tensor.shape == (2, 2)
-    with pytest.raises(ValueError, match=rf"w in .*x\.safetensors is stored as {tensor.dtype}; quantised"):
+    with pytest.raises(ValueError, match=rf"w in .*x\.safetensors is stored as {tensor.dtype}: codes"):
         tensor.load()
 
 

@@ -1,0 +1,209 @@
+"""Writes a model as the release stores it: FP8 linears, FP4 experts, bfloat16 and float32 for the rest."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.progress import track
+
+from dsv4_jax.checkpoint.keys import Weight, weights
+from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from dsv4_jax.checkpoint.storage import FP4_GROUP, FP8_BLOCK
+from dsv4_jax.config import CSA, SLIDING, DSV4Config
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+
+
+# By the end of the release's names; what is not here is BF16.
+_FP8 = (
+    "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_a.weight", "attn.wo_b.weight",
+    "indexer.wq_b.weight", "shared_experts.w1.weight", "shared_experts.w2.weight", "shared_experts.w3.weight",
+)  # fmt: skip
+_F32 = (".ape", ".attn_sink", "gate.bias", "_fn", "_base", "_scale")
+_DTYPES = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I8": np.uint8,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "I64": np.int64,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file to be: its header line."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(_DTYPES[self.dtype]).itemsize
+
+
+def save_release(
+    model: DeepseekV4ForCausalLM, folder: str | Path, *, shard_bytes: int = 5 * 10**9, progress: bool = False
+) -> None:
+    """Writes config.json and the weights to a folder, in the release's spelling, names and storage.
+
+    Linears become e4m3 with a power-of-two scale for each 128 x 128 block, experts e2m1 with one for each 32 inputs
+    (bfloat16 where the inputs are no whole groups): both rounded to nearest, ties to even, with the smallest scale that
+    holds the block's largest value. Values that were read from this storage are written back unchanged. Norms,
+    compressors, routers' weights, embedding and head are rounded to bfloat16; sinks, biases and hyper-connections stay
+    float32.
+
+    Args:
+        model: the model.
+        folder: made if it does not exist; files of these names in it are overwritten.
+        shard_bytes: a file grows no larger, but for one tensor and its scale; several files get an index.
+        progress: whether to show a progress bar on standard error.
+
+    Raises:
+        ValueError: `shard_bytes` is not positive, a parameter is not finite, or the model's hash layers are not its
+            first ones, which this spelling cannot say.
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"{shard_bytes=} must be at least 1")
+    folder, config = Path(folder), model.config
+    content = json.dumps(release_config(config), indent=2) + "\n"
+    parameters = {".".join(map(str, key)): value for key, value in nnx.to_flat_state(nnx.state(model))}
+    table = list(weights(config, "release"))
+    for weight in table:
+        if not np.isfinite(np.asarray(parameters[weight.path][...], np.float32)).all():
+            raise ValueError(f"{weight.path} has NaN or infinite values")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(content)
+
+    shards: list[list[_Entry]] = [[]]
+    for weight in table:
+        for source in weight.sources:
+            entries = _entries(source, weight.source_shape)
+            if shards[-1] and sum(entry.nbytes for entry in shards[-1] + entries) > shard_bytes:
+                shards.append([])
+            shards[-1] += entries
+    count = len(shards)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
+    tensors = _tensors(track(table, "Saving weights", console=Console(stderr=True)) if progress else table, parameters)
+    for name, entries in zip(names, shards, strict=True):
+        _write_file(folder / name, entries, tensors)
+    if count > 1:
+        places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        total = sum(entry.nbytes for entries in shards for entry in entries)
+        index = dict(metadata=dict(total_size=total), weight_map=places)
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def release_config(config: DSV4Config) -> dict[str, Any]:
+    """config.json in the release's spelling; `DSV4Config.from_hf` reads it back.
+
+    Raises:
+        ValueError: hash layers are not the first ones.
+    """
+    hashed = config.mlp_layer_types.count("hash_moe")
+    if "hash_moe" in config.mlp_layer_types[hashed:]:
+        raise ValueError(
+            f"the release's config.json can only say that the first layers are hashed, not {hashed} others"
+        )
+    fields = dataclasses.asdict(config)
+    for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling"):
+        del fields[name]
+    ratios = {SLIDING: 0, CSA: config.compress_rate_csa}
+    scaling = config.rope_scaling and dict(dataclasses.asdict(config.rope_scaling), type="yarn")
+    return fields | dict(
+        architectures=["DeepseekV4ForCausalLM"],
+        model_type="deepseek_v4",
+        num_key_value_heads=1,
+        compress_ratios=[ratios.get(kind, config.compress_rate_hca) for kind in config.layer_types],
+        num_hash_layers=hashed,
+        num_nextn_predict_layers=0,
+        rope_scaling=scaling,
+        eos_token_id=list(config.eos_token_id),
+        expert_dtype="fp4",
+        torch_dtype="bfloat16",
+        quantization_config=dict(
+            quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[FP8_BLOCK, FP8_BLOCK]
+        ),
+    )
+
+
+def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
+    rows, columns = values.shape
+    padded = np.pad(values, [(0, -rows % FP8_BLOCK), (0, -columns % FP8_BLOCK)])
+    blocks = padded.reshape(-(-rows // FP8_BLOCK), FP8_BLOCK, -(-columns // FP8_BLOCK), FP8_BLOCK)
+    exponents = _exponents(np.abs(blocks).max(axis=(1, 3)), np.float32(448))
+    codes = np.ldexp(blocks, -exponents[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return codes.astype(ml_dtypes.float8_e4m3fn), _e8m0(exponents)
+
+
+def quantise_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[out, in] float32 to (codes [out, in / 2] uint8, the even input's low; scales [out, in / 32] e8m0)."""
+    groups = values.reshape(len(values), -1, FP4_GROUP)
+    exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
+    codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
+    codes = codes.view(np.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, _e8m0(exponents)
+
+
+def _exponents(largest, limit):
+    """The least e with largest <= limit * 2 ** e, exactly; 0 where all is 0."""
+    (m, x), (limit_m, limit_x) = np.frexp(largest), np.frexp(limit)
+    return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)
+
+
+def _e8m0(exponents):
+    return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+
+
+def _kind(name: str, shape: tuple[int, ...]) -> str:
+    if ".ffn.experts." in name and shape[-1] % FP4_GROUP == 0:
+        return "I8"
+    if name.endswith("tid2eid"):
+        return "I64"
+    return "F8_E4M3" if name.endswith(_FP8) else "F32" if name.endswith(_F32) else "BF16"
+
+
+def _entries(name: str, shape: tuple[int, ...]) -> list[_Entry]:
+    """The tensors that a weight becomes: itself, or codes and scales."""
+    kind, scale = _kind(name, shape), name.removesuffix("weight") + "scale"
+    if kind == "F8_E4M3":
+        blocks = -(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)
+        return [_Entry(name, kind, shape), _Entry(scale, "F8_E8M0", blocks)]
+    if kind == "I8":
+        groups = shape[0], shape[1] // FP4_GROUP
+        return [_Entry(name, kind, (shape[0], shape[1] // 2)), _Entry(scale, "F8_E8M0", groups)]
+    return [_Entry(name, kind, shape)]
+
+
+def _tensors(table: Any, parameters: dict[str, Any]) -> Iterator[np.ndarray]:
+    """The arrays of all entries, in their order, one parameter in memory at a time."""
+    for weight in table:
+        assert isinstance(weight, Weight)
+        value = np.asarray(parameters[weight.path][...]).reshape(len(weight.sources), *weight.source_shape)
+        for source, piece in zip(weight.sources, value, strict=True):
+            kind = _kind(source, piece.shape)
+            if kind in ("F8_E4M3", "I8"):
+                yield from (quantise_fp8 if kind == "F8_E4M3" else quantise_fp4)(piece.astype(np.float32))
+            else:
+                yield piece.astype(_DTYPES[kind])
+
+
+def _write_file(path: Path, entries: list[_Entry], tensors: Iterator[np.ndarray]) -> None:
+    header, at = {}, 0
+    for entry in entries:
+        header[entry.name] = dict(dtype=entry.dtype, shape=entry.shape, data_offsets=[at, at := at + entry.nbytes])
+    text = json.dumps(dict(__metadata__=dict(format="pt")) | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            tensor = next(tensors)
+            assert tensor.shape == entry.shape and tensor.nbytes == entry.nbytes, entry
+            file.write(np.ascontiguousarray(tensor).view(np.uint8).data)

@@ -1,0 +1,117 @@
+"""The release's quantised storage: weights with power-of-two scales beside them, `NAME.weight` and `NAME.scale`.
+
+- FP8: F8_E4M3 [out, in] with F8_E8M0 [ceil(out / 128), ceil(in / 128)], a scale for each block of 128 x 128, fewer at
+  the edges;
+- FP4: I8 [out, in / 2], two e2m1 codes a byte, the even input's in the low nibble, with F8_E8M0 [out, in / 32].
+
+An e8m0 byte e is 2 ** (e - 127), 255 is NaN. What is stored decides, tensor by tensor, not the configuration.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from dsv4_jax.checkpoint.reader import StoredTensor
+
+
+FP8_BLOCK = 128
+FP4_GROUP = 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedTensor:
+    """A weight in quantised storage; has the attributes of a `StoredTensor` that loading needs.
+
+    Attributes:
+        codes: the tensor named NAME.weight.
+        scale: the tensor named NAME.scale.
+    """
+
+    codes: StoredTensor
+    scale: StoredTensor
+
+    @property
+    def name(self) -> str:
+        return self.codes.name
+
+    @property
+    def file(self) -> Path:
+        return self.codes.file
+
+    @property
+    def dtype(self) -> str:
+        """ "FP8" or "FP4"."""
+        return "FP4" if self.codes.dtype == "I8" else "FP8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values: [out, in]."""
+        rows, columns = self.codes.shape
+        return (rows, 2 * columns) if self.dtype == "FP4" else (rows, columns)
+
+    def load(self) -> np.ndarray:
+        """[out, in] float32, exactly the stored values."""
+        rows, columns = self.shape
+        # 2 ** (e - 127) as float32 bits, e = 0 and NaN (255) included.
+        scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape).astype(np.float32)
+        if self.dtype == "FP4":
+            codes = self.codes.data.reshape(rows, -1)
+            values = np.empty((rows, columns), np.float32)
+            values[:, 0::2], values[:, 1::2] = E2M1[codes & 15], E2M1[codes >> 4]
+            values.reshape(rows, -1, FP4_GROUP)[...] *= scale[:, :, None]
+            return values
+        values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)
+        for i, of_row in enumerate(scale):  # block row by block row: no array of scales as large as the weight
+            block = values[i * FP8_BLOCK : (i + 1) * FP8_BLOCK]
+            block *= np.repeat(of_row, FP8_BLOCK)[None, :columns]
+        return values
+
+
+def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantisedTensor], dict[str, str]]:
+    """Puts quantised weights and their scales together.
+
+    Args:
+        stored: a checkpoint's tensors by name.
+
+    Returns:
+        (the tensors by name, without scales that belong to a weight; what is wrong with quantised weights, by name:
+        these and their scales are not among the tensors).
+    """
+    joined: dict[str, StoredTensor | QuantisedTensor] = dict(stored)
+    problems = {}
+    for name, tensor in stored.items():
+        scale_name = name.removesuffix(".weight") + ".scale"
+        if not tensor.quantised or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
+            continue
+        scale = stored.get(scale_name)
+        if problem := _wrong_scale(tensor, scale, scale_name):
+            problems[name] = problem
+            del joined[name]
+        else:
+            assert scale is not None
+            joined[name] = QuantisedTensor(tensor, scale)
+        joined.pop(scale_name, None)
+    return joined, problems
+
+
+def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, scale_name: str) -> str:
+    """What is wrong, or nothing."""
+    stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
+    if codes.dtype not in ("F8_E4M3", "I8") or len(codes.shape) != 2:
+        return f"{stored}, which no weight is"
+    rows, columns = codes.shape
+    if codes.dtype == "I8":
+        columns *= 2
+        needed = [rows, columns // FP4_GROUP]
+        if columns % FP4_GROUP:
+            return f"{stored}; FP4 needs whole groups of {FP4_GROUP} inputs, this has {columns}"
+    else:
+        needed = [-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)]
+    if scale is None:
+        return f"{stored}; it needs {scale_name}, F8_E8M0 {needed}, which is missing"
+    if scale.dtype != "F8_E8M0" or list(scale.shape) != needed:
+        return f"{stored}; {scale_name} must be F8_E8M0 {needed}, and is {scale.dtype} {list(scale.shape)}"
+    return ""

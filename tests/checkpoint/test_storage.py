@@ -1,0 +1,163 @@
+"""The release's quantised storage: written and read back, and every way in which a scale can be wrong."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from safetensors.numpy import save_file
+
+from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, save_release
+from dsv4_jax.checkpoint.save import quantise_fp4, quantise_fp8
+from dsv4_jax.checkpoint.storage import join_scales
+from dsv4_jax.config import DSV4Config
+from tests.paths import DATA, PACKAGED
+
+
+FP8 = DATA / "official_fp8"
+
+
+def flat(model):
+    return {".".join(map(str, key)): np.asarray(value[...]) for key, value in nnx.to_flat_state(nnx.state(model))}
+
+
+def stored(tmp_path, **tensors):
+    save_file(tensors, tmp_path / "x.safetensors")
+    return read_file(tmp_path / "x.safetensors")
+
+
+@pytest.fixture(scope="module")
+def release():
+    return load_checkpoint(FP8, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("shard_bytes", [5 * 10**9, 10**6])
+def test_what_was_read_is_written_back_unchanged(release, tmp_path, shard_bytes):
+    save_release(release, tmp_path / "new", shard_bytes=shard_bytes)
+    files = sorted(file.name for file in (tmp_path / "new").glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (shard_bytes > 10**7)
+    again = load_checkpoint(tmp_path / "new", dtype=jnp.float32)
+    assert again.config == release.config
+    old, new = flat(release), flat(again)
+    assert old.keys() == new.keys()
+    for name, value in old.items():
+        np.testing.assert_array_equal(new[name], value, err_msg=name)
+    # The same names, dtypes and shapes as the release's own writer.
+    theirs, ours = read_checkpoint(FP8), read_checkpoint(tmp_path / "new")
+    assert {name: (t.dtype, t.shape) for name, t in ours.items()} == {
+        name: (t.dtype, t.shape) for name, t in theirs.items() if not name.startswith("mtp.")
+    }
+
+
+def test_a_random_model_can_be_shipped_small(tmp_path):
+    """Packaged float32 weights: the configuration comes back, files shrink, values are near."""
+    model = load_checkpoint(PACKAGED, dtype=jnp.float32)
+    save_release(model, tmp_path)
+    assert DSV4Config.from_hf(tmp_path) == model.config
+    again, old = flat(load_checkpoint(tmp_path, dtype=jnp.float32)), flat(model)
+    for name, value in old.items():
+        # The coarsest is e2m1, at its worst where a group's largest value is 5: halfway between 4 and 6.
+        np.testing.assert_allclose(again[name], value, rtol=0, atol=np.abs(value).max() / 5 + 1e-30, err_msg=name)
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(-100, 100), st.randoms(use_true_random=False))
+@settings(max_examples=20, deadline=None)
+def test_fp8_is_the_nearest_value_under_the_least_scale(rows, columns, exponent, random):
+    values = np.random.default_rng(random.randrange(2**32)).standard_normal((rows, columns)).astype(np.float32)
+    values = np.ldexp(values, exponent)
+    codes, scales = quantise_fp8(values)
+    scale = np.repeat(np.repeat(scales.astype(np.float64), 128, axis=0), 128, axis=1)[:rows, :columns]
+    assert np.isfinite(codes.astype(np.float32)).all()
+    # Half an e4m3 step: 2 ** -4 of the value, or of the smallest normal number, 2 ** -6.
+    error = np.abs(codes.astype(np.float64) * scale - values)
+    assert (error <= 2.0**-4 * np.maximum(np.abs(values), scale * 2.0**-6)).all()
+    largest = np.abs(codes.astype(np.float32))[:128, :128].max()
+    assert 224 <= largest <= 448
+
+
+def test_fp4_codes_are_packed_low_nibble_first_and_ties_go_to_even():
+    values = np.zeros((1, 64), np.float32)
+    values[0, :8] = [6, -6, 0.25, 0.75, 2.5, 3.5, 5, -0.5]
+    codes, scales = quantise_fp4(values)
+    assert codes.shape == (1, 32) and scales.astype(np.float32).tolist() == [[1, 1]]
+    assert codes[0, :4].tolist() == [0xF7, 0x20, 0x64, 0x96]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("wq_a.scale"), "it needs layers.1.attn.wq_a.scale, F8_E8M0 [2, 2], which is missing"),
+        (
+            lambda t: t.update({"wq_a.scale": np.ones((2, 1), ml_dtypes.float8_e8m0fnu)}),
+            "layers.1.attn.wq_a.scale must be F8_E8M0 [2, 2], and is F8_E8M0 [2, 1]",
+        ),
+        (
+            lambda t: t.update({"wq_a.scale": np.ones((2, 2), np.float32)}),
+            "layers.1.attn.wq_a.scale must be F8_E8M0 [2, 2], and is F32 [2, 2]",
+        ),
+        (
+            lambda t: t.update({"wq_a.weight": t["wq_a.weight"].view(np.int8)[:, :40]}),
+            "FP4 needs whole groups of 32 inputs, this has 80",
+        ),
+        (lambda t: t.update({"wq_a.weight": t["wq_a.weight"].view(np.int8)}), "must be F8_E8M0 [192, 16]"),
+        (
+            lambda t: t.update({"wq_a.weight": t["wq_a.weight"].view(ml_dtypes.float8_e8m0fnu)}),
+            "is stored as F8_E8M0 [192, 256], which no weight is",
+        ),
+        (
+            lambda t: t.update({"wq_a.scale": np.full((2, 2), 255, np.uint8).view(ml_dtypes.float8_e8m0fnu)}),
+            "layers.1.attn.wq_a.weight has 49152 NaN or infinite values of 49152",
+        ),
+    ],
+    ids=["missing", "shape", "dtype", "groups", "fp4", "codes", "nan"],
+)
+def test_wrong_scales_are_reported_by_name(tmp_path, change, message):
+    """One tensor of a good checkpoint is changed; the rest stays in place beside it."""
+    prefix, folder = "layers.1.attn.", tmp_path / "x"
+    shutil.copytree(FP8, folder)
+    content = {}
+    for name, tensor in read_checkpoint(FP8).items():
+        dtypes = dict(F8_E4M3=ml_dtypes.float8_e4m3fn, F8_E8M0=ml_dtypes.float8_e8m0fnu, I8=np.int8)
+        content[name] = (
+            tensor.data.view(dtypes[tensor.dtype]).reshape(tensor.shape) if tensor.quantised else tensor.load()
+        )
+    part = {name: content.pop(prefix + name) for name in ("wq_a.weight", "wq_a.scale")}
+    change(part)
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(
+        content | {prefix + name: np.ascontiguousarray(x) for name, x in part.items()}, folder / "model.safetensors"
+    )
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(folder)
+    assert message in str(error.value)
+    assert "missing:" not in str(error.value) and "extra:" not in str(error.value)
+
+
+def test_scales_without_a_weight_are_extra(tmp_path):
+    scale = np.ones((1, 1), ml_dtypes.float8_e8m0fnu)
+    joined, problems = join_scales(stored(tmp_path, **{"a.scale": scale, "a.weight": np.zeros((2, 2), np.float32)}))
+    assert not problems and set(joined) == {"a.scale", "a.weight"}
+
+
+def test_save_refuses_before_it_writes(release, tmp_path):
+    with pytest.raises(ValueError, match="shard_bytes=0 must be at least 1"):
+        save_release(release, tmp_path / "x", shard_bytes=0)
+    broken = load_checkpoint(PACKAGED)
+    broken.model.norm.weight[...] = broken.model.norm.weight[...].at[0].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has NaN or infinite values"):
+        save_release(broken, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_index_is_complete(release, tmp_path):
+    save_release(release, tmp_path, shard_bytes=10**6)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.data.size for t in read_checkpoint(tmp_path).values())
+    for name, file in index["weight_map"].items():
+        if name.endswith(".scale"):
+            assert index["weight_map"][name.removesuffix("scale") + "weight"] == file

@@ -1,0 +1,58 @@
+"""The release's quantised storage: every value exactly, and float32 parity of the model it makes (oracle's README)."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
+from dsv4_jax.checkpoint.storage import join_scales
+from dsv4_jax.decode import forward
+from dsv4_jax.host import KVCacheManager
+from tests.oracle.layers import run_layer
+from tests.paths import DATA
+
+
+FOLDER = DATA / "official_fp8"
+# As for hf_tiny: 10 times what independent implementations differ by.
+LAYER_TOLERANCE = 2e-5
+LOGITS_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return np.load(FOLDER / "golden.npz")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_checkpoint(FOLDER, dtype=jnp.float32)
+
+
+def test_every_tensor_has_the_goldens_values(golden):
+    tensors, problems = join_scales(read_checkpoint(FOLDER))
+    assert not problems
+    assert set(tensors) == set(golden["all_names"])
+    for name, sums in zip(golden["all_names"], golden["all_sums"], strict=True):
+        w = tensors[name].load().astype(np.float64).reshape(-1)
+        got = w.sum(), np.abs(w).sum(), (w * (np.arange(w.size) % 1009 + 1) / 1009).sum()
+        # Sums of exact values in another order; relative to the sum of magnitudes.
+        np.testing.assert_allclose(got, sums, rtol=0, atol=1e-12 * sums[1], err_msg=name)
+    for key in golden:
+        if key.startswith("dequant:"):
+            np.testing.assert_array_equal(tensors[key.removeprefix("dequant:")].load(), golden[key], err_msg=key)
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_attention_layer(model, golden, layer):
+    out, _, _ = run_layer(model, layer, golden[f"attn_in_{layer}"], [75], kv_format="plain", dtype=jnp.float32)
+    np.testing.assert_allclose(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
+
+
+def test_logits(model, golden):
+    sizes = dict(num_blocks=40, max_requests=2, max_context=128, block_tokens=16)
+    host = KVCacheManager(model.config, kv_format="plain", dtype=jnp.float32, **sizes)
+    ids = golden["ids"]
+    batch = host.prepare_forward({host.admit(row): row for row in ids}, prefill_size=150)
+    logits, _ = forward(model, host.init_cache(), batch)
+    got = np.asarray(logits).reshape(2, 75, -1)
+    np.testing.assert_allclose(got, golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
