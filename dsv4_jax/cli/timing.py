@@ -121,7 +121,9 @@ def _kernel_seconds(calls: Callable[[], Any], count: int) -> list[float]:
     return [sum(times[i * size : (i + 1) * size]) for i in range(count)]
 
 
-def _jitted(case, implementation):
+@functools.cache
+def _jitted(case: "Case", implementation: str) -> Callable[..., Any]:
+    """Compiled once, for the check and for the timing."""
     call = functools.partial(case.call, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())
 
