@@ -144,6 +144,43 @@ def test_scales_without_a_weight_are_extra(tmp_path):
     assert not problems and set(joined) == {"a.scale", "a.weight"}
 
 
+def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path):
+    """Data bytes stay as they are, so a tensor of the same name, dtype and shape must have the same values."""
+    rng, file = np.random.default_rng(0), tmp_path / "x.safetensors"
+    codes, scales = quantise_fp8(rng.standard_normal((130, 200)).astype(np.float32))
+    packed, groups = quantise_fp4(rng.standard_normal((6, 64)).astype(np.float32))
+    tensors = {
+        "a.weight": codes, "a.scale": scales, "b.weight": packed.view(np.int8), "b.scale": groups,
+        "c.weight": rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16), "d": np.arange(7),
+        "e": rng.standard_normal(4).astype(np.float32),
+    }  # fmt: skip
+    save_file(tensors, file)
+    good = file.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    original = {name: (t.dtype, t.shape, t.load()) for name, t in join_scales(read_file(file))[0].items()}
+    interesting = np.frombuffer(b'0123456789,:[]{}"\x00\xff FI', np.uint8)
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(10_000):
+        content = bytearray(good)
+        for position in rng.integers(0, header, rng.integers(1, 4)):
+            content[position] = rng.choice(interesting) if rng.random() < 0.8 else rng.integers(256)
+        if rng.random() < 0.1:
+            del content[rng.integers(len(content)) :]
+        file.unlink()  # a new file, since the old one may still be mapped
+        file.write_bytes(content)
+        try:
+            found, problems = join_scales(read_file(file))
+        except ValueError as error:
+            assert "x.safetensors" in str(error)
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        for name, tensor in found.items():
+            if name in original and (tensor.dtype, tensor.shape) == original[name][:2]:
+                np.testing.assert_array_equal(tensor.load(), original[name][2], err_msg=f"{name} {bytes(content)}")
+    assert min(outcomes.values()) > 100, outcomes
+
+
 def test_save_refuses_before_it_writes(release, tmp_path):
     with pytest.raises(ValueError, match="shard_bytes=0 must be at least 1"):
         save_release(release, tmp_path / "x", shard_bytes=0)
