@@ -124,8 +124,8 @@ class LayerCacheHandle:
         return ops.indexer_scores(self.read_indexer_view(), q, weights, self.batch.slots, self.batch.positions)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
-        """[T, index_topk] int32 best entries of each token, -1 padded at the end (see `ops.indexer_topk`)."""
-        return ops.indexer_topk(scores, self._cache.schema.config.index_topk)
+        """[T, index_topk] int32 best entries of each token, ascending, -1 at the end (see `ops.indexer_topk`)."""
+        return ops.indexer_topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
 
     def valid_lengths(self) -> Int[Array, "T"]:
         """Compressed entries visible to each token: `(position + 1) // rate`."""

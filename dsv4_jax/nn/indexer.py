@@ -58,7 +58,7 @@ class CSAIndexer(CompressorBase):
           handle: the layer's cache, this call's tokens already flushed.
 
         Returns:
-          [T, index_topk] int32, best first, -1 where fewer entries are visible: then all of them are selected.
+          [T, index_topk] int32, ascending, -1 at the end where fewer entries are visible: then all are selected.
         """
         config = self.config
         q = self.q_b_proj(q_residual).reshape(-1, config.index_n_heads, config.index_head_dim)

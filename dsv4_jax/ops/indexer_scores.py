@@ -1,11 +1,15 @@
 """The lightning indexer's scores of every visible entry."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import IndexerView, valid_lengths
+from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
+from pallas_kernels.rows import check_format
 
 
 # Query tokens scored at a time: bounds the gathered keys to this many copies of a request's keys.
@@ -29,17 +33,38 @@ def indexer_scores(
       weights: [T, H] float32 head weights, both scale factors included.
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
-      implementation: None (best available) or "xla".
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (64 heads of 128 dims, bfloat16, in
+        formats "v4" and "per_entry").
 
     Returns:
-      [T, E] float32, E = max_blocks * entries a block; -inf where the entry is not visible: `s >= (position + 1) //
-      rate`, padding, or no block.
+      [T, E] float32, E = max_blocks * entries a block. Row t holds `valid_lengths(positions[t])` scores, -inf where the
+      entry has no block. What stands behind them, and in rows of padding, is unspecified: a kernel computes and writes
+      nothing there, "xla" writes -inf.
     """
-    return run("indexer_scores", {"xla": _indexer_scores_xla}, implementation, view, q, weights, slots, positions)
+    rounded = view.kv_format.round_index_query(q)
+    return score_rounded(view, rounded, weights, slots, positions, implementation=implementation)
 
 
-def _indexer_scores_xla(view, q, weights, slots, positions):
-    q = view.kv_format.round_index_query(q).astype(jnp.float32)
+def score_rounded(
+    view: IndexerView,
+    q: Float[Array, "T H D"],
+    weights: Float[Array, "T H"],
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "T E"]:
+    """`indexer_scores` of queries that were rotated and rounded already."""
+    implementations = {
+        "xla": _score_rounded_xla,
+        "mosaic_gpu": functools.partial(_score_rounded_kernel, interpret=False),
+        "interpret": functools.partial(_score_rounded_kernel, interpret=True),
+    }
+    return run("indexer_scores", implementations, implementation, view, q, weights, slots, positions)
+
+
+def _score_rounded_xla(view, q, weights, slots, positions):
+    q = q.astype(jnp.float32)
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)
 
     def score(token):
@@ -51,3 +76,22 @@ def _indexer_scores_xla(view, q, weights, slots, positions):
         return jnp.where(valid & (entries < valid_lengths(position, view.compress_rate)), total, -jnp.inf)
 
     return jax.lax.map(score, (q, weights, slots, positions), batch_size=min(QUERY_BLOCK, q.shape[0]))
+
+
+def _score_rounded_kernel(view, q, weights, slots, positions, *, interpret):
+    check_format(view.kv_format.name)
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the kernel takes queries in bfloat16, not {q.dtype.name}")
+    return scores_kernel(
+        q,
+        weights,
+        slots,
+        positions,
+        jnp.asarray(view.layer, jnp.int32),
+        view.block_table,
+        view.rows.codes,
+        view.rows.scale,
+        compress_rate=view.compress_rate,
+        global_scale=getattr(view.kv_format, "index_global_scale", 1.0),
+        interpret=interpret,
+    )

@@ -11,7 +11,7 @@ from dsv4_jax import ops
 from tests.ops.pools import DIM, FORMATS, INDEX, ROPE, classical_view, indexer_view, ints, same_bytes
 
 
-topk = jax.jit(ops.indexer_topk, static_argnums=1)
+topk = jax.jit(ops.indexer_topk, static_argnums=2)
 
 
 def filled(view, values):
@@ -66,11 +66,11 @@ def test_scores_equal_the_formula(name):
         assert (got[t, visible:] == -np.inf).all()
 
 
-def naive_topk(scores, k):
+def naive_topk(scores, lengths, k):
     out = np.full((len(scores), k), -1)
     for t, row in enumerate(scores):
-        best = sorted((i for i in range(len(row)) if row[i] > -np.inf), key=lambda i: (-row[i], i))[:k]
-        out[t, : len(best)] = best
+        best = sorted((i for i in range(lengths[t]) if row[i] > -np.inf), key=lambda i: (-row[i], i))[:k]
+        out[t, : len(best)] = sorted(best)
     return out
 
 
@@ -79,24 +79,27 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.0, np.inf, -np.inf]
 
 @given(
     hnp.arrays(np.float32, st.tuples(st.just(3), st.integers(1, 40)), elements=st.sampled_from(SPECIAL)),
+    st.lists(st.integers(0, 40), min_size=3, max_size=3),
     st.sampled_from([1, 4, 17]),
 )
 @settings(max_examples=40, deadline=None)
-def test_topk_breaks_ties_by_index(scores, k):
-    # Zeros of both signs and (on a CPU, which flushes them) subnormals are equal scores.
-    flushed = np.where(np.abs(scores) < 1e-38, np.float32(0), scores)
-    np.testing.assert_array_equal(topk(jnp.asarray(flushed), k), naive_topk(flushed, k))
+def test_topk_breaks_ties_by_index(scores, lengths, k):
+    """Zeros of both signs are equal, subnormals differ from them, also where a CPU's comparisons flush them."""
+    lengths = np.minimum(lengths, scores.shape[1])
+    behind = np.arange(scores.shape[1])[None, :] >= lengths[:, None]
+    unwritten = np.where(behind, np.float32("nan"), scores)
+    np.testing.assert_array_equal(topk(jnp.asarray(unwritten), ints(lengths), k), naive_topk(scores, lengths, k))
 
 
 @pytest.mark.parametrize("row", [np.zeros(300), np.ones(300), np.arange(300.0), -np.arange(300.0), np.eye(300)[77]])
 def test_topk_of_adversarial_rows(row):
     scores = row.astype(np.float32)[None]
-    np.testing.assert_array_equal(topk(jnp.asarray(scores), 64), naive_topk(scores, 64))
+    np.testing.assert_array_equal(topk(jnp.asarray(scores), ints([300]), 64), naive_topk(scores, [300], 64))
 
 
 def test_topk_pads_with_minus_one_when_the_row_is_short():
-    got = topk(jnp.asarray([[1.0, 2.0]], jnp.float32), 4)
-    np.testing.assert_array_equal(got, [[1, 0, -1, -1]])
+    got = topk(jnp.asarray([[1.0, 2.0, 9.0]], jnp.float32), ints([2]), 4)
+    np.testing.assert_array_equal(got, [[0, 1, -1, -1]])
 
 
 def test_writes_to_other_layers_are_not_seen():
