@@ -6,6 +6,8 @@ blocks: one MXFP4 block or two NVFP4 groups. The tensor core wants other dims in
 care which dim is called which: `permute_dims` reorders the queries instead.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -134,7 +136,7 @@ def unpack(tile: tuple[jax.Array, jax.Array], groups: int, *, interpret: bool) -
 
     @plgpu.inline_mgpu(arg_types=(_PACKED, _SCALES), return_type=(half, half))
     def go(_, words, scales):
-        halves = [[None] * 16, [None] * 16]
+        halves: list[list[Any]] = [[None] * 16, [None] * 16]
         pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
         for row, (quad, scale) in enumerate(zip(words.registers.flat, scales.registers.flat, strict=True)):
             factors = _factors(vector.extract(scale, [], [0]), groups)

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-
 from flax import nnx
 
 
