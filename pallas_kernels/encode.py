@@ -1,6 +1,10 @@
 """Quantising one row that lies over a warpgroup (see `lanes`) and storing it; bit-equal to `dsv4_jax.quant`."""
 
+import functools
+from collections.abc import Callable
+
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,27 +19,55 @@ FP8_BLOCK, MXFP4_BLOCK, NVFP4_GROUP = 64, 32, 16
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
-def encode_row(x: jax.Array, pools, scratch, *, interpret: bool) -> None:
-    """Stores [D] float32 as an entry: pools = references to its (nope [N], rope [R], scale) bytes.
+def encode_row(x: jax.Array, pools, largest: Callable, part, keep, scratch, *, interpret: bool) -> None:
+    """Stores an entry, or a slice of it: pools = references to its (nope [N], rope [R], scale) bytes.
 
-    A uint8 scale [D / 64] takes E8M0 bits a block of 64, zero for RoPE dims; a float32 scale [1] the inverse scale.
+    A uint8 scale [(N + R) / 64] takes E8M0 bits a block of 64, zero for RoPE dims; a float32 scale [1] the inverse
+    scale.
+
+    Args:
+      x: [size] float32: all channels, or in every warp the same 64 of them.
+      largest: of a [size] float32 over all channels of the entry, whoever holds them.
+      part: which 64 channels x holds; None = all.
+      keep: whether to store it. `largest` is called anyway.
     """
     nope, rope, scale = pools
-    size = jnp.abs(x)
+    size, channel = jnp.abs(x), lanes.channels(x.shape[0])
+    if part is None:
+        real = channel < nope.shape[0]
+    else:
+        channel &= FP8_BLOCK - 1
+        real = jnp.broadcast_to(part * FP8_BLOCK < nope.shape[0], x.shape)
     if scale.dtype == jnp.uint8:
         amax = lanes.butterfly(jnp.maximum, size, FP8_BLOCK // 2, 1, scratch, interpret=interpret)
         bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * (1 / E4M3_MAX))
         factor = _power_of_two(254 - bits)
-        real = lanes.channels(x.shape[0]) < nope.shape[0]
         stored, every = jnp.where(real, bits, 0).astype(jnp.uint8), FP8_BLOCK
     else:
-        size = jnp.where(lanes.channels(x.shape[0]) < nope.shape[0], size, 0.0)
-        amax = lanes.butterfly(jnp.maximum, size, x.shape[0] // 2, 1, scratch, interpret=interpret)
-        stored, every = jnp.maximum(amax * (1 / E4M3_MAX), 1e-12), x.shape[0]
+        amax = largest(jnp.where(real, size, 0.0))
+        stored, every = jnp.maximum(amax * (1 / E4M3_MAX), 1e-12), nope.shape[0] + rope.shape[0]
         factor = lanes.divide_one(stored, interpret=interpret)
-    lanes.store(nope, _e4m3(x * factor), interpret=interpret)
-    lanes.store(rope, x.astype(jnp.bfloat16), start=nope.shape[0], interpret=interpret)
-    lanes.store(scale, stored, every=every, interpret=interpret)
+    store = functools.partial(lanes.store_channels, interpret=interpret)
+    codes, rounded = _e4m3(x * factor), x.astype(jnp.bfloat16)
+
+    def put(condition, ref, values, channel, every=1):
+        pl.when(keep & condition)(functools.partial(store, ref, values, channel, every=every))
+
+    count = (nope.shape[0] + rope.shape[0]) // FP8_BLOCK
+    if part is None:
+        put(True, nope, codes, channel)
+        put(True, rope, rounded, channel - nope.shape[0])
+    else:
+        first, count = part * FP8_BLOCK, 1
+        put(first < nope.shape[0], nope.at[pl.ds(first, FP8_BLOCK)], codes, channel)
+        put(first >= nope.shape[0], rope.at[pl.ds(first - nope.shape[0], FP8_BLOCK)], rounded, channel)
+    if scale.dtype == jnp.float32:
+        put(True if part is None else part == 0, scale, stored, channel, every)
+        return
+    slices = (nope.shape[0] + rope.shape[0]) // FP8_BLOCK
+    for at in range(0, scale.shape[0], slices):
+        bits = scale.at[pl.ds(at if part is None else at + part, count)]
+        put(True, bits, stored if at == 0 else jnp.zeros_like(stored), channel, every)
 
 
 def encode_index(x: jax.Array, pools, index_scale: float, scratch, *, interpret: bool) -> None:
@@ -44,32 +76,43 @@ def encode_index(x: jax.Array, pools, index_scale: float, scratch, *, interpret:
     A scale for 32 values makes it MXFP4 after a Hadamard rotation, one for 16 NVFP4 under `index_scale`.
     """
     codes, scale = pools
+    channel = lanes.channels(x.shape[0])
     block = x.shape[0] // scale.shape[0]
+    code, stored, _ = quantise_index(x, x.shape[0], block, index_scale, scratch, interpret=interpret)
+    # The even channel of a pair writes both: its own nibble is the low one.
+    pair = code | (lanes.exchange(code, 1, scratch, interpret=interpret) << 4)
+    lanes.store_channels(codes, pair.astype(jnp.uint8), channel, every=2, interpret=interpret)
+    lanes.store_channels(scale, stored, channel, every=block, interpret=interpret)
+
+
+def quantise_index(x: jax.Array, dim: int, block: int, index_scale: float, scratch, *, interpret: bool):
+    """(E2M1 codes 0 to 15, int32; scale bits, uint8; what codes are multiples of, float32) of [size] float32.
+
+    Args:
+      dim: channels of a key; x holds one or more.
+      block: channels that share a scale: 32 makes it MXFP4 after a Hadamard rotation, 16 NVFP4 under `index_scale`.
+    """
     if block == MXFP4_BLOCK:
-        x = round_bfloat16(_hadamard(x, scratch, interpret))
+        x = round_bfloat16(_hadamard(x, dim, scratch, interpret))
     amax = lanes.butterfly(jnp.maximum, jnp.abs(x), block // 2, 1, scratch, interpret=interpret)
     if block == MXFP4_BLOCK:
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
-        factor, stored = _power_of_two(254 - bits), bits.astype(jnp.uint8)
+        stored, step, factor = bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
     else:
         stored = _e4m3(amax * (1 / (E2M1_MAX * index_scale)))
         step = _e4m3_value(stored) * index_scale
         inverse = lanes.divide_one(jnp.where(step > 0, step, 1.0), interpret=interpret)
         factor = jnp.where(step > 0, inverse, 0.0)
-    code = _e2m1(x * factor)
-    # The even channel of a pair writes both: its own nibble is the low one.
-    pair = code | (lanes.exchange(code, 1, scratch, interpret=interpret) << 4)
-    lanes.store(codes, pair.astype(jnp.uint8), every=2, interpret=interpret)
-    lanes.store(scale, stored, every=block, interpret=interpret)
+    return _e2m1(x * factor), stored, step
 
 
-def _hadamard(x, scratch, interpret):
+def _hadamard(x, dim, scratch, interpret):
     channel, distance = lanes.channels(x.shape[0]), 1
-    while distance < x.shape[0]:
+    while distance < dim:
         other = lanes.exchange(x, distance, scratch, interpret=interpret)
         x = jnp.where((channel & distance) == 0, x + other, other - x)
         distance *= 2
-    return x * x.shape[0] ** -0.5
+    return x * dim**-0.5
 
 
 def _e8m0_ceil(x):

@@ -1,20 +1,25 @@
 """Functions whose float32 bits are the same from every compiler: XLA on CPU and GPU, Mosaic, the interpreter.
 
 Only float32 additions, products, comparisons and integer operations are used, which every backend rounds alike, and
-two liberties of compilers are taken away: a product that feeds an addition passes `fence`, or is exact, so that it
+two liberties of compilers are taken away: a product that feeds an addition is a `product`, or is exact, so that it
 makes no difference whether the two contract to one FMA; and no division, square root, exp, sin or cos is called, which
-backends approximate in their own ways. Arguments must be finite unless said otherwise; results are within about two
+backends approximate in their own ways. Where a function takes `product`, a kernel gives its own: an instruction that is
+never contracted costs less than a fence. Arguments must be finite unless said otherwise; results are within about two
 units in the last place where nothing else is said.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-# A softmax over rows is summed in groups, the groups of a part one after the other, then the parts.
-GROUP = 4
-GROUPS = 4
+# A softmax over more than WHOLE rows is summed in PARTS of consecutive rows, then over the parts.
+WHOLE = 16
+PARTS = 8
+# A sum over channels goes over each SLICE of consecutive channels, then over the slices.
+SLICE = 64
 
 LOWEST = -3.0e38
 _LOG2E = 1.4426950408889634
@@ -33,6 +38,11 @@ def fence(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, LOWEST)
 
 
+def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
+    """x * y, above -3e38 or infinite, rounded before anything is added to it."""
+    return fence(x * y)
+
+
 def tree_sum(terms: list[jax.Array]) -> jax.Array:
     """The terms' sum in the order of `quant.ordered_sum`: halves added until one is left; their number a power of 2."""
     while len(terms) > 1:
@@ -41,35 +51,35 @@ def tree_sum(terms: list[jax.Array]) -> jax.Array:
     return terms[0]
 
 
-def exp_negative(x: jax.Array) -> jax.Array:
+def exp_negative(x: jax.Array, product: Callable = product) -> jax.Array:
     """e**x for x <= 0, -inf included; within 2**-22 of the largest result, 1. Below 2**-125 it is 2**-125."""
     scaled = jnp.maximum(x * _LOG2E, -125.0)
     rounded = fence(scaled + _ROUND)
     fraction = scaled - (rounded - _ROUND)
-    power = _polynomial(fraction, (1.0, *_EXP2))
+    power = _polynomial(fraction, (1.0, *_EXP2), product)
     return _float(_bits(power) + (_bits(rounded) << 23))
 
 
-def reciprocal(x: jax.Array) -> jax.Array:
+def reciprocal(x: jax.Array, product: Callable = product) -> jax.Array:
     """1 / x for normal x > 0 up to 2**125."""
     y = _float(0x7EF311C3 - _bits(x))
     for _ in range(3):
-        y = y * (2.0 - fence(x * y))
+        y = y * (2.0 - product(x, y))
     return y
 
 
-def inverse_sqrt(x: jax.Array) -> jax.Array:
+def inverse_sqrt(x: jax.Array, product: Callable = product) -> jax.Array:
     """1 / sqrt(x) for normal x > 0."""
     half = x * 0.5
     y = _float(0x5F375A86 - (_bits(x) >> 1))
     for _ in range(3):
-        y = y * (1.5 - fence(half * (y * y)))
+        y = y * (1.5 - product(half, y * y))
     return y
 
 
 def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of angles 0 .. 2**20 in radians; within 2e-7."""
-    rounded = fence(fence(angle * 0.6366197723675814) + _ROUND)
+    rounded = fence(product(angle, 0.6366197723675814) + _ROUND)
     quarters = rounded - _ROUND
     # Ten bits each, so that the products below are exact.
     high = fence(quarters + 1024 * _ROUND) - 1024 * _ROUND
@@ -79,9 +89,9 @@ def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
         rest = rest - high * piece
         rest = rest - low * piece
     rest = rest - quarters * _HALF_PI[3]
-    square = fence(rest * rest)
-    sin = rest + fence(fence(rest * square) * _polynomial(square, _SIN))
-    cos = (1.0 - square * 0.5) + fence(fence(square * square) * _polynomial(square, _COS))
+    square = product(rest, rest)
+    sin = rest + product(product(rest, square), _polynomial(square, _SIN))
+    cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(square, _COS))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
     sign = _float(((quadrant & 2) << 30) | 0x3F800000)
@@ -95,10 +105,10 @@ def round_bfloat16(x: jax.Array) -> jax.Array:
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
 
 
-def _polynomial(x, coefficients):
+def _polynomial(x, coefficients, product=product):
     *rest, total = coefficients
     for c in reversed(rest):
-        total = fence(x * total) + c
+        total = product(x, total) + c
     return total
 
 

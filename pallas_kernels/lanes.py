@@ -15,6 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels import exact
+
 
 THREADS = 128
 _WARP = 32
@@ -41,19 +43,22 @@ def exchange(x: jax.Array, distance: int, scratch, *, interpret: bool) -> jax.Ar
     Args:
       x: [size] of a 32-bit type.
       distance: a power of two below size.
-      scratch: [size] float32 shared memory of this warpgroup, for exchanges between warps.
+      scratch: [size] float32 shared memory of this warpgroup, for exchanges between warps: distances from size / 4.
     """
     if interpret:
         return x[lax.iota(jnp.int32, x.shape[0]) ^ distance]
     held = x.shape[0] // THREADS
     where = layout(x.shape[0])
 
-    @plgpu.inline_mgpu(arg_types=(where, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, where))
-    def swap(_, x, scratch):
+    in_warp = distance < held * _WARP
+    operands, types = ((x,), (where,)) if in_warp else ((x, scratch), (where, plgpu.RefType()))
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, where))
+    def swap(_, x, scratch: Any = None):
         (register,) = x.registers
         if distance < held:
             swapped = vector.shuffle(register, register, [i ^ distance for i in range(held)])
-        elif distance < held * _WARP:
+        elif in_warp:
             swapped = register
             for i in range(held):
                 value = mgpu.utils.shfl_bfly(vector.extract(register, [], [i]), distance // held)
@@ -66,7 +71,7 @@ def exchange(x: jax.Array, distance: int, scratch, *, interpret: bool) -> jax.Ar
             swapped = vector.load(register.type, scratch, [arith.xori(at, _index(distance))])
         return mgpu.FragmentedArray(_registers=np.array([swapped]), _layout=x.layout, _is_signed=x.is_signed)
 
-    return swap(x, scratch)
+    return swap(*operands)
 
 
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch, *, interpret: bool) -> jax.Array:
@@ -78,59 +83,112 @@ def butterfly(combine, x: jax.Array, first: int, last: int, scratch, *, interpre
     return x
 
 
-def load_tail(ref, size: int, repeat: int, *, interpret: bool) -> jax.Array:
-    """[size] with `ref` [n] repeated element by element in the last `n * repeat` channels, zeros before."""
-    start = size - ref.shape[0] * repeat
+def take(ref, index: jax.Array, *, interpret: bool) -> jax.Array:
+    """[size] of `ref[index]`, zero where the index is negative; `ref` [n] of 32-bit values in global memory."""
     if interpret:
-        return jnp.concatenate([jnp.zeros((start,), ref.dtype), jnp.repeat(ref[...], repeat)])
+        return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
+    where = layout(index.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), where), return_type=plgpu.ShapeDtypeStruct(index.shape, ref.dtype, where)
+    )
+    def go(_, ref, index):
+        (indices,) = index.registers
+        element = ref.type.element_type
+        register = llvm.mlir_undef(ir.VectorType.get((index.layout.vec_size,), element))
+        for i in range(index.layout.vec_size):
+            at = vector.extract(indices, [], [i])
+            inside = arith.cmpi(arith.CmpIPredicate.sge, at, mgpu.utils.c(0, at.type))
+            safe = arith.select(inside, at, mgpu.utils.c(0, at.type))
+            value = llvm.load(element, _pointer(ref, arith.index_cast(ir.IndexType.get(), safe)))
+            register = vector.insert(arith.select(inside, value, mgpu.utils.c(0, element)), register, [], [i])
+        signed = True if ref.type.element_type == ir.IntegerType.get_signless(32) else None
+        return mgpu.FragmentedArray(_registers=np.array([register]), _layout=index.layout, _is_signed=signed)
+
+    return go(ref, index)
+
+
+def load_repeated(ref, size: int, *, interpret: bool) -> jax.Array:
+    """[size] with `ref` [n], float32 in shared memory, over and over; n a multiple of what a thread holds."""
+    repeats = size // ref.shape[0]
+    if interpret:
+        return jnp.tile(ref[...], repeats)
     where = layout(size)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, where))
     def go(_, ref):
-        held, element = size // THREADS, ref.type.element_type
         threads: Any = where.to_mgpu()
         (at,) = threads.linear_thread_idxs()
-        register = llvm.mlir_undef(ir.VectorType.get((held,), element))
-        for i in range(held):
-            channel = arith.addi(at, _index(i))
-            inside = arith.cmpi(arith.CmpIPredicate.uge, channel, _index(start))
-            safe = arith.select(inside, arith.subi(channel, _index(start)), _index(0))
-            value = llvm.load(element, _pointer(ref, arith.divui(safe, _index(repeat))))
-            value = arith.select(inside, value, mgpu.utils.c(0.0, element))
-            register = vector.insert(value, register, [], [i])
+        at = arith.remui(at, _index(ref.type.shape[0]))
+        register = vector.load(ir.VectorType.get((size // THREADS,), ref.type.element_type), ref, [at])
         return mgpu.FragmentedArray(_registers=np.array([register]), _layout=where.to_mgpu(), _is_signed=None)
 
     return go(ref)
 
 
-def store(ref, x: jax.Array, *, start: int = 0, every: int = 1, interpret: bool) -> None:
-    """Writes channels start, start + every, ... of x to all of `ref` [n]."""
+def product(x: jax.Array, y: jax.Array | float, *, interpret: bool) -> jax.Array:
+    """x * y of float32, an instruction of its own: never contracted to an FMA with what follows."""
+    if interpret:
+        return exact.product(x, y)
+    constant = y if isinstance(y, float) else None
+    operands = (x, y) if constant is None else (x,)
+    where = layout(x.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(where,) * len(operands), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, where)
+    )
+    def go(_, x, *other):
+        (register,) = x.registers
+        for i in range(x.layout.vec_size):
+            left = vector.extract(register, [], [i])
+            if constant is None:
+                right = vector.extract(other[0].registers.item(), [], [i])
+            else:
+                right = mgpu.utils.c(constant, left.type)
+            value: Any = llvm.inline_asm(left.type, [left, right], "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+            register = vector.insert(value, register, [], [i])
+        return mgpu.FragmentedArray(_registers=np.array([register]), _layout=x.layout, _is_signed=None)
+
+    return go(*operands)
+
+
+def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1, interpret: bool) -> None:
+    """`ref[i] = x` where the channel is `every * i`, for every i of `ref` [n] in global memory.
+
+    Args:
+      x: [size]; equal where a channel is equal.
+      channel: [size] int32, of any values; those of a thread are consecutive, the first a multiple of their number.
+    """
     n = ref.shape[0]
     if interpret:
-        ref[...] = x[start : start + n * every : every]
+        ref[...] = x[jnp.argmax(channel[None, :] == every * lax.iota(jnp.int32, n)[:, None], axis=1)]
         return
+    where = layout(x.shape[0])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(x.shape[0])))
-    def go(_, ref, x):
-        (register,) = x.registers
-        (at,) = x.layout.linear_thread_idxs()
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), where, where))
+    def go(_, ref, x, channel):
+        (register,), (numbers,) = x.registers, channel.registers
         held, bits = x.layout.vec_size, mgpu.utils.bitwidth(x.mlir_dtype)
         integer = ir.IntegerType.get_signless(bits)
         register = vector.bitcast(ir.VectorType.get((held,), integer), register)
         width = held if every == 1 else 1
         for i in range(0, held, max(width, min(every, held))):
-            channel = arith.subi(arith.addi(at, _index(i)), _index(start))
+            number = vector.extract(numbers, [], [i])
+
+            def const(value, kind=number.type):
+                return mgpu.utils.c(value, kind)
+
             # Unsigned: channels before the first lie far past the end.
-            inside = arith.cmpi(arith.CmpIPredicate.ult, channel, _index(n * every))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, number, const(n * every))
             if every > held:
-                first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(channel, _index(every)), _index(0))
+                first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(number, const(every)), const(0))
                 inside = arith.andi(inside, first)
             with mgpu.utils.when(inside):
                 value = register if width == held else vector.extract(register, [], [i])
-                pointer = _pointer(ref, arith.divui(channel, _index(every)))
-                llvm.store(value, pointer, alignment=width * bits // 8)
+                at = arith.index_cast(ir.IndexType.get(), arith.divui(number, const(every)))
+                llvm.store(value, _pointer(ref, at), alignment=width * bits // 8)
 
-    go(ref, x)
+    go(ref, x, channel)
 
 
 def divide_one(x: jax.Array, *, interpret: bool) -> jax.Array:

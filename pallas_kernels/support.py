@@ -1,5 +1,8 @@
 """What the hardware can run: every such question is answered here."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -22,3 +25,14 @@ def why_no_mosaic_gpu() -> str | None:
 def interpret_params(interpret: bool):
     """What `plgpu.kernel` wants as `interpret`: False, or the interpreter's settings with the race detector on."""
     return plgpu.InterpretGPUParams(detect_races=True) if interpret else False
+
+
+def traced_once(*static: str) -> Callable[[Callable], Callable]:
+    """Decorates a kernel's public function: a program that calls it with the same shapes again traces it once.
+
+    To lower a kernel takes a second or so, and a model has dozens of layers.
+
+    Args:
+      static: names of the arguments, beside `interpret`, that are no arrays.
+    """
+    return functools.partial(jax.jit, static_argnames=(*static, "interpret"))

@@ -87,7 +87,8 @@ class LayerCacheHandle:
             self.batch.slots,
             self.batch.positions,
             dtype=self._cache.schema.dtype,
-            # The kernel takes a request's tokens one after another: for decode steps only.
+            max_query_tokens=None if self.batch.prefill else self._cache.schema.max_query_tokens,
+            # The kernel's long call has not yet been seen to be right on a GPU.
             implementation="xla" if self.batch.prefill else None,
         )
         pool = getattr(self._cache, POOL[self.layer.kind])
@@ -120,7 +121,12 @@ class LayerCacheHandle:
         )
 
     def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
-        """Scores of every entry for every token, -inf = not visible (see `ops.indexer_scores`)."""
+        """[T, E] float32 scores of every entry for every token (see `ops.indexer_scores`).
+
+        Args:
+          q: [T, index heads, index_head_dim] after RoPE.
+          weights: [T, index heads] float32.
+        """
         return ops.indexer_scores(self.read_indexer_view(), q, weights, self.batch.slots, self.batch.positions)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
@@ -128,7 +134,7 @@ class LayerCacheHandle:
         return ops.indexer_topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
 
     def valid_lengths(self) -> Int[Array, "T"]:
-        """Compressed entries visible to each token: `(position + 1) // rate`."""
+        """[T] int32 compressed entries visible to each token: `(position + 1) // rate`."""
         self._require("valid_lengths", CSA, HCA)
         return ops.valid_lengths(self.batch.positions, self.layer.compress_rate)
 

@@ -12,8 +12,19 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
-from pallas_kernels.exact import GROUP, GROUPS, LOWEST, cos_sin, exp_negative, fence, inverse_sqrt, reciprocal
-from pallas_kernels.flush import Compressor, flush as flush_kernel
+from pallas_kernels.compressor import Compressor
+from pallas_kernels.exact import (
+    LOWEST,
+    PARTS,
+    SLICE,
+    WHOLE,
+    cos_sin,
+    exp_negative,
+    inverse_sqrt,
+    product,
+    reciprocal,
+)
+from pallas_kernels.flush import flush as flush_kernel
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +55,7 @@ def flush(
     positions: Int[Array, "T"],
     *,
     dtype=jnp.bfloat16,
+    max_query_tokens: int | None = None,
     implementation: str | None = None,
 ) -> tuple[StateView, ClassicalView | IndexerView]:
     """Feeds this call's tokens to the compressor and stores the entries of the windows they close.
@@ -64,13 +76,20 @@ def flush(
       slots: [T] request slots; -1 = padding: nothing is written.
       positions: [T] absolute positions; -1 = padding: nothing is written.
       dtype: the model's dtype, to which the pooled entry, the normed one and the rotated one are rounded.
+      max_query_tokens: a request brings at most so many tokens in this call; None = any number. A promise that saves
+        a launch, and changes no byte.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret".
 
     Returns:
       (state, pool) views with updated arrays.
     """
     (result,) = flush_together(
-        [(state, pool, kv, gate, weights)], slots, positions, dtype=dtype, implementation=implementation
+        [(state, pool, kv, gate, weights)],
+        slots,
+        positions,
+        dtype=dtype,
+        max_query_tokens=max_query_tokens,
+        implementation=implementation,
     )
     return result
 
@@ -81,13 +100,14 @@ def flush_together(
     positions: Int[Array, "T"],
     *,
     dtype=jnp.bfloat16,
+    max_query_tokens: int | None = None,
     implementation: str | None = None,
 ) -> list[tuple[StateView, ClassicalView | IndexerView]]:
     """`flush` of several compressors that see the same tokens: the two of a CSA layer, in one launch.
 
     Args:
       compressors: (state, pool, kv, gate, weights) of each, as in `flush`.
-      slots, positions, dtype, implementation: as in `flush`.
+      slots, positions, dtype, max_query_tokens, implementation: as in `flush`.
 
     Returns:
       (state, pool) of each.
@@ -97,20 +117,14 @@ def flush_together(
         "mosaic_gpu": functools.partial(_flush_kernel, interpret=False),
         "interpret": functools.partial(_flush_kernel, interpret=True),
     }
-    return run("flush", implementations, implementation, compressors, slots, positions, dtype)
+    return run("flush", implementations, implementation, compressors, slots, positions, dtype, max_query_tokens)
 
 
-def _flush_kernel(compressors, slots, positions, dtype, *, interpret):
+def _flush_kernel(compressors, slots, positions, dtype, max_query_tokens, *, interpret):
     if jnp.dtype(dtype) != jnp.bfloat16:
         raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
     operands = []
     for state, pool, kv, gate, weights in compressors:
-        spare = state.ring - pool.compress_rate * (2 if state.overlap else 1)
-        if slots.shape[0] > state.kv.shape[1] * (spare + 1):
-            raise NotImplementedError(
-                f"the flush kernel takes decode steps: {state.kv.shape[1]} slots bring at most {spare + 1} tokens "
-                f"each, got {slots.shape[0]} tokens"
-            )
         layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
         operands.append(
             Compressor(
@@ -130,14 +144,14 @@ def _flush_kernel(compressors, slots, positions, dtype, *, interpret):
             )
         )
     results = []
-    written = flush_kernel(tuple(operands), slots, positions, interpret=interpret)
+    written = flush_kernel(tuple(operands), slots, positions, max_query_tokens=max_query_tokens, interpret=interpret)
     for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
         rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
         results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
     return results
 
 
-def _flush_xla(compressors, slots, positions, dtype):
+def _flush_xla(compressors, slots, positions, dtype, max_query_tokens):
     return [
         _flush_one(state, pool, kv, gate, weights, slots, positions, dtype)
         for state, pool, kv, gate, weights in compressors
@@ -190,37 +204,35 @@ def _pool_windows(state, kv, gate, closing, slot, position, first, rate):
 
 
 def _softmax_pool(logits, values):
-    """[n, D] from [n, rows, D], in the kernel's order: groups of rows, the groups of a part in turn, the parts."""
+    """[n, D] from [n, rows, D], in the kernel's order: the rows of each part, then the parts."""
     n, rows, dim = logits.shape
-    group = min(rows, GROUP)
-    groups = min(-(-rows // GROUP), GROUPS)
-    padding = [(0, 0), (0, -rows % (group * groups)), (0, 0)]
-    logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, -1, groups, group, dim)
-    values = jnp.pad(values, padding).reshape(n, -1, groups, group, dim)
-    # A group of nothing but padding must not make infinity minus infinity.
-    peak = jnp.maximum(jnp.max(logits, axis=3), LOWEST)
-    weight = exp_negative(logits - peak[:, :, :, None])
-    sums = peak, ordered_sum(weight, axis=3), ordered_sum(fence(weight * values), axis=3)
-    part = jnp.full_like(peak[:, :, 0], LOWEST), jnp.zeros_like(peak[:, :, 0]), jnp.zeros_like(peak[:, :, 0])
-    for g in range(groups):
-        part = _merge(*(jnp.stack([so_far, new[:, :, g]], axis=1) for so_far, new in zip(part, sums, strict=True)))
-    _, weight, total = _merge(*part)
+    parts = PARTS if rows > WHOLE else 1
+    padding = [(0, 0), (0, -rows % parts), (0, 0)]
+    logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, parts, -1, dim)
+    values = jnp.pad(values, padding).reshape(n, parts, -1, dim)
+    # A part of nothing but padding must not make infinity minus infinity.
+    peak = jnp.maximum(jnp.max(logits, axis=2), LOWEST)
+    weight = exp_negative(logits - peak[:, :, None])
+    weight, total = ordered_sum(weight, axis=2), ordered_sum(product(weight, values), axis=2)
+    if parts == 1:
+        return total[:, 0] * reciprocal(weight[:, 0])
+    factor = exp_negative(peak - jnp.max(peak, axis=1, keepdims=True))
+    weight, total = (ordered_sum(product(factor, x), axis=1) for x in (weight, total))
     return total * reciprocal(weight)
-
-
-def _merge(peak, weight, total):
-    """Softmax sums over axis 1 from sums over subsets: (largest logit, sum of weights, weighted sum)."""
-    largest = jnp.max(peak, axis=1)
-    factor = exp_negative(peak - largest[:, None])
-    return largest, ordered_sum(fence(factor * weight), axis=1), ordered_sum(fence(factor * total), axis=1)
 
 
 def _finish_entry(pooled, position, weights, dtype):
     """Rounding, RMS norm and RoPE; the roundings decide whether entries equal the released model's (dsv4.md 7.3)."""
     pooled = round_to(pooled, dtype).astype(jnp.float32)
-    mean_square = fence(ordered_sum(fence(pooled * pooled), axis=1) * jnp.float32(1 / pooled.shape[1]))
+    mean_square = product(_sum_channels(product(pooled, pooled)), jnp.float32(1 / pooled.shape[1]))
     normed = weights.norm_weight[None, :] * (pooled * inverse_sqrt(mean_square + weights.eps)[:, None])
     return _rope(round_to(normed, dtype), position, weights.inv_freq)
+
+
+def _sum_channels(x):
+    """[n] from [n, D]: each slice of channels, then the slices."""
+    slices = x.shape[1] // SLICE if x.shape[1] % SLICE == 0 else 1
+    return ordered_sum(ordered_sum(x.reshape(x.shape[0], slices, -1), axis=2), axis=1)
 
 
 def _rope(x, position, inv_freq):
@@ -229,5 +241,5 @@ def _rope(x, position, inv_freq):
     cos, sin = cos_sin(position.astype(jnp.float32)[:, None] * inv_freq[None, :])
     pairs = tail.astype(jnp.float32).reshape(*cos.shape, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([fence(even * cos) - fence(odd * sin), fence(odd * cos) + fence(even * sin)], axis=-1)
+    turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
     return jnp.concatenate([head, round_to(turned.reshape(tail.shape), x.dtype)], axis=1)

@@ -1,6 +1,7 @@
 """The flush kernel against the jnp reference, bit for bit: interpreted on the CPU, as it is on the GPU."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,18 @@ from tests.ops.kernels import registers
 from tests.ops.pools import ints, poison, same_bytes
 
 
+# The module, which the package's function of the same name hides.
+kernel = importlib.import_module("pallas_kernels.flush")
+
 SLOTS, MAX_BLOCKS, LAYERS, BLOCK_TOKENS = 3, 4, 2, 128
-# rate, overlap, channels: as released, but HCA windows of 32 rows: two groups of rows, four blocks of channels.
-KINDS = {"csa": (4, True, 512), "index": (4, True, 128), "hca": (32, False, 512)}
-RELEASED = KINDS | {"hca": (128, False, 512)}
+# rate, overlap, channels. Interpreted: few channels, and HCA windows of 32 rows; a cluster is two blocks.
+SMALL = {"csa": (4, True, 128), "index": (4, True, 128), "hca": (32, False, 128)}
+RELEASED = {"csa": (4, True, 512), "index": (4, True, 128), "hca": (128, False, 512)}
+LAYERS_OF = {"CSA": ("csa", "index"), "HCA": ("hca",)}
 FORMATS = ["v4", "per_entry"]
 
 
-def setup(kind, fmt, *, kinds=KINDS, requests=SLOTS, spare=0, seed=0):
+def setup(kind, fmt, *, kinds=SMALL, requests=SLOTS, spare=0, seed=0):
     """Views with random states and poisoned pools; every third block of a request is missing."""
     rate, overlap, dim = kinds[kind]
     fmt, rng = kv_format(fmt), np.random.default_rng(seed)
@@ -45,84 +50,68 @@ def setup(kind, fmt, *, kinds=KINDS, requests=SLOTS, spare=0, seed=0):
     return state, view(rows, ints(0), ints(table), rate, fmt), weights, floats
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def flush(*args, implementation):
-    return ops.flush(*args, implementation=implementation)
+@functools.partial(jax.jit, static_argnames=("max_query_tokens", "implementation"))
+def flush(compressors, slots, positions, *, max_query_tokens, implementation):
+    return flush_together(
+        compressors, slots, positions, max_query_tokens=max_query_tokens, implementation=implementation
+    )
 
 
-def compare(implementation, kind, fmt, slots, positions, **options):
-    state, pool, weights, floats = setup(kind, fmt, **options)
-    inputs = floats(2, len(slots), state.kv.shape[-1])
-    args = state, pool, inputs[0], inputs[1], weights, ints(slots), ints(positions)
-    same_bytes(flush(*args, implementation="xla"), flush(*args, implementation=implementation))
-
-
-def compare_together(implementation, fmt, slots, positions, **options):
+def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=None, **options):
+    """All compressors of a layer in one call."""
     compressors = []
-    for kind in ("csa", "index"):
+    for kind in LAYERS_OF[layer]:
         state, pool, weights, floats = setup(kind, fmt, **options)
         compressors.append((state, pool, *floats(2, len(slots), state.kv.shape[-1]), weights))
-
-    @functools.partial(jax.jit, static_argnames="implementation")
-    def together(*args, implementation):
-        return flush_together(*args, implementation=implementation)
-
     args = compressors, ints(slots), ints(positions)
-    same_bytes(together(*args, implementation="xla"), together(*args, implementation=implementation))
+    expected = flush(*args, max_query_tokens=None, implementation="xla")
+    interpreter.reset_gpu_interpret_mode_state()
+    same_bytes(expected, flush(*args, max_query_tokens=max_query_tokens, implementation=implementation))
+    if implementation == "interpret":
+        assert not interpreter.get_races().races_found
 
 
-def steps(rate, spare):
-    """Decode steps: for each slot where its tokens start, how many there are, and padding behind them."""
-    start = st.one_of(st.integers(0, 520), st.integers(1, 5).map(lambda i: i * rate - 1))
-    return st.lists(
-        st.tuples(st.integers(0, SLOTS - 1), start, st.integers(1, 1 + spare), st.integers(0, 1)),
-        min_size=1, max_size=SLOTS, unique_by=lambda run: run[0],
-    )  # fmt: skip
+def runs(rate, longest):
+    """For each slot where its tokens start, how many there are, and padding behind them; slot 0 closes a window."""
+    start = st.one_of(st.just(0), st.integers(0, 520), st.integers(1, 5).map(lambda i: i * rate - 1))
+    tokens = st.one_of(st.integers(1, longest), st.just(longest))
+    closing = st.tuples(st.just(0), st.integers(1, 5).map(lambda i: i * rate - 1), tokens, st.integers(0, 1))
+    others = [st.tuples(st.just(slot), start, tokens, st.integers(0, 1)) for slot in range(1, SLOTS)]
+    return st.tuples(closing, *others).flatmap(st.permutations)
 
 
 def flatten(runs, size):
+    """slots and positions of `size` tokens, those that do not fit left out."""
     tokens = [t for slot, start, n, pad in runs for t in [(slot, start + i) for i in range(n)] + [(-1, -1)] * pad]
     return zip(*(tokens + [(-1, -1)] * size)[:size], strict=True)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("layer", "spare"), [("CSA", 1), ("HCA", 0)])
 @given(data=st.data())
-@settings(max_examples=4, deadline=None)
-def test_interpreted(kind, fmt, data):
-    """Any slots, positions, paddings and ring wraps; no two threads meet in one place."""
-    spare = 1
-    slots, positions = flatten(data.draw(steps(KINDS[kind][0], spare)), 4)
-    interpreter.reset_gpu_interpret_mode_state()
-    compare("interpret", kind, fmt, slots, positions, spare=spare)
-    assert not interpreter.get_races().races_found
+@settings(max_examples=3, deadline=None)
+def test_interpreted_decode(layer, spare, data):
+    """One launch. Any slots, positions, paddings and ring wraps; no two threads meet in one place."""
+    drawn = data.draw(runs(SMALL[LAYERS_OF[layer][0]][0], 1 + spare))
+    compare("interpret", layer, "v4", *flatten(drawn, 6), max_query_tokens=1 + spare, spare=spare)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_interpreted_windows_close(kind):
-    """Without the luck of the draw: the first window, a later one, and two tokens of which the first closes one."""
-    rate = KINDS[kind][0]
-    positions = [rate - 1, 3 * rate - 1, 2 * rate - 1, 2 * rate]
-    interpreter.reset_gpu_interpret_mode_state()
-    compare("interpret", kind, "v4", [1, 0, 2, 2], positions, spare=1)
-    assert not interpreter.get_races().races_found
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_interpreted_together(fmt):
-    """Both compressors of a CSA layer in one launch."""
-    interpreter.reset_gpu_interpret_mode_state()
-    compare_together("interpret", fmt, [1, 0, -1, 2, 2], [3, 66, -1, 11, 12], spare=1)
-    assert not interpreter.get_races().races_found
+@pytest.mark.parametrize("layer", LAYERS_OF)
+@given(data=st.data())
+@settings(max_examples=2, deadline=None)
+def test_interpreted_prefill(layer, data):
+    """Two launches, few workers: runs of any length, which reach into the ring, lie in the call, and overwrite it."""
+    rate = SMALL[LAYERS_OF[layer][0]][0]
+    drawn = data.draw(runs(rate, 2 * rate + 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "AT_ONCE", 5)
+        patch.setattr(kernel, "CLUSTERS_AT_ONCE", 3)
+        compare("interpret", layer, "per_entry", *flatten(drawn, 3 * rate + 2), spare=1)
 
 
 def test_refusals_name_the_rule():
     state, pool, weights, floats = setup("csa", "v4")
-    kv = floats(SLOTS + 1, 1024)
-    args = state, pool, kv, kv, weights, ints([0] * 4), ints(range(4))
-    with pytest.raises(NotImplementedError, match="at most 1 tokens each, got 4"):
-        ops.flush(*args, implementation="interpret")
-    one = state, pool, kv[:1], kv[:1], weights, ints([0]), ints([0])
+    kv = floats(1, 256)
+    one = state, pool, kv, kv, weights, ints([0]), ints([0])
     with pytest.raises(NotImplementedError, match="bfloat16, not float32"):
         ops.flush(*one, dtype=jnp.float32, implementation="interpret")
     state, pool, weights, _ = setup("csa", "plain")
@@ -131,21 +120,33 @@ def test_refusals_name_the_rule():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 256])
+@pytest.mark.parametrize("tokens", [1, 64, 256])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("kind", RELEASED)
-def test_on_the_gpu(kind, fmt, tokens):
+@pytest.mark.parametrize("layer", LAYERS_OF)
+def test_decode_on_the_gpu(layer, fmt, tokens):
     """The released shapes: every window closes; requests at any phase; two tokens a request."""
-    rate, rng = RELEASED[kind][0], np.random.default_rng(1)
-    options = dict(kinds=RELEASED, requests=tokens, spare=1)
+    rate, rng = RELEASED[LAYERS_OF[layer][0]][0], np.random.default_rng(1)
+    check = functools.partial(compare, "mosaic_gpu", layer, fmt, kinds=RELEASED, requests=tokens)
     slots = rng.permutation(tokens)
-    compare("mosaic_gpu", kind, fmt, slots, rng.integers(1, 4 * 128 // rate, tokens) * rate - 1, **options)
-    compare("mosaic_gpu", kind, fmt, slots, rng.integers(-1, 500, tokens), **options)
+    check(slots, rng.integers(1, 4 * 128 // rate, tokens) * rate - 1, max_query_tokens=1)
+    check(slots, rng.integers(-1, 500, tokens), max_query_tokens=1)
     start = rng.integers(0, 500, tokens)
     pairs = np.stack([start, start + 1], axis=1)
-    compare("mosaic_gpu", kind, fmt, np.repeat(slots, 2), pairs.reshape(-1), **options)
-    if kind == "csa":
-        compare_together("mosaic_gpu", fmt, slots, rng.integers(1, 128, tokens) * rate - 1, **options)
+    check(np.repeat(slots, 2), pairs.reshape(-1), max_query_tokens=2, spare=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layer", LAYERS_OF)
+def test_prefill_on_the_gpu(layer, fmt):
+    """8192 tokens: long runs, runs shorter than a window at any phase, single tokens, padding between them."""
+    rng, runs = np.random.default_rng(2), []
+    for slot in rng.permutation(64):
+        length = rng.choice([1, 2, 3, 7, 60, 130, 257, 500])
+        runs.append((slot, rng.integers(0, 512 - length), length, rng.integers(0, 3)))
+    compare("mosaic_gpu", layer, fmt, *flatten(runs, 8192), kinds=RELEASED, requests=64)
+    eight = [(slot, 0, 512, 0) for slot in rng.permutation(16)]
+    compare("mosaic_gpu", layer, fmt, *flatten(eight, 8192), kinds=RELEASED, requests=16)
 
 
 @pytest.mark.aot
@@ -155,19 +156,21 @@ import jax, jax.numpy as jnp
 from dsv4_jax.ops.flush import _flush_kernel
 from tests.ops import test_flush_kernel as tests
 S = jax.ShapeDtypeStruct
-for fmt in tests.FORMATS:
-    for kinds in (("csa", "index"), ("hca",)):
+for layer, kinds in tests.LAYERS_OF.items():
+    for fmt, tokens, most in (("v4", 3, 1), ("v4", 256, 1), ("per_entry", 256, 2), ("v4", 8192, None)):
         compressors = []
         for kind in kinds:
-            state, pool, weights, _ = tests.setup(kind, fmt, kinds=tests.RELEASED)
-            x = S((3, state.kv.shape[-1]), jnp.float32)
+            state, pool, weights, _ = tests.setup(kind, fmt, kinds=tests.RELEASED, spare=1)
+            x = S((tokens, state.kv.shape[-1]), jnp.float32)
             compressors.append((state, pool, x, x, weights))
         def flush(*args):
-            return _flush_kernel(*args, jnp.bfloat16, interpret=False)
-        args = jax.tree.map(lambda x: S(x.shape, x.dtype), (compressors, S((3,), jnp.int32), S((3,), jnp.int32)))
-        compiled = compile_for_h100(f"{fmt}-{kinds[0]}", flush, *args, donate_argnums=0)
+            return _flush_kernel(*args, jnp.bfloat16, most, interpret=False)
+        args = compressors, S((tokens,), jnp.int32), S((tokens,), jnp.int32)
+        args = jax.tree.map(lambda x: S(x.shape, x.dtype), args)
+        compiled = compile_for_h100(f"{layer}-{fmt}-{tokens}", flush, *args, donate_argnums=0)
         assert " copy(" not in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
 """)
-    # Three blocks of 128 threads share a multiprocessor's 65536 registers.
-    assert len(used) == 4 and max(used.values()) <= 168, used
+    # Two blocks of 256 threads share a multiprocessor's 65536 registers; a prefill's may have one.
+    decode = [registers for name, registers in used.items() if "8192" not in name]
+    assert len(used) == 8 and max(decode) <= 128 and max(used.values()) <= 192, used

@@ -1,0 +1,242 @@
+"""Rows of global memory on their way to a warpgroup, and values on their way between the blocks of a cluster.
+
+A vector over a warpgroup is laid out as in `lanes`. Here each of its warps may have a row of its own; a thread copies
+exactly what it reads back, so that no thread waits for another.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+
+from pallas_kernels import lanes
+
+
+WARP = 32
+
+
+def thread(*, interpret: bool) -> jax.Array:
+    """[128] int32, 0 .. 127: the threads of a warpgroup.
+
+    Read anew by each call: what follows from it is not kept in registers across loops.
+    """
+    where = lanes.layout(lanes.THREADS)
+    if interpret:
+        return lanes.channels(lanes.THREADS)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((lanes.THREADS,), jnp.int32, where))
+    def go(_):
+        i32 = ir.IntegerType.get_signless(32)
+        tid: Any = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+        tid = arith.andi(tid, mgpu.utils.c(lanes.THREADS - 1, i32))
+        register = vector.broadcast(ir.VectorType.get((1,), i32), tid)
+        return mgpu.FragmentedArray(_registers=np.array([register]), _layout=where.to_mgpu(), _is_signed=True)
+
+    return go()
+
+
+def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int = 0, interpret: bool) -> None:
+    """Starts to copy a vector into shared memory, every warp from a row of its own.
+
+    Args:
+      target: [size] float32 shared memory.
+      source: [.., width] float32 in global memory.
+      row: int32, a scalar or [128] and the same throughout a warp: of `source`, `below` rows above the one to copy.
+      column: [128] int32, where the `size / 128` values of each thread begin.
+    """
+    start_copy_either(target, source, None, row, column, below=below, interpret=interpret)
+
+
+def start_copy_either(
+    target, first, second, row: jax.Array, column: jax.Array, *, below: int = 0, interpret: bool
+) -> None:
+    """`start_copy` from one of two arrays: row of `first`, or -1 - row of `second`."""
+    size = target.shape[0]
+    if interpret:
+        held = size // lanes.THREADS
+        columns = jnp.repeat(column, held) + jnp.tile(lax.iota(jnp.int32, held), lanes.THREADS)
+
+        def read(at):
+            if second is None:
+                return first[at + below]
+            return lax.cond(at >= 0, lambda: first[jnp.maximum(at, 0)], lambda: second[jnp.maximum(-1 - at, 0)])
+
+        rows = jnp.stack([read(row[i]) for i in range(0, lanes.THREADS, WARP)] if row.ndim else [read(row)])
+        target[...] = rows[lax.iota(jnp.int32, size) // (size // rows.shape[0]), columns]
+        return
+    threads = lanes.layout(lanes.THREADS)
+    of_row = threads if row.ndim else plgpu.Layout.WG_SPLAT
+    sources = (first,) if second is None else (first, second)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), of_row, threads, *(plgpu.RefType() for _ in sources)))
+    def go(_, target, row, column, first, second=None):
+        row, column = (_extend(x) for x in (row, column))
+        base = _global(first)
+        if second is not None:
+            zero, minus_one = (mgpu.utils.c(i, row.type) for i in (0, -1))
+            is_first = arith.cmpi(arith.CmpIPredicate.sge, row, zero)
+            row = arith.select(is_first, row, arith.subi(minus_one, row))
+            base = arith.select(is_first, base, _global(second))
+        width = first.type.shape[1]
+        offset = arith.addi(arith.muli(row, mgpu.utils.c(width, row.type)), column)
+        source = mgpu.utils.getelementptr(base, [offset], ir.F32Type.get())
+        source = mgpu.utils.getelementptr(source, [below * width], ir.F32Type.get())
+        held: int = size // lanes.THREADS
+        at = arith.muli(_thread(), mgpu.utils.c(held, row.type))
+        place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [at], ir.F32Type.get())
+        cache = nvvm.LoadCacheModifierKind.CG if held == 4 else nvvm.LoadCacheModifierKind.CA
+        nvvm.cp_async_shared_global(place, source, 4 * held, cache)
+
+    go(target, row, column, *sources)
+
+
+def wait_copies(*, interpret: bool) -> None:
+    """Waits until the copies that this thread started are there."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_):
+        nvvm.cp_async_commit_group()
+        nvvm.cp_async_wait_group(0)
+
+    go()
+
+
+def bits(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """int32 scalar whose bit i tells whether x is not 0 in lane i; x [128] int32, the same in every warp."""
+    if interpret:
+        return jnp.sum(jnp.where(x[:WARP] != 0, jnp.int32(1) << lax.iota(jnp.int32, WARP), 0))
+    return _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;")
+
+
+def count(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """int32 scalar: in how many threads of the warpgroup x [128] int32 is not 0."""
+    if interpret:
+        return jnp.sum(jnp.where(x != 0, 1, 0))
+    return _vote(x, "bar.red.popc.u32 $0, $2, 128, p;")
+
+
+def _vote(x, code):
+    @plgpu.inline_mgpu(
+        arg_types=(lanes.layout(lanes.THREADS),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )
+    def go(_, x):
+        value, barrier = vector.extract(x.registers.item(), [], [0]), mgpu.utils.warpgroup_barrier_idx(sync=False)
+        code_of = "{ .reg .pred p; setp.ne.s32 p, $1, 0; " + code + " }"
+        found: Any = llvm.inline_asm(value.type, [value, barrier], code_of, "=r,r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return go(x)
+
+
+def pause(*, interpret: bool) -> None:
+    """Keeps loads and copies on the side where they stand: a warp meets itself, which costs next to nothing."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_):
+        mgpu.utils.warp_barrier()
+
+    go()
+
+
+def meet(barrier, *, interpret: bool) -> None:
+    """Waits for all threads of the block; `barrier`: interpreted, one at which every warpgroup arrives."""
+    if interpret:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_):
+        gpu.barrier()
+
+    go()
+
+
+def enter_cluster(*, interpret: bool) -> None:
+    """Waits until all blocks of the cluster run: before the first `share`."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_):
+        nvvm.cluster_arrive(aligned=True)
+        nvvm.cluster_wait(aligned=True)
+
+    go()
+
+
+def attend_share(barrier, *, interpret: bool) -> None:
+    """Takes part in a `share` of the block's other warpgroup, with nothing to give or get."""
+    if interpret:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return
+    enter_cluster(interpret=interpret)
+
+
+def share(x: jax.Array, inbox, count: int, barrier, *, interpret: bool) -> list[jax.Array]:
+    """The values of x in every block of the cluster, by block. For the first warpgroup; others `attend_share`.
+
+    Args:
+      x: [size] float32, the same everywhere in a block's first warpgroup.
+      inbox: [count] float32: shared memory, not the one of the last `share`; interpreted, global memory of the cluster.
+      count: blocks of the cluster, on axis "part".
+      barrier: interpreted: a cluster barrier at which every warpgroup arrives.
+    """
+    if interpret:
+        inbox[lax.axis_index("part")] = x[0]
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return [jnp.full_like(x, inbox[part]) for part in range(count)]
+    where = lanes.layout(x.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(where, plgpu.RefType()), return_type=[plgpu.ShapeDtypeStruct(x.shape, x.dtype, where)] * count
+    )
+    def go(_, x, inbox):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pointer = mgpu.utils.memref_ptr(inbox)
+        block = gpu.thread_id(gpu.Dimension.x)
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.utils.c(count, block.type))):
+            rank = arith.index_cast(i32, mgpu.utils.cluster_idx())
+            own = mgpu.utils.getelementptr(pointer, [rank], f32)
+            there = mgpu.utils.get_cluster_ptr(own, arith.index_cast(i32, block))
+            llvm.store(vector.extract(x.registers.item(), [], [0]), there)
+        nvvm.cluster_arrive(aligned=True)
+        nvvm.cluster_wait(aligned=True)
+        found = []
+        for part in range(count):
+            value = llvm.load(f32, mgpu.utils.getelementptr(pointer, [mgpu.utils.c(part, i32)], f32))
+            register = vector.broadcast(ir.VectorType.get((x.layout.vec_size,), f32), value)
+            found.append(mgpu.FragmentedArray(_registers=np.array([register]), _layout=x.layout, _is_signed=None))
+        return found
+
+    return go(x, inbox)
+
+
+def _thread():
+    i64 = ir.IntegerType.get_signless(64)
+    tid = arith.index_cast(i64, gpu.thread_id(gpu.Dimension.x))
+    return arith.remui(tid, mgpu.utils.c(lanes.THREADS, i64))
+
+
+def _extend(x):
+    register = x.registers.item()
+    if isinstance(register.type, ir.VectorType):
+        register = vector.extract(register, [], [0])
+    return arith.extsi(ir.IntegerType.get_signless(64), register)
+
+
+def _global(ref):
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
