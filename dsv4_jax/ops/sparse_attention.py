@@ -1,5 +1,7 @@
 """Decode attention over the sliding window and compressed entries, one softmax with a sink."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -8,6 +10,8 @@ from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds
 from dsv4_jax.quant import round_to
+from pallas_kernels.rows import check_format
+from pallas_kernels.sparse_attention import Paged, sparse_attention as kernel
 
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
@@ -40,14 +44,22 @@ def sparse_attention(
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
-      implementation: None (best available) or "xla".
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries of
+        a multiple of 64 heads, rows of 448 + 64 dims in formats "v4" and "per_entry", windows of a multiple of 64
+        tokens, and no `new_kv`. It adds in another order than "xla", which depends on T and K (or the block table's
+        width), never on other tokens, and rounds weights before they are divided by their final maximum: results
+        differ by about one part in 2 ** 8.
 
     Returns:
       [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
     """
     return run(
         "sparse_attention",
-        {"xla": _sparse_attention_xla},
+        {
+            "xla": _sparse_attention_xla,
+            "mosaic_gpu": functools.partial(_sparse_attention_kernel, interpret=False),
+            "interpret": functools.partial(_sparse_attention_kernel, interpret=True),
+        },
         implementation,
         q,
         sinks,
@@ -94,3 +106,30 @@ def _attend_dense(q, kv, valid, sinks):
     total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(sinks[:, None] - top)
     out = jnp.einsum("hn,nd->hd", round_to(weights, q.dtype).astype(jnp.float32), kv, precision="highest")
     return round_to(out / total, q.dtype)
+
+
+def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, *, interpret):
+    if new_kv is not None:
+        raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
+    check_format(window.kv_format.name)
+    entries = None
+    if compressed is not None:
+        layer = jnp.asarray(compressed.layer, jnp.int32)
+        pools = _pools(compressed)
+        entries = Paged(layer, compressed.block_table, pools, indices, compressed.compress_rate)
+    return kernel(
+        q,
+        sinks,
+        slots,
+        positions,
+        jnp.asarray(window.layer, jnp.int32),
+        _pools(window),
+        entries,
+        window=window.window,
+        kv_format=window.kv_format.name,
+        interpret=interpret,
+    )
+
+
+def _pools(view):
+    return view.rows.nope, view.rows.rope, view.rows.scale

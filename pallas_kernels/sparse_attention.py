@@ -1,0 +1,282 @@
+"""Sparse attention on quantised rows: one softmax over window, compressed entries and a sink.
+
+A block serves 64 heads of one query token and a part of its rows, 64 at a time: one warpgroup gathers and dequantises
+rows into shared memory, two multiply, each with half of the value columns. Where tokens are few the rows of one are
+split over several blocks, whose sums `combine` adds up. A row's place in the sums depends on the shapes of the
+arguments and on the token's own position, never on another token.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import row_tiles
+from pallas_kernels.attended_rows import TILE, UNITS, Paged as Paged, Problem, Rows, part
+from pallas_kernels.combine import combine
+from pallas_kernels.row_tiles import TRANSFORMS, UNIT
+from pallas_kernels.rows import ROW_DIM, check_array, check_row_pools
+from pallas_kernels.support import interpret_params, traced_once
+
+
+HEADS = 64  # of a block: the rows of one `wgmma`
+HALF = ROW_DIM // 2
+STAGES = 2
+LOADER = 2  # the warpgroup that gathers
+# Registers a thread. Three warpgroups start with 168 each and may not hold more together.
+LOADING, MULTIPLYING = 120, 192
+MULTIPROCESSORS = 132
+# More parts of a token than this cost more to add up than they save.
+MOST_SPLITS = 66
+# Below every score, and finite: differences of two are not NaN.
+LOWEST = -1e30
+# Of scores, in powers of two.
+SCALE = ROW_DIM**-0.5 * math.log2(math.e)
+
+_L = plgpu.Layout.WGMMA
+_PER_HEAD, _PER_COLUMN = _L.reduce(1), _L.reduce(0)
+
+
+@traced_once("window", "kv_format", "splits")
+def sparse_attention(
+    q: jax.Array,
+    sinks: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array,
+    rings: tuple[jax.Array, jax.Array, jax.Array],
+    compressed: Paged | None,
+    *,
+    window: int,
+    kv_format: str = "v4",
+    splits: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of each token over its window and its compressed entries; a row is key and value of all heads.
+
+    Args:
+      q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
+      sinks: [H] float32 sink logits: one more weight in the softmax's sum, with no value.
+      slots: [T] int32 request slots; -1 = padding.
+      positions: [T] int32; -1 = padding.
+      layer: int32 scalar, index on axis 0 of the rings.
+      rings: (nope [layers, slots, ring, 448] uint8, rope [.., 64] bfloat16, scale as in `Paged`); row
+        `position % ring`.
+      compressed: entries, or None.
+      window: rows a token sees, itself included; a multiple of 64, at most the ring.
+      kv_format: "v4" or "per_entry", as in `append_swa`. The NaN codes 0x7F and 0xFF are read as +-480.
+      splits: parts of a token's rows; None = as many as fill an H100. The result's bits depend on it.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      [T, H, 512] bfloat16; zeros for padding.
+
+    Raises:
+      NotImplementedError: a format, shape or dtype is not one of these.
+    """
+    tokens, heads, _ = q.shape
+    check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
+    check_array("sinks", sinks, jnp.float32, heads)
+    check_array("slots", slots, jnp.int32, tokens)
+    check_array("positions", positions, jnp.int32, tokens)
+    check_row_pools(kv_format, *rings)
+    if heads % HEADS:
+        raise NotImplementedError(f"the kernel takes a multiple of {HEADS} heads, got {heads}")
+    if window % TILE:
+        raise NotImplementedError(f"the kernel takes windows of a multiple of {TILE} rows, got {window}")
+    operands, pools = [slots, positions, layer.reshape(1)], list(rings)
+    if compressed is not None:
+        check_row_pools(kv_format, *compressed.pools)
+        check_array("block_table", compressed.block_table, jnp.int32, None, None)
+        operands += [compressed.layer.reshape(1), compressed.block_table.reshape(-1)]
+        pools += compressed.pools
+        if compressed.indices is not None:
+            check_array("indices", compressed.indices, jnp.int32, tokens, None)
+            operands.append(compressed.indices.reshape(-1))
+        if compressed.most == 0:
+            compressed, operands, pools = None, operands[:3], list(rings)
+    if tokens == 0:
+        return q
+    tiles = window // TILE + (0 if compressed is None else -(-compressed.most // TILE))
+    splits = splits or _splits(tokens * heads // HEADS, tiles)
+    problem = Problem(rings[0].shape[1:3], window // TILE, tiles, splits, compressed, kv_format, interpret)
+    out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    if splits > 1:
+        shapes = (tokens, splits, heads, ROW_DIM), (tokens, splits, 2, heads)
+        out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    run = plgpu.kernel(
+        functools.partial(_body, problem),
+        out_type=out_type,
+        kernel_name="sparse_attention",
+        grid=(tokens, heads // HEADS, splits),
+        grid_names=("token", "heads", "split"),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[
+            # An axis of one, for `_multiply`.
+            plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
+            plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
+            plgpu.SMEM((STAGES, TILE), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        interpret=interpret_params(interpret),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    out = run(q, sinks, *operands, *(pool.reshape(-1, pool.shape[-1]) for pool in pools))
+    if splits == 1:
+        return out
+    sums, stats = out
+    return combine(sums, stats, sinks, interpret=interpret)
+
+
+def _splits(blocks, tiles):
+    """Parts of a token's tiles, so that all blocks run at once; none is without tiles."""
+    most = max(1, min(tiles, MULTIPROCESSORS // blocks, MOST_SPLITS))
+    return -(-tiles // -(-tiles // most))
+
+
+def _body(p, q, sinks, *refs):
+    refs = list(refs)
+    queries, keys, biases, q_ready, full, free, done = refs[-7:]
+    count = 3 if p.compressed is None else 5 if p.compressed.indices is None else 6
+    (slots, positions, layer, *paged), refs = refs[:count], refs[count:-7]
+    rings, refs = refs[:3], refs[3:]
+    pools, out = (None, refs) if p.compressed is None else (refs[:3], refs[3:])
+    token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
+    heads = pl.ds(lax.axis_index("heads") * HEADS, HEADS)
+    first, last = part(p, positions, token, split)
+
+    @pl.when(warpgroup == LOADER)
+    def _():
+        plgpu.set_max_registers(LOADING, action="decrease")
+        rows = Rows(p, token, slots, positions, layer, paged, last)
+        _gather(p, rows, rings, pools, first, last, keys, biases, full, free)
+
+    @pl.when(warpgroup != LOADER)
+    def _():
+        plgpu.set_max_registers(MULTIPLYING, action="increase")
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(q.at[token, heads], queries.at[0], q_ready)
+
+        plgpu.barrier_wait(q_ready)
+        step = functools.partial(_multiply, p, warpgroup, queries, keys, biases, full, free, first)
+        acc, top, total = lax.fori_loop(
+            first,
+            last,
+            step,
+            (
+                plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), _L),
+                plgpu.layout_cast(jnp.full((HEADS,), LOWEST, jnp.float32), _PER_HEAD),
+                plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD),
+            ),
+        )
+        columns = pl.ds(warpgroup * HALF, HALF)
+        if p.splits > 1:
+            sums, stats = out
+            row_tiles.store_product(sums.at[token, split, heads, columns], acc, interpret=p.interpret)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                stats[token, split, 0, heads] = top
+                stats[token, split, 1, heads] = total
+
+            return
+        sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
+        peak = jnp.maximum(top, sink)
+        scale = jnp.exp2(top - peak)
+        scale = scale / (total * scale + jnp.exp2(sink - peak))
+        # Both have to be done with the queries, whose place the result takes.
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+        queries[0, :, columns] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(queries.at[0], out[0].at[token, heads])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _gather(p, rows, rings, pools, first, last, keys, biases, full, free):
+    """Fills tile after tile. A tile's rows are loaded while the one before is dequantised."""
+    options = dict(kv_format=p.kv_format, interpret=p.interpret)
+
+    def load(tile, row):
+        from_pools = (tile >= p.window_tiles).astype(jnp.int32)
+        return row_tiles.load_unit(rings, pools, from_pools, row, **options)
+
+    def step(tile, carry):
+        units, here, entries, blocks, later = carry
+        turn = tile - first
+        stage = lax.rem(turn, jnp.int32(STAGES))
+
+        @pl.when(turn >= STAGES)
+        def _():
+            plgpu.barrier_wait(free.at[stage])
+
+        there = rows.rows(tile + 1, entries, blocks)
+        coming = []
+        for i in range(UNITS):
+            row_tiles.store_unit(keys.at[stage], biases.at[stage], i * UNIT, units[i], here[i], **options)
+            coming.append(load(tile + 1, there[i]))
+        row_tiles.fence(interpret=p.interpret)
+        plgpu.barrier_arrive(full.at[stage])
+        return coming, there, later, rows.blocks(later), rows.entries(tile + 3)
+
+    entries = [rows.entries(first + i) for i in range(3)]
+
+    @pl.when(first < last)
+    def _():
+        blocks = [rows.blocks(e) for e in entries[:2]]
+        here = rows.rows(first, entries[0], blocks[0])
+        units = [load(first, row) for row in here]
+        lax.fori_loop(first, last, step, (units, here, entries[1], blocks[1], entries[2]))
+
+        # The interpreter wants every arrival waited for.
+        @pl.loop(jnp.maximum(last - STAGES, first), last)
+        def _(tile):
+            plgpu.barrier_wait(free.at[lax.rem(tile - first, jnp.int32(STAGES))])
+
+
+def _multiply(p, warpgroup, queries, keys, biases, full, free, first, tile, carry):
+    """Adds a tile to (weighted sum [64, 256], largest score so far, sum of weights)."""
+    acc, top, total = carry
+    stage = lax.rem(tile - first, jnp.int32(STAGES))
+    plgpu.barrier_wait(full.at[stage])
+    # Always 0, which the compiler does not know: it would keep 64 registers of addresses from one tile to the next.
+    zero = lax.shift_right_logical(tile, jnp.int32(30))
+
+    def score(ref):
+        plgpu.wgmma(ref, queries.at[zero], keys.at[stage].transpose((1, 0)))
+        return ref[...]
+
+    scores = pl.run_scoped(score, plgpu.ACC((HEADS, TILE), jnp.float32))
+    bias = plgpu.load(biases.at[stage], layout=_PER_COLUMN, optimized=False)
+    scores = scores * SCALE + lax.broadcast_in_dim(bias, scores.shape, [1])
+    peak = jnp.maximum(top, scores.max(axis=1))
+    alpha = jnp.exp2(top - peak)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
+    total = total * alpha + weights.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+    weights = weights.astype(jnp.bfloat16)
+    values = keys.at[stage, :, pl.ds(warpgroup * HALF, HALF)]
+    if p.interpret:
+        # The interpreter has no product with a start value and none of an operand in registers.
+        acc = acc + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32), precision="highest")
+    else:
+        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+    plgpu.barrier_arrive(free.at[stage])
+    return acc, peak, total
