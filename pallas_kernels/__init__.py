@@ -1,6 +1,7 @@
 """Mosaic-GPU kernels of the cache: arrays in, arrays out; imports jax and numpy only.
 
-Each kernel stands in a file named like the op in `dsv4_jax/ops` that calls it.
+Each kernel stands in a file of its name, which is that of the op in `dsv4_jax/ops` that calls it (`round_index_query`
+is a part of `indexer_scores`).
 """
 
 from pallas_kernels.append_swa import append_swa as append_swa
@@ -10,3 +11,7 @@ from pallas_kernels.gather import (
     gather_compressed_kv as gather_compressed_kv,
     gather_swa_kv as gather_swa_kv,
 )
+from pallas_kernels.indexer_scores import indexer_scores as indexer_scores
+from pallas_kernels.indexer_topk import indexer_topk as indexer_topk
+from pallas_kernels.round_index_query import round_index_query as round_index_query
+from pallas_kernels.sparse_attention import Paged as Paged, sparse_attention as sparse_attention

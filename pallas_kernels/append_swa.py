@@ -21,9 +21,10 @@ from pallas_kernels.rows import (
     reciprocal,
     store_rows,
 )
-from pallas_kernels.support import interpret_params
+from pallas_kernels.support import interpret_params, traced_once
 
 
+@traced_once("kv_format")
 def append_swa(
     kv: jax.Array,
     slots: jax.Array,
@@ -93,6 +94,7 @@ def append_swa(
     run = plgpu.kernel(
         body,
         out_type=(),
+        kernel_name="append_swa",
         grid=(-(-tokens // WARPS),),
         grid_names=("block",),
         interpret=interpret_params(interpret),

@@ -20,13 +20,14 @@ from pallas_kernels.rows import (
     load_rows,
     store_rows,
 )
-from pallas_kernels.support import interpret_params
+from pallas_kernels.support import interpret_params, traced_once
 
 
 ROWS_PER_WARP = 2  # more in flight at once gain nothing on an H100 and cost registers
 BLOCK_ROWS = WARPS * ROWS_PER_WARP
 
 
+@traced_once("kv_format")
 def gather_compressed_kv(
     indices: jax.Array,
     slots: jax.Array,
@@ -72,6 +73,7 @@ def gather_compressed_kv(
     return _gather((tokens, count), address, layer, operands, nope, rope, scale, kv_format, interpret)
 
 
+@traced_once("compress_rate", "kv_format")
 def gather_all_compressed_kv(
     slots: jax.Array,
     positions: jax.Array,
@@ -115,6 +117,7 @@ def gather_all_compressed_kv(
     return _gather((tokens, count), address, layer, operands, nope, rope, scale, kv_format, interpret)
 
 
+@traced_once("window", "kv_format")
 def gather_swa_kv(
     slots: jax.Array,
     positions: jax.Array,
@@ -215,6 +218,7 @@ def _gather(
     run = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((items, ROW_DIM), jnp.bfloat16), jax.ShapeDtypeStruct((items,), jnp.bool_)),
+        kernel_name="gather",
         grid=(-(-items // BLOCK_ROWS),),
         grid_names=("block",),
         interpret=interpret_params(interpret),

@@ -41,7 +41,7 @@ _SCALES = plgpu.Layout.TILED(
 Q_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-def permute_dims(x: jax.Array) -> jax.Array:
+def permute_dims[A: (jax.Array, np.ndarray)](x: A) -> A:
     """[..., 128] in the order in which tiles hold the dims."""
     # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
     parts = x.reshape(*x.shape[:-1], 4, 4, 2, 2, 2)

@@ -23,13 +23,12 @@ from pallas_kernels.index_tiles import (
     WARP_KEYS,
     load_tile,
     load_words,
-    permute_dims,
     score,
     unpack,
 )
 from pallas_kernels.rows import check_array
 from pallas_kernels.shares import LANES, latest_start, my_share
-from pallas_kernels.support import interpret_params
+from pallas_kernels.support import interpret_params, traced_once
 
 
 MULTIPROCESSORS = 132
@@ -37,6 +36,7 @@ WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
 CHUNK = 8  # tokens whose queries fit into shared memory
 
 
+@traced_once("compress_rate", "global_scale")
 def indexer_scores(
     q: jax.Array,
     weights: jax.Array,
@@ -54,7 +54,7 @@ def indexer_scores(
     """score[t, s] = sum over h of weights[t, h] * relu(q[t, h] . key[s]), for every key s visible to token t.
 
     Args:
-      q: [T, 64, 128] bfloat16.
+      q: [T, 64, 128] bfloat16, dims in the order of `index_tiles.permute_dims`, as `round_index_query` leaves them.
       weights: [T, 64] float32.
       slots: [T] int32, each token's row of the block table; -1 = padding. Tokens of one slot stand together.
       positions: [T] int32, ascending in a slot; -1 = padding.
@@ -202,6 +202,7 @@ def indexer_scores(
     run = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, entries), jnp.float32),
+        kernel_name="indexer_scores",
         grid=(multiprocessors,),
         grid_names=("block",),
         num_threads=warpgroups,
@@ -215,4 +216,4 @@ def indexer_scores(
         interpret=interpret_params(interpret),
     )
     pools = (pool.reshape(-1, pool.shape[-1]) for pool in (codes, scales))
-    return run(layer.reshape(1), slots, positions, permute_dims(q), weights, block_table.reshape(-1), *pools)
+    return run(layer.reshape(1), slots, positions, q, weights, block_table.reshape(-1), *pools)

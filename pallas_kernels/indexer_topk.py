@@ -10,12 +10,13 @@ from pallas_kernels.radix_plan import BINS, FIRST_KEY, SHARED_BYTES, SHIFTS, VEC
 from pallas_kernels.radix_select import Steps
 from pallas_kernels.radix_select_interpreted import EXCHANGED, InterpretedSteps
 from pallas_kernels.rows import check_array
-from pallas_kernels.support import interpret_params
+from pallas_kernels.support import interpret_params, traced_once
 
 
 MAX_K = 2048
 
 
+@traced_once("k")
 def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bool = False) -> jax.Array:
     """The k largest of the first lengths[t] scores of each row.
 
@@ -92,6 +93,7 @@ def select(scores: jax.Array, lengths: jax.Array, plan: Plan) -> jax.Array:
         body,
         out_type=out_type,
         scratch_types=plan.scratch_types(),
+        kernel_name="indexer_topk",
         grid=(tokens,),
         grid_names=("row",),
         cluster=(plan.blocks,),

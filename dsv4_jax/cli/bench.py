@@ -1,6 +1,7 @@
 """`dsv4-jax bench`."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from dsv4_jax.cli.bench_cases import Case
     from dsv4_jax.config import DSV4Config
 
-Op = Literal["append", "flush", "gather"]
-OPS: tuple[Op, ...] = ("append", "flush", "gather")
+Op = Literal["append", "flush", "gather", "indexer", "attention"]
+OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,9 @@ class Bench:
     """Times the cache's operations on this device, beside XLA's version of each; or, with `step`, whole decode steps.
 
     Every call has inputs of its own that no cache holds. On a GPU: the median over calls of the summed times of all
-    kernels of a call, from the profiler; results are compared with XLA's, byte by byte, before they are timed. On a
-    CPU: wall-clock time of XLA's version at small shapes.
+    kernels of a call, from the profiler; results are compared with XLA's before they are timed, byte by byte where they
+    are not sums. On a CPU: wall-clock time of XLA's version at small shapes. Roofline: the larger of a call's bytes at
+    the rate of a copy and its operations at the rate of a large bfloat16 matrix product, both measured in the same run.
 
     A step is that of the model's attention layers, random weights and a full cache: milliseconds, the floor (weights
     and cache read once), and which kinds of kernels take the time. On a CPU: a tiny model's.
@@ -95,13 +97,16 @@ class Bench:
             bench_step.plot(report["results"], title, self.plot)
 
     def _cases(self, report: dict[str, Any], config: "DSV4Config", gpu: bool) -> Iterator[dict[str, Any]]:
-        from dsv4_jax.cli import bench_cases
+        from dsv4_jax.cli import bench_attention, bench_cases, bench_indexer, timing
         from dsv4_jax.quant import kv_format
 
+        report["matmul_operations_per_second"] = timing.matmul_rate()
         _print_header(report)
         for op in dict.fromkeys(self.ops):
-            for case in bench_cases.cases(op, config, kv_format(self.cache_format), small=not gpu):
-                row = _measure(case, self.calls if gpu else min(self.calls, 4), report["copy_bytes_per_second"])
+            own = dict(indexer=bench_indexer.cases, attention=bench_attention.cases)
+            cases = own.get(op) or functools.partial(bench_cases.cases, op)
+            for case in cases(config, kv_format(self.cache_format), small=not gpu):
+                row = _measure(case, self.calls if gpu else min(self.calls, 4), report)
                 _print_row(row)
                 yield row
 
@@ -114,13 +119,14 @@ class Bench:
         yield from bench_step.run(config, kv_format(self.cache_format), options, report)
 
 
-def _measure(case: "Case", calls: int, copy: float) -> dict[str, Any]:
+def _measure(case: "Case", calls: int, report: dict[str, Any]) -> dict[str, Any]:
     from dsv4_jax.cli import timing
     from dsv4_jax.ops.dispatch import why_no_mosaic_gpu
 
+    copy, matmul = report["copy_bytes_per_second"], report["matmul_operations_per_second"]
     state, inputs = timing.build(case, calls)
     kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, state, inputs[0])
-    state, xla = timing.median_seconds(case, "xla", state, inputs)
+    state, xla = timing.median_seconds(case, "xla", state, inputs[: case.xla_calls])
     seconds = timing.median_seconds(case, "mosaic_gpu", state, inputs)[1] if kernel else xla
     rate = case.nbytes / seconds
     return dict(
@@ -131,19 +137,22 @@ def _measure(case: "Case", calls: int, copy: float) -> dict[str, Any]:
         bytes=case.nbytes,
         gigabytes_per_second=round(rate / 1e9, 1),
         percent_of_copy=round(100 * rate / copy, 1),
+        operations=case.flops,
+        percent_of_roofline=round(100 * max(case.nbytes / copy, case.flops / matmul) / seconds, 1),
         xla_microseconds=round(xla * 1e6, 3),
         times_xla=round(xla / seconds, 2),
     )
 
 
-_COLUMNS = ("op", "shape", "by", "us", "bytes", "GB/s", "% of copy", "XLA us", "x XLA")
-_LINE = "{:<24} {:<16} {:<10} {:>9} {:>11} {:>5} {:>9} {:>9} {:>5}"
+_COLUMNS = ("op", "shape", "by", "us", "bytes", "GB/s", "% of copy", "% of roof", "XLA us", "x XLA")
+_LINE = "{:<24} {:<18} {:<10} {:>9} {:>11} {:>5} {:>9} {:>9} {:>9} {:>6}"
 
 
 def _print_header(report: dict[str, Any]) -> None:
     print(
         f"{report['device']}, jax {report['jax']}; {report['clock']}. Copying reaches "
-        f"{report['copy_bytes_per_second'] / 1e9:,.0f} GB/s, reads and writes counted.\n"
+        f"{report['copy_bytes_per_second'] / 1e9:,.0f} GB/s, reads and writes counted; a bfloat16 matrix product "
+        f"{report['matmul_operations_per_second'] / 1e12:,.1f} TFLOP/s.\n"
         f"V4-{report['shapes'].capitalize()} shapes, format {report['cache_format']}\n\n{_LINE.format(*_COLUMNS)}"
     )
 
@@ -159,6 +168,7 @@ def _print_row(row: dict[str, Any]) -> None:
             row["bytes"],
             f"{row['gigabytes_per_second']:.0f}",
             f"{row['percent_of_copy']:.0f}",
+            f"{row['percent_of_roofline']:.0f}",
             f"{row['xla_microseconds']:.2f}",
             f"{row['times_xla']:.2f}",
         ),

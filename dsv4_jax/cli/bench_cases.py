@@ -1,6 +1,7 @@
 """What `dsv4-jax bench` runs: every op at the shapes of a real model, with inputs that differ from call to call."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ class Case:
       make: (rng, calls) -> (state, one tuple of inputs for each call).
       call: (state, *inputs, implementation) -> result.
       updates: the result is the next call's state, which is donated.
+      flops: that a call has to do on the tensor cores.
+      agree: (result, XLA's) -> bool scalar, where the two need not be equal bit for bit.
+      xla_calls: calls of XLA's version that are timed; None: as many as of the kernel.
     """
 
     op: str
@@ -32,6 +36,9 @@ class Case:
     make: Callable[[np.random.Generator, int], tuple[Any, list[tuple]]]
     call: Callable
     updates: bool = False
+    flops: int = 0
+    agree: Callable[[Any, Any], Any] | None = None
+    xla_calls: int | None = None
 
 
 def append_cases(config: DSV4Config, kv_format: KVFormat, sizes: tuple[int, ...] = (1, 8, 64, 256, 8192)):
@@ -131,7 +138,8 @@ def flush_cases(config: DSV4Config, kv_format: KVFormat, small: bool = False) ->
                 _flush_bytes(config, kv_format, rate, dim, requests, tokens, closes, index=i > 0)
                 for i, dim in enumerate(dims)
             )
-            yield Case("flush", f"{kind} {label}", nbytes + 8 * requests * tokens, make, _flush, updates=True)
+            call = functools.partial(_flush, max_query_tokens=tokens if tokens == 1 else None)
+            yield Case("flush", f"{kind} {label}", nbytes + 8 * requests * tokens, make, call, updates=True)
 
 
 # label, requests, tokens of each, whether every window closes
@@ -168,12 +176,14 @@ def _layers(calls, nbytes):
     return min(calls, 1 + (1 << 28) // nbytes)
 
 
-def _flush(state, layer, slots, positions, fresh, *, implementation):
+def _flush(state, layer, slots, positions, fresh, *, max_query_tokens, implementation):
     compressors = [
         (*(dataclasses.replace(view, layer=layer) for view in part), *inputs)
         for part, inputs in zip(state, fresh, strict=True)
     ]
-    new = ops.flush_together(compressors, slots, positions, implementation=implementation)
+    new = ops.flush_together(
+        compressors, slots, positions, max_query_tokens=max_query_tokens, implementation=implementation
+    )
     return tuple(tuple(dataclasses.replace(view, layer=0) for view in pair) for pair in new)
 
 

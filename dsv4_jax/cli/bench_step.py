@@ -29,9 +29,9 @@ MARGIN = 4 * STEPS
 # What a kernel is, by parts of its name; matrix products of XLA's own are found through the program's text.
 KINDS = {
     "append + flush": ("append_swa", "flush"),
-    "indexer": ("indexer_scores",),
+    "indexer": ("round_index_query", "indexer_scores"),
     "top-k": ("indexer_topk",),
-    "attention": ("sparse_attention",),
+    "attention": ("sparse_attention", "combine"),
     "projections": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
 }
 REST = "rest"
@@ -237,8 +237,10 @@ def _kernels(step, stack, cache, batch, x):
 
 def _products(text):
     """Names of the kernels that XLA fuses around a matrix product."""
-    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="[^"]*dot_general', text, re.MULTILINE)
-    return {re.sub(r"[.-]", "_", name) for name in found}
+    fused = re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    product = {name for name, body in fused if "dot_general" in body}
+    calls = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*calls=%?([\w.-]+)", text, re.MULTILINE)
+    return {re.sub(r"[.-]", "_", name) for name, called in calls if called in product}
 
 
 def _kind(name, products):

@@ -25,7 +25,7 @@ def kernel_is_right(case: "Case", state: Any, inputs: tuple) -> bool:
     """Whether the op has a kernel for this case.
 
     Raises:
-      RuntimeError: it has one, whose result is not XLA's, bit for bit.
+      RuntimeError: it has one, whose result is not XLA's: bit for bit, or as the case's `agree` says.
     """
 
     def result(implementation):
@@ -36,7 +36,8 @@ def kernel_is_right(case: "Case", state: Any, inputs: tuple) -> bool:
         got = result("mosaic_gpu")
     except NotImplementedError:
         return False
-    if not all(jax.tree.leaves(jax.tree.map(_same_bits, got, result("xla")))):
+    agree = _same_bits if case.agree is None else jax.jit(case.agree)
+    if not all(jax.tree.leaves(jax.tree.map(agree, got, result("xla")))):
         raise RuntimeError(f"{case.op} {case.shape}: the kernel's result differs from XLA's; times would mean nothing")
     return True
 
@@ -85,6 +86,24 @@ def copy_bandwidth() -> float:
             negative(x).block_until_ready()
             times.append(time.perf_counter() - begin)
     return 2 * x.nbytes / statistics.median(times)
+
+
+def matmul_rate() -> float:
+    """Operations a second of a large bfloat16 matrix product, XLA's."""
+    gpu = jax.default_backend() == "gpu"
+    size = 8192 if gpu else 512
+    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    times = []
+    if gpu:
+        times = _kernel_seconds(lambda: [product(x).block_until_ready() for _ in range(10)], 10)
+    else:
+        for _ in range(3):
+            begin = time.perf_counter()
+            product(x).block_until_ready()
+            times.append(time.perf_counter() - begin)
+    return 2 * size**3 / statistics.median(times)
 
 
 @functools.cache

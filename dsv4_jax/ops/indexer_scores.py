@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
+from pallas_kernels.round_index_query import round_index_query
 from pallas_kernels.rows import check_format
 
 
@@ -41,29 +42,27 @@ def indexer_scores(
       entry has no block. What stands behind them, and in rows of padding, is unspecified: a kernel computes and writes
       nothing there, "xla" writes -inf.
     """
-    rounded = view.kv_format.round_index_query(q)
-    return score_rounded(view, rounded, weights, slots, positions, implementation=implementation)
-
-
-def score_rounded(
-    view: IndexerView,
-    q: Float[Array, "T H D"],
-    weights: Float[Array, "T H"],
-    slots: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    *,
-    implementation: str | None = None,
-) -> Float[Array, "T E"]:
-    """`indexer_scores` of queries that were rotated and rounded already."""
     implementations = {
-        "xla": _score_rounded_xla,
-        "mosaic_gpu": functools.partial(_score_rounded_kernel, interpret=False),
-        "interpret": functools.partial(_score_rounded_kernel, interpret=True),
+        "xla": _scores_xla,
+        "mosaic_gpu": functools.partial(_scores_kernel, interpret=False),
+        "interpret": functools.partial(_scores_kernel, interpret=True),
     }
     return run("indexer_scores", implementations, implementation, view, q, weights, slots, positions)
 
 
-def _score_rounded_xla(view, q, weights, slots, positions):
+def _scores_xla(view, q, *token):
+    return score_rounded_xla(view, view.kv_format.round_index_query(q), *token)
+
+
+def _scores_kernel(view, q, *token, interpret):
+    name = view.kv_format.name
+    check_format(name)
+    q = round_index_query(q, kv_format=name, index_scale=_index_scale(view), interpret=interpret)
+    return score_rounded_kernel(view, q, *token, interpret=interpret)
+
+
+def score_rounded_xla(view, q, weights, slots, positions):
+    """`indexer_scores` of queries that were rotated and rounded already."""
     q = q.astype(jnp.float32)
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)
 
@@ -78,10 +77,8 @@ def _score_rounded_xla(view, q, weights, slots, positions):
     return jax.lax.map(score, (q, weights, slots, positions), batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
-def _score_rounded_kernel(view, q, weights, slots, positions, *, interpret):
-    check_format(view.kv_format.name)
-    if q.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the kernel takes queries in bfloat16, not {q.dtype.name}")
+def score_rounded_kernel(view, q, weights, slots, positions, *, interpret=False):
+    """`indexer_scores` of queries that `pallas_kernels.round_index_query` has rounded."""
     return scores_kernel(
         q,
         weights,
@@ -92,6 +89,10 @@ def _score_rounded_kernel(view, q, weights, slots, positions, *, interpret):
         view.rows.codes,
         view.rows.scale,
         compress_rate=view.compress_rate,
-        global_scale=getattr(view.kv_format, "index_global_scale", 1.0),
+        global_scale=_index_scale(view),
         interpret=interpret,
     )
+
+
+def _index_scale(view):
+    return getattr(view.kv_format, "index_global_scale", 1.0)

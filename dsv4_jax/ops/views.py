@@ -95,28 +95,47 @@ class _PagedView:
         return dataclasses.replace(self, rows=rows)
 
     def encode(self, values):
+        """Dense values [n, D] as stored."""
         raise NotImplementedError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClassicalView(_PagedView):
-    """Compressed KV entries of one layer: Rows [layers, blocks, entries a block, ...] behind the block table."""
+    """Compressed KV entries of one layer behind the block table.
+
+    Attributes:
+      rows: Rows [layers, blocks, entries a block, ...].
+      layer: index on axis 0.
+      block_table: [slots, max_blocks] int32 block ids; -1 = none.
+      compress_rate: tokens an entry stands for.
+      kv_format: what the bytes mean.
+    """
 
     rows: Rows
 
     def encode(self, values: Float[Array, "n D"]) -> Rows:
+        """Values [n, head_dim] as Rows [n, ...]."""
         return self.kv_format.encode(values, self.rows.rope.shape[-1])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexerView(_PagedView):
-    """Indexer keys of one CSA layer: IndexRows [layers, blocks, entries a block, ...] behind the block table."""
+    """Indexer keys of one CSA layer behind the block table.
+
+    Attributes:
+      rows: IndexRows [layers, blocks, entries a block, ...].
+      layer: index on axis 0.
+      block_table: [slots, max_blocks] int32 block ids; -1 = none.
+      compress_rate: tokens an entry stands for.
+      kv_format: what the bytes mean.
+    """
 
     rows: IndexRows
 
     def encode(self, values: Float[Array, "n D"]) -> IndexRows:
+        """Keys [n, index_head_dim] as IndexRows [n, ...]."""
         return self.kv_format.encode_index(values)
 
 
@@ -143,7 +162,7 @@ class StateView:
 
 
 def valid_lengths(positions: Int[Array, "*n"], compress_rate: int) -> Int[Array, "*n"]:
-    """Entries visible to the token at each position: `(position + 1) // rate`; 0 for padding (dsv4.md 5)."""
+    """[n] entries visible to the tokens at positions [n]: `(position + 1) // rate`; 0 for padding (dsv4.md 5)."""
     return (positions + 1) // compress_rate
 
 
