@@ -34,7 +34,11 @@ class PagedKVPool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SWAPool:
-    """Sliding-window rings of every layer: Rows [layers, slots, ring, ...], row `position % ring`."""
+    """Sliding-window rings of every layer.
+
+    Attributes:
+      rows: Rows [layers, slots, ring, ...]; a token's row is `position % ring`.
+    """
 
     rows: Rows
 
@@ -112,6 +116,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     def handle(self, layer: int, batch: Batch) -> LayerCacheHandle:
@@ -138,6 +143,9 @@ class KVCache:
         """Wipes slots: no blocks, length 0, rings and states as in an empty cache. -1 wipes nothing.
 
         Steps do not need it: rows are addressed by position, so a new request never reads a row it has not written.
+
+        Args:
+          slots: [n] int32.
         """
         slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 

@@ -92,6 +92,7 @@ class CacheSchema:
 
     @functools.cached_property
     def layers(self) -> tuple[LayerCacheSchema, ...]:
+        """What each layer of the model keeps, in their order."""
         kinds = self.config.layer_types
         return tuple(
             LayerCacheSchema(i, kind, kinds[:i].count(kind), self.config.compress_rate(i))
@@ -108,9 +109,11 @@ class CacheSchema:
         return -(-self.max_context // self.block_tokens)
 
     def compress_rate(self, kind: str) -> int:
+        """Tokens an entry of this kind of layer (CSA or HCA) stands for."""
         return {CSA: self.config.compress_rate_csa, HCA: self.config.compress_rate_hca}[kind]
 
     def entries_per_block(self, kind: str) -> int:
+        """Entries of this kind of layer that a block holds."""
         return self.block_tokens // self.compress_rate(kind)
 
     # --- rings: the rows that must be there plus room to rewind max_query_tokens - 1 tokens ---
@@ -152,9 +155,11 @@ class CacheSchema:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def block_table_struct(self) -> jax.ShapeDtypeStruct:
+        """[max_requests, max_blocks] int32."""
         return jax.ShapeDtypeStruct((self.max_requests, self.max_blocks), jnp.int32)
 
     def lengths_struct(self) -> jax.ShapeDtypeStruct:
+        """[max_requests] int32."""
         return jax.ShapeDtypeStruct((self.max_requests,), jnp.int32)
 
     def _stack(self, kind, row, blocks, entries_per_block):

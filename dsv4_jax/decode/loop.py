@@ -135,7 +135,7 @@ def stream(
     Args:
       model: the model.
       manager: owns the slots and blocks; must hold no other request.
-      prompts: token ids of each request.
+      prompts: token ids [n] of each request.
       max_new_tokens: most tokens a request gets.
       sampling: how to draw.
       seed: request i draws with seed + i.
@@ -236,7 +236,9 @@ def generate(
 ) -> list[list[int]]:
     """What `stream` yields, decoded on the device in one loop: prompts first, then all tokens without the host.
 
-    Args: as for `stream`; all prompts must fit the manager's slots and blocks at once.
+    Args:
+      model, manager, prompts, max_new_tokens, sampling, seed, stop_tokens, chunk: as for `stream`; all prompts [n] must
+        fit the manager's slots and blocks at once.
 
     Returns:
       The new tokens of each prompt.

@@ -194,7 +194,7 @@ class KVCacheManager:
         one explicit transfer.
 
         Args:
-          tokens: for each slot of the step, the ids that follow what it holds.
+          tokens: for each slot of the step, the ids [n] that follow what it holds.
           reserve: further tokens for each of these slots that will be decoded on the device without coming back here:
             their blocks are in the batch too. Book what was decoded with `advance`.
           prefill_size: the one T of all steps that are no decode steps (no request brings more than `max_query_tokens`,

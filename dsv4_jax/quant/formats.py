@@ -106,7 +106,7 @@ class KVFormat(abc.ABC):
         """Values of stored indexer keys, [..., Di] float32, in the rotated basis if the format rotates."""
 
     def round_index_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Indexer queries as the keys see them: the same rotation and rounding, in q's dtype (dsv4.md 4)."""
+        """Indexer queries [..., Di] as the keys see them: the same rotation and rounding, in q's dtype (dsv4.md 4)."""
         return round_to(self.decode_index(self.encode_index(q)), q.dtype)
 
 

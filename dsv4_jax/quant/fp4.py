@@ -18,7 +18,7 @@ NVFP4_GROUP = 16
 
 
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Float32 to E2M1 codes 0 to 15 (sign in bit 3), ties to even codes, saturating at +-6.
+    """Float32 [...] to E2M1 codes 0 to 15 [...] (sign in bit 3), ties to even codes, saturating at +-6.
 
     By comparison with the midpoints of {0, .5, 1, 1.5, 2, 3, 4, 6}: a midpoint above an odd code goes up. No backend
     can route this through a third type and round twice.
@@ -29,7 +29,7 @@ def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def decode_e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """E2M1 codes 0 to 15 to float32, exact; code 8 is -0."""
+    """E2M1 codes 0 to 15 [...] to float32 [...], exact; code 8 is -0."""
     size = (codes & 7).astype(jnp.uint32)
     # Codes 0 and 1 are subnormal. The others hold exponent bits above one mantissa bit, as float32 does: add the bias.
     normal = lax.bitcast_convert_type((size + 252) << 22, jnp.float32)

@@ -15,13 +15,13 @@ FP8_BLOCK = 64
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Float32 to E4M3 bits, ties to even, saturating at +-448 (the cast alone overflows to NaN)."""
+    """Float32 [...] to E4M3 bits [...], ties to even, saturating at +-448 (the cast alone overflows to NaN)."""
     codes = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return lax.bitcast_convert_type(codes, jnp.uint8)
 
 
 def decode_e4m3(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """E4M3 bits to float32, exact; 0x7F and 0xFF are NaN.
+    """E4M3 bits [...] to float32 [...], exact; 0x7F and 0xFF are NaN.
 
     In integers, because XLA on GPU deletes the pair of casts f32 -> e4m3 -> f32 of a value that is quantised and read
     back in one program, bitcasts between them or not, and the rounding with it.

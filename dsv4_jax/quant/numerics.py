@@ -33,7 +33,7 @@ def ordered_sum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     A length that is no power of two is padded with zeros.
 
     Args:
-      x: floating array with an axis of length n >= 1.
+      x: [..., n, ...] floating array, n >= 1.
       axis: the axis to sum over; removed.
 
     Returns:
@@ -90,10 +90,10 @@ def e8m0_ceil(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def e8m0_value(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """2**(bits - 127) in float32, for bits 1 to 254. The byte 0 of a fresh pool reads as 0."""
+    """[...] 2**(bits - 127) in float32, for bits 1 to 254. The byte 0 of a fresh pool reads as 0."""
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def e8m0_reciprocal(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """2**(127 - bits) in float32, exact for bits 1 to 253, so multiplying by it is the division by `e8m0_value`."""
+    """[...] 2**(127 - bits) in float32, exact for bits 1 to 253: multiplying by it is division by `e8m0_value`."""
     return e8m0_value(254 - bits)
