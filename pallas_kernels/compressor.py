@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import copies, lanes
-from pallas_kernels.exact import PARTS, SLICE, WHOLE
+from pallas_kernels.exact import WHOLE
 
 
 @jax.tree_util.register_dataclass
@@ -60,19 +59,9 @@ class Compressor:
         return self.rate * (2 if self.overlap else 1)
 
     @property
-    def slices(self) -> int:
-        """Blocks of a cluster that share an entry."""
-        return self.dim // SLICE if self.rows > WHOLE else 1
-
-    @property
-    def vector(self) -> int:
-        """Channels that a warpgroup holds: all of them, or in every warp the same slice."""
-        return lanes.THREADS // copies.WARP * SLICE if self.slices > 1 else self.dim
-
-    @property
-    def warp_rows(self) -> int:
-        """Rows of a window that a warp pools."""
-        return self.rows // PARTS if self.slices > 1 else self.rows
+    def long(self) -> bool:
+        """Whether a window's rows are pooled in parts."""
+        return self.rows > WHOLE
 
     def check(self) -> None:
         """Raises NotImplementedError naming the rule that a shape or dtype breaks."""

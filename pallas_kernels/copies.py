@@ -4,9 +4,11 @@ A vector over a warpgroup is laid out as in `lanes`. Here each of its warps may 
 exactly what it reads back, so that no thread waits for another.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -96,15 +98,88 @@ def start_copy_either(
     go(target, row, column, *sources)
 
 
-def wait_copies(*, interpret: bool) -> None:
-    """Waits until the copies that this thread started are there."""
+def start_rows(target, pieces, *, column: jax.Array, size: int, interpret: bool) -> None:
+    """Starts to copy rows into shared memory. After `wait_copies` and `pause` a warp may read its columns of them.
+
+    Args:
+      target: [rows * size] float32 shared memory; rows a multiple of 4.
+      pieces: (array [.., width] float32 in global memory, row, begin) with int32 scalars: rows r >= begin of the target
+        are rows `row + r` of the array, up to those of the next piece.
+      column: int32 scalar, where the values of a row begin.
+      size: of a row, as in `lanes`.
+    """
+    rows = target.shape[0] // size
+    if interpret:
+
+        def read(r, pieces):
+            *others, (array, row, begin) = pieces
+            if not others:
+                return array[row + r, pl.ds(column, size)]
+            return lax.cond(r >= begin, lambda: array[row + r, pl.ds(column, size)], lambda: read(r, others))
+
+        target[...] = jnp.concatenate([read(r, pieces) for r in range(rows)])
+        return
+    arrays = [array for array, _, _ in pieces]
+    scalars = [column, *(x for _, row, begin in pieces for x in (row, begin))]
+    types = [plgpu.Layout.WG_SPLAT] * len(scalars) + [plgpu.RefType()] * len(arrays)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *types))
+    def go(_, target, column, *operands):
+        scalars, arrays = operands[: 2 * len(pieces)], operands[2 * len(pieces) :]
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+
+        def const(value):
+            return mgpu.utils.c(value, i64)
+
+        # A thread copies 4 values, and has `held`: a warp's columns are 8 * held threads wide, and 4 / held rows high.
+        held = size // lanes.THREADS
+        wide, high = 8 * held, 4 // held
+        lane = arith.remui(_thread(), const(WARP))
+        first_row = arith.divui(lane, const(wide))
+        inner = arith.muli(arith.divui(_thread(), const(WARP)), const(WARP * held))
+        inner = arith.addi(inner, arith.muli(arith.remui(lane, const(wide)), const(4)))
+        place = arith.addi(arith.muli(first_row, const(size)), inner)
+        target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [place], f32)
+        sources = []
+        for array, row, begin in zip(arrays, scalars[::2], scalars[1::2], strict=True):
+            width = array.type.shape[1]
+            at = arith.muli(arith.addi(_extend(row), first_row), const(width))
+            at = arith.addi(arith.addi(at, _extend(column)), inner)
+            begin = _scalar(begin)
+            left = arith.subi(begin, arith.trunci(begin.type, first_row))
+            sources.append((mgpu.utils.getelementptr(_global(array), [at], f32), width, left))
+        for r in range(0, rows, high):
+            source: Any = None
+            for pointer, width, left in sources:
+                pointer = mgpu.utils.getelementptr(pointer, [r * width], f32)
+                reached = arith.cmpi(arith.CmpIPredicate.sge, mgpu.utils.c(r, left.type), left)
+                source = pointer if source is None else arith.select(reached, pointer, source)
+            there = mgpu.utils.getelementptr(target, [r * size], f32)
+            nvvm.cp_async_shared_global(there, source, 16, nvvm.LoadCacheModifierKind.CG)
+
+    go(target, *scalars, *arrays)
+
+
+def commit_copies(*, interpret: bool) -> None:
+    """Makes one group of all copies that this thread started since the last."""
     if interpret:
         return
 
     @plgpu.inline_mgpu()
     def go(_):
         nvvm.cp_async_commit_group()
-        nvvm.cp_async_wait_group(0)
+
+    go()
+
+
+def wait_copies(pending: int, *, interpret: bool) -> None:
+    """Waits until at most so many of the last groups of copies that this thread started are not there."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_):
+        nvvm.cp_async_wait_group(pending)
 
     go()
 
@@ -114,6 +189,11 @@ def bits(x: jax.Array, *, interpret: bool) -> jax.Array:
     if interpret:
         return jnp.sum(jnp.where(x[:WARP] != 0, jnp.int32(1) << lax.iota(jnp.int32, WARP), 0))
     return _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;")
+
+
+def lowest(bits: jax.Array) -> jax.Array:
+    """Number of the lowest bit set."""
+    return 31 - lax.clz(bits & -bits)
 
 
 def count(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -176,53 +256,46 @@ def enter_cluster(*, interpret: bool) -> None:
     go()
 
 
-def attend_share(barrier, *, interpret: bool) -> None:
-    """Takes part in a `share` of the block's other warpgroup, with nothing to give or get."""
+def arrive_cluster(barrier, *, interpret: bool) -> None:
+    """What this thread wrote is seen by those that `wait_cluster`; `barrier`: interpreted, one of all warpgroups."""
     if interpret:
         plgpu.barrier_arrive(barrier)
+        return
+
+    @plgpu.inline_mgpu()
+    def go(_):
+        nvvm.cluster_arrive(aligned=True)
+
+    go()
+
+
+def wait_cluster(barrier, *, interpret: bool) -> None:
+    """Waits until all threads of the cluster arrived."""
+    if interpret:
         plgpu.barrier_wait(barrier)
         return
-    enter_cluster(interpret=interpret)
 
-
-def share(x: jax.Array, inbox, count: int, barrier, *, interpret: bool) -> list[jax.Array]:
-    """The values of x in every block of the cluster, by block. For the first warpgroup; others `attend_share`.
-
-    Args:
-      x: [size] float32, the same everywhere in a block's first warpgroup.
-      inbox: [count] float32: shared memory, not the one of the last `share`; interpreted, global memory of the cluster.
-      count: blocks of the cluster, on axis "part".
-      barrier: interpreted: a cluster barrier at which every warpgroup arrives.
-    """
-    if interpret:
-        inbox[lax.axis_index("part")] = x[0]
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
-        return [jnp.full_like(x, inbox[part]) for part in range(count)]
-    where = lanes.layout(x.shape[0])
-
-    @plgpu.inline_mgpu(
-        arg_types=(where, plgpu.RefType()), return_type=[plgpu.ShapeDtypeStruct(x.shape, x.dtype, where)] * count
-    )
-    def go(_, x, inbox):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pointer = mgpu.utils.memref_ptr(inbox)
-        block = gpu.thread_id(gpu.Dimension.x)
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.utils.c(count, block.type))):
-            rank = arith.index_cast(i32, mgpu.utils.cluster_idx())
-            own = mgpu.utils.getelementptr(pointer, [rank], f32)
-            there = mgpu.utils.get_cluster_ptr(own, arith.index_cast(i32, block))
-            llvm.store(vector.extract(x.registers.item(), [], [0]), there)
-        nvvm.cluster_arrive(aligned=True)
+    @plgpu.inline_mgpu()
+    def go(_):
         nvvm.cluster_wait(aligned=True)
-        found = []
-        for part in range(count):
-            value = llvm.load(f32, mgpu.utils.getelementptr(pointer, [mgpu.utils.c(part, i32)], f32))
-            register = vector.broadcast(ir.VectorType.get((x.layout.vec_size,), f32), value)
-            found.append(mgpu.FragmentedArray(_registers=np.array([register]), _layout=x.layout, _is_signed=None))
-        return found
 
-    return go(x, inbox)
+    go()
+
+
+def put_in_cluster(x: jax.Array, target, blocks: Iterable[int]) -> None:
+    """Writes x [size] to `target` [size], shared memory, of some blocks of the cluster. Not interpreted."""
+
+    @plgpu.inline_mgpu(arg_types=(lanes.layout(x.shape[0]), plgpu.RefType()))
+    def go(_, x, target):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        (register,) = x.registers
+        at = arith.muli(_thread(), mgpu.utils.c(x.layout.vec_size, ir.IntegerType.get_signless(64)))
+        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [at], f32)
+        for block in blocks:
+            there = mgpu.utils.get_cluster_ptr(own, mgpu.utils.c(block, i32), generic=False)
+            llvm.store(register, there, alignment=4 * x.layout.vec_size)
+
+    go(x, target)
 
 
 def _thread():
@@ -231,11 +304,13 @@ def _thread():
     return arith.remui(tid, mgpu.utils.c(lanes.THREADS, i64))
 
 
-def _extend(x):
+def _scalar(x):
     register = x.registers.item()
-    if isinstance(register.type, ir.VectorType):
-        register = vector.extract(register, [], [0])
-    return arith.extsi(ir.IntegerType.get_signless(64), register)
+    return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
+
+
+def _extend(x):
+    return arith.extsi(ir.IntegerType.get_signless(64), _scalar(x))
 
 
 def _global(ref):

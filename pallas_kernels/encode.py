@@ -19,25 +19,21 @@ FP8_BLOCK, MXFP4_BLOCK, NVFP4_GROUP = 64, 32, 16
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
-def encode_row(x: jax.Array, pools, largest: Callable, part, keep, scratch, *, interpret: bool) -> None:
-    """Stores an entry, or a slice of it: pools = references to its (nope [N], rope [R], scale) bytes.
+def encode_row(x: jax.Array, pools, largest: Callable, first, keep, scratch, *, interpret: bool) -> None:
+    """Stores an entry, or some of its channels: pools = references to its (nope [N], rope [R], scale) bytes.
 
     A uint8 scale [(N + R) / 64] takes E8M0 bits a block of 64, zero for RoPE dims; a float32 scale [1] the inverse
     scale.
 
     Args:
-      x: [size] float32: all channels, or in every warp the same 64 of them.
+      x: [size] float32: channels first, first + 1, ...
       largest: of a [size] float32 over all channels of the entry, whoever holds them.
-      part: which 64 channels x holds; None = all.
+      first: a multiple of 64.
       keep: whether to store it. `largest` is called anyway.
     """
     nope, rope, scale = pools
-    size, channel = jnp.abs(x), lanes.channels(x.shape[0])
-    if part is None:
-        real = channel < nope.shape[0]
-    else:
-        channel &= FP8_BLOCK - 1
-        real = jnp.broadcast_to(part * FP8_BLOCK < nope.shape[0], x.shape)
+    size, channel = jnp.abs(x), lanes.channels(x.shape[0]) + first
+    real = channel < nope.shape[0]
     if scale.dtype == jnp.uint8:
         amax = lanes.butterfly(jnp.maximum, size, FP8_BLOCK // 2, 1, scratch, interpret=interpret)
         bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * (1 / E4M3_MAX))
@@ -47,27 +43,16 @@ def encode_row(x: jax.Array, pools, largest: Callable, part, keep, scratch, *, i
         amax = largest(jnp.where(real, size, 0.0))
         stored, every = jnp.maximum(amax * (1 / E4M3_MAX), 1e-12), nope.shape[0] + rope.shape[0]
         factor = lanes.divide_one(stored, interpret=interpret)
-    store = functools.partial(lanes.store_channels, interpret=interpret)
     codes, rounded = _e4m3(x * factor), x.astype(jnp.bfloat16)
 
-    def put(condition, ref, values, channel, every=1):
-        pl.when(keep & condition)(functools.partial(store, ref, values, channel, every=every))
-
-    count = (nope.shape[0] + rope.shape[0]) // FP8_BLOCK
-    if part is None:
-        put(True, nope, codes, channel)
-        put(True, rope, rounded, channel - nope.shape[0])
-    else:
-        first, count = part * FP8_BLOCK, 1
-        put(first < nope.shape[0], nope.at[pl.ds(first, FP8_BLOCK)], codes, channel)
-        put(first >= nope.shape[0], rope.at[pl.ds(first - nope.shape[0], FP8_BLOCK)], rounded, channel)
-    if scale.dtype == jnp.float32:
-        put(True if part is None else part == 0, scale, stored, channel, every)
-        return
-    slices = (nope.shape[0] + rope.shape[0]) // FP8_BLOCK
-    for at in range(0, scale.shape[0], slices):
-        bits = scale.at[pl.ds(at if part is None else at + part, count)]
-        put(True, bits, stored if at == 0 else jnp.zeros_like(stored), channel, every)
+    @pl.when(keep)
+    def _():
+        put = functools.partial(lanes.store_channels, interpret=interpret)
+        put(nope, codes, channel)
+        put(rope, rounded, channel - nope.shape[0])
+        slices = (nope.shape[0] + rope.shape[0]) // every
+        for at in range(0, scale.shape[0], slices):
+            put(scale.at[pl.ds(at, slices)], stored if at == 0 else jnp.zeros_like(stored), channel, every=every)
 
 
 def encode_index(x: jax.Array, pools, index_scale: float, scratch, *, interpret: bool) -> None:

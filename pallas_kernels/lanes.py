@@ -7,6 +7,7 @@ Interpreted, each is a line of jnp.
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -157,11 +158,18 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1, int
 
     Args:
       x: [size]; equal where a channel is equal.
-      channel: [size] int32, of any values; those of a thread are consecutive, the first a multiple of their number.
+      channel: [size] int32, consecutive, the first a multiple of 64.
     """
     n = ref.shape[0]
     if interpret:
-        ref[...] = x[jnp.argmax(channel[None, :] == every * lax.iota(jnp.int32, n)[:, None], axis=1)]
+        for at in range(0, x.shape[0], exact.SLICE):
+            first = channel[at]
+
+            @pl.when((first >= 0) & (first < n * every) & (first % every == 0))
+            def _(at=at, first=first):
+                values = x[at : at + exact.SLICE : every]
+                ref[pl.ds(first // every, values.shape[0])] = values
+
         return
     where = layout(x.shape[0])
 

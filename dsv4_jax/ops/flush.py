@@ -106,7 +106,7 @@ def flush_together(
     """`flush` of several compressors that see the same tokens: the two of a CSA layer, in one launch.
 
     Args:
-      compressors: (state, pool, kv, gate, weights) of each, as in `flush`.
+      compressors: (state, pool, kv [T, width], gate [T, width], weights) of each, as in `flush`.
       slots, positions, dtype, max_query_tokens, implementation: as in `flush`.
 
     Returns:

@@ -13,15 +13,15 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from dsv4_jax import ops
 from dsv4_jax.ops.flush import flush_together
 from dsv4_jax.quant import kv_format
+from pallas_kernels.compressor import Compressor
 from tests.ops.kernels import registers
 from tests.ops.pools import ints, poison, same_bytes
 
 
-# The module, which the package's function of the same name hides.
-kernel = importlib.import_module("pallas_kernels.flush")
+long, short, states = (importlib.import_module(f"pallas_kernels.flush_{name}") for name in ("long", "short", "states"))
 
 SLOTS, MAX_BLOCKS, LAYERS, BLOCK_TOKENS = 3, 4, 2, 128
-# rate, overlap, channels. Interpreted: few channels, and HCA windows of 32 rows; a cluster is two blocks.
+# rate, overlap, channels. Interpreted: few channels, and HCA windows of 32 rows.
 SMALL = {"csa": (4, True, 128), "index": (4, True, 128), "hca": (32, False, 128)}
 RELEASED = {"csa": (4, True, 512), "index": (4, True, 128), "hca": (128, False, 512)}
 LAYERS_OF = {"CSA": ("csa", "index"), "HCA": ("hca",)}
@@ -92,7 +92,11 @@ def flatten(runs, size):
 def test_interpreted_decode(layer, spare, data):
     """One launch. Any slots, positions, paddings and ring wraps; no two threads meet in one place."""
     drawn = data.draw(runs(SMALL[LAYERS_OF[layer][0]][0], 1 + spare))
-    compare("interpret", layer, "v4", *flatten(drawn, 6), max_query_tokens=1 + spare, spare=spare)
+    with pytest.MonkeyPatch.context() as patch:
+        # Four blocks share a window, and pool two parts each; two clusters take three tokens each.
+        patch.setattr(long, "BLOCKS", ((6, 4),))
+        patch.setattr(long, "AT_ONCE", 8)
+        compare("interpret", layer, "v4", *flatten(drawn, 6), max_query_tokens=1 + spare, spare=spare)
 
 
 @pytest.mark.parametrize("layer", LAYERS_OF)
@@ -103,9 +107,14 @@ def test_interpreted_prefill(layer, data):
     rate = SMALL[LAYERS_OF[layer][0]][0]
     drawn = data.draw(runs(rate, 2 * rate + 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "AT_ONCE", 5)
-        patch.setattr(kernel, "CLUSTERS_AT_ONCE", 3)
-        compare("interpret", layer, "per_entry", *flatten(drawn, 3 * rate + 2), spare=1)
+        patch.setattr(short, "AT_ONCE", 5)
+        patch.setattr(states, "AT_ONCE", 7)
+        # Whole windows in one block, at most two of them in each of two.
+        patch.setattr(long, "BLOCKS", ())
+        patch.setattr(long, "AT_ONCE", 2)
+        # HCA: two warpgroups, with half of the channels each.
+        kinds = SMALL | dict(hca=(32, False, 256))
+        compare("interpret", layer, "per_entry", *flatten(drawn, 3 * rate + 2), spare=1, kinds=kinds)
 
 
 def test_refusals_name_the_rule():
@@ -120,11 +129,11 @@ def test_refusals_name_the_rule():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 64, 256])
+@pytest.mark.parametrize("tokens", [1, 20, 256, 300])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("layer", LAYERS_OF)
 def test_decode_on_the_gpu(layer, fmt, tokens):
-    """The released shapes: every window closes; requests at any phase; two tokens a request."""
+    """The released shapes: every window closes; requests at any phase; two tokens a request. HCA: 8, 4, 2, 1 blocks."""
     rate, rng = RELEASED[LAYERS_OF[layer][0]][0], np.random.default_rng(1)
     check = functools.partial(compare, "mosaic_gpu", layer, fmt, kinds=RELEASED, requests=tokens)
     slots = rng.permutation(tokens)
@@ -171,6 +180,21 @@ for layer, kinds in tests.LAYERS_OF.items():
         assert " copy(" not in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
 """)
-    # Two blocks of 256 threads share a multiprocessor's 65536 registers; a prefill's may have one.
-    decode = [registers for name, registers in used.items() if "8192" not in name]
-    assert len(used) == 8 and max(decode) <= 128 and max(used.values()) <= 192, used
+    # Two blocks of 256 threads share a multiprocessor's 65536 registers; one that splits long windows has it alone.
+    csa = [registers for name, registers in used.items() if "CSA" in name]
+    assert len(used) == 8 and max(csa) <= 128 and max(used.values()) <= 192, used
+
+
+@pytest.mark.parametrize("most", [1, 4, 12, None])
+def test_long_windows_find_room(most):
+    """Whatever the call: the tokens are shared out among blocks that all run at once."""
+    state, pool, weights, floats = setup("hca", "v4", kinds=RELEASED, requests=1)
+    for tokens in (1, 8, 64, 256, 1000, 4000):
+        kv = jnp.zeros((tokens, 512), jnp.float32)
+        operands = kv, kv, weights.position_bias, weights.norm_weight, weights.inv_freq, pool.block_table
+        leaves = tuple(jax.tree.leaves(pool.rows))
+        c = Compressor(*operands, state.layer, pool.layer, state.kv, state.gate, leaves, 1e-6, False)
+        plan = long.plan(c, tokens, tokens if most is None else most)
+        assert plan.workers * plan.share >= tokens > (plan.workers - 1) * plan.share
+        assert plan.blocks * plan.workers <= 132 and plan.parts % plan.depth == 0
+        assert 4 * sum(plan.shared.values()) <= long.SHARED_BYTES
