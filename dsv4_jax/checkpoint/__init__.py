@@ -7,3 +7,9 @@ from dsv4_jax.checkpoint.reader import (
     read_file as read_file,
 )
 from dsv4_jax.checkpoint.save import save_release as save_release
+from dsv4_jax.checkpoint.sharding import shard_over as shard_over
+from dsv4_jax.checkpoint.text import (
+    TextStream as TextStream,
+    read_tokenizer as read_tokenizer,
+    write_byte_tokenizer as write_byte_tokenizer,
+)

@@ -1,10 +1,14 @@
 """Fills a model with a checkpoint's tensors."""
 
 import difflib
+import functools
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -12,11 +16,12 @@ from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import track
 
-from dsv4_jax.checkpoint.keys import Weight, detect_naming, is_ignored, weights
+from dsv4_jax.checkpoint import keys
+from dsv4_jax.checkpoint.keys import Weight, is_ignored
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
-from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
+from dsv4_jax.checkpoint.storage import FP8_BLOCK, QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import DeepseekV4ForCausalLM, StoredWeight
 
 
 _log = logging.getLogger(__name__)
@@ -25,53 +30,72 @@ _MAX_COMPARED = 200  # names that each listed one is compared with
 
 
 def load_checkpoint(
-    path: str | Path, config: DSV4Config | None = None, *, dtype: DTypeLike = jnp.bfloat16, progress: bool = False
+    path: str | Path,
+    config: DSV4Config | None = None,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    weights: Literal["stored"] | DTypeLike | None = None,
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None = None,
+    progress: bool = False,
 ) -> DeepseekV4ForCausalLM:
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
 
     Tensors may be F32, BF16, F16, integers, or in the release's quantised storage (FP8 linears, FP4 experts: see
-    `checkpoint.storage`), which is dequantised exactly. Files are mapped, and one parameter is converted at a time.
+    `checkpoint.storage`). Files are mapped, and one parameter is converted at a time and put where it belongs.
 
     Args:
         path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
         config: the model's configuration; None reads config.json beside the tensors.
-        dtype: bfloat16 or float32, of the linear layers; the module decides which parameters are always float32. Both
-            hold every value of the quantised storage exactly.
+        dtype: bfloat16 or float32, of the activations.
+        weights: of embedding and linear weights: bfloat16 or float32, which both hold every value of the quantised
+            storage exactly, or "stored": what is quantised in the files stays so in memory and is dequantised on use,
+            with the same results, the rest is as None. None = `dtype`. The module decides which parameters are always
+            float32.
+        sharding: says by module path and shape where an array goes, e.g. `shard_over(mesh)`; called twice for a weight
+            that stays quantised, with the shape of its codes and of its scales. None = the default device.
         progress: whether to show a progress bar on standard error.
 
     Returns:
         The model. Tensors of multi-token prediction are left out, which is logged.
 
     Raises:
-        ValueError: a broken file (see `reader`); missing, extra, mis-shaped tensors, ones of the wrong kind or with
-            wrong scales, all in one message; NaN or infinite weights, by name.
+        ValueError: `dtype` or `weights` is none of the above; a broken file (see `reader`); missing, extra, mis-shaped
+            tensors, ones of the wrong kind or with wrong scales, all in one message; NaN or infinite weights, by name.
     """
-    path = Path(path)
+    if isinstance(weights, str) and weights not in ("stored", "bfloat16", "float32"):
+        raise ValueError(f"{weights=} must be stored, bfloat16 or float32")
+    path, stay = Path(path), isinstance(weights, str) and weights == "stored"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
+    filled = None if stay else weights
+    abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0), weights=filled))
     stored = read_checkpoint(path)
     if ignored := [name for name in stored if is_ignored(name)]:
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(ignored), ignored[0])
     tensors, wrong_scales = join_scales({name: x for name, x in stored.items() if not is_ignored(name)})
 
-    abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
-    table = list(weights(config, detect_naming(config, stored)))
+    table = list(keys.weights(config, keys.detect_naming(config, stored)))
     shapes = {key: parameter.shape for key, parameter in parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
+    def put(name: str, array: np.ndarray) -> jax.Array:
+        where = None if sharding is None else sharding(name, array.shape)
+        # Waiting keeps the next parameter from being read before this one's host memory is free.
+        return jax.device_put(array, where).block_until_ready()
+
     values, bad = {}, []
     for weight in _with_bar(table) if progress else table:
-        # Piece by piece into the whole: experts lie one by one in the file, and are the largest parameters.
-        value = np.empty((len(weight.sources), *weight.source_shape), dtypes[weight.path])
-        for source, piece in zip(weight.sources, value, strict=True):
-            if problem := _convert(tensors[source].load(), piece, config):
-                bad.append(f"{source} {problem}")
+        pieces = [tensors[source] for source in weight.sources]
+        value = _stored(weight, pieces, dtypes[weight.path]) if stay else None
+        if value is None:
+            value, problems = _converted(weight, pieces, dtypes[weight.path], config)
+            bad += problems
         if not bad:
-            values[weight.path] = jnp.asarray(value.reshape(weight.shape))
+            values[weight.path] = jax.tree.map(functools.partial(put, weight.path), value)
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     return nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values[_dotted(key)]), state))
@@ -83,6 +107,34 @@ def _with_bar(table: list[Weight]) -> Iterable[Weight]:
 
 def _dotted(key: tuple[object, ...]) -> str:
     return ".".join(map(str, key))
+
+
+def _stored(weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype: np.dtype) -> StoredWeight | None:
+    """The weight as it is stored, in host memory; None if it cannot stay quantised."""
+    quantised = [piece for piece in pieces if isinstance(piece, QuantisedTensor) and piece.can_stay]
+    if len(quantised) < len(pieces) or len({piece.dtype for piece in quantised}) > 1:
+        return None
+    first = quantised[0]
+    # Where several pieces are one matrix, none may end within a block of rows: the next piece has scales of its own.
+    if first.dtype == "FP8" and first.shape[0] % FP8_BLOCK and len(pieces) > math.prod(weight.shape[:-2]):
+        return None
+
+    def join(tensors: list[StoredTensor]) -> np.ndarray:
+        whole = np.concatenate([tensor.data for tensor in tensors])
+        return whole.reshape(*weight.shape[:-2], -1, tensors[0].shape[-1])
+
+    codes, scale = join([piece.codes for piece in quantised]), join([piece.scale for piece in quantised])
+    return StoredWeight(codes, scale, first.dtype, dtype)
+
+
+def _converted(
+    weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype: np.dtype, config: DSV4Config
+) -> tuple[np.ndarray, list[str]]:
+    """The weight's values in the parameter's dtype, and what is wrong with them."""
+    # Piece by piece into the whole: experts lie one by one in the file, and are the largest parameters.
+    value = np.empty((len(pieces), *weight.source_shape), dtype)
+    found = ((piece.name, _convert(piece.load(), into, config)) for piece, into in zip(pieces, value, strict=True))
+    return value.reshape(weight.shape), [f"{name} {problem}" for name, problem in found if problem]
 
 
 def _convert(stored: np.ndarray, into: np.ndarray, config: DSV4Config) -> str:

@@ -162,7 +162,8 @@ def _e8m0(exponents):
     return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
 
 
-def _kind(name: str, shape: tuple[int, ...]) -> str:
+def stored_kind(name: str, shape: tuple[int, ...]) -> str:
+    """What the release stores a tensor [*shape] of this name as: "F8_E4M3", "I8" (FP4), "I64", "F32" or "BF16"."""
     if ".ffn.experts." in name and shape[-1] % FP4_GROUP == 0:
         return "I8"
     if name.endswith("tid2eid"):
@@ -172,7 +173,7 @@ def _kind(name: str, shape: tuple[int, ...]) -> str:
 
 def _entries(name: str, shape: tuple[int, ...]) -> list[_Entry]:
     """The tensors that a weight becomes: itself, or codes and scales."""
-    kind, scale = _kind(name, shape), name.removesuffix("weight") + "scale"
+    kind, scale = stored_kind(name, shape), name.removesuffix("weight") + "scale"
     if kind == "F8_E4M3":
         blocks = -(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)
         return [_Entry(name, kind, shape), _Entry(scale, "F8_E8M0", blocks)]
@@ -188,7 +189,7 @@ def _tensors(table: Any, parameters: dict[str, Any]) -> Iterator[np.ndarray]:
         assert isinstance(weight, Weight)
         value = np.asarray(parameters[weight.path][...]).reshape(len(weight.sources), *weight.source_shape)
         for source, piece in zip(weight.sources, value, strict=True):
-            kind = _kind(source, piece.shape)
+            kind = stored_kind(source, piece.shape)
             if kind in ("F8_E4M3", "I8"):
                 yield from (quantise_fp8 if kind == "F8_E4M3" else quantise_fp4)(piece.astype(np.float32))
             else:

@@ -9,6 +9,7 @@ An e8m0 byte e is 2 ** (e - 127), 255 is NaN. What is stored decides, tensor by 
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,8 @@ from dsv4_jax.checkpoint.reader import StoredTensor
 
 FP8_BLOCK = 128
 FP4_GROUP = 32
+# Within these e8m0 bytes every code's value is a normal number, or zero: 448 * 2 ** 119 and 2 ** -9 * 2 ** -117.
+STORED_SCALES = 10, 246
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -42,8 +45,8 @@ class QuantisedTensor:
         return self.codes.file
 
     @property
-    def dtype(self) -> str:
-        """ "FP8" or "FP4"."""
+    def dtype(self) -> Literal["FP8", "FP4"]:
+        """The storage, where a `StoredTensor` has its dtype."""
         return "FP4" if self.codes.dtype == "I8" else "FP8"
 
     @property
@@ -52,8 +55,17 @@ class QuantisedTensor:
         rows, columns = self.codes.shape
         return (rows, 2 * columns) if self.dtype == "FP4" else (rows, columns)
 
+    @property
+    def can_stay(self) -> bool:
+        """Whether a device can compute every value exactly: none is NaN, infinite or subnormal in float32."""
+        low, high = STORED_SCALES
+        if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
+            return False
+        return self.dtype == "FP4" or not np.any(self.codes.data & 0x7F == 0x7F)
+
+    @np.errstate(over="ignore")  # whoever loads looks for infinite values
     def load(self) -> np.ndarray:
-        """[out, in] float32, exactly the stored values."""
+        """[out, in] float32, exactly the stored values; infinite where they are larger than float32's."""
         rows, columns = self.shape
         # 2 ** (e - 127) as float32 bits, e = 0 and NaN (255) included.
         scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape).astype(np.float32)

@@ -1,5 +1,6 @@
 """What the commands share. Importing it does not import JAX."""
 
+import logging
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,9 +11,14 @@ import tyro
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
     from dsv4_jax.host import KVCacheManager
+    from dsv4_jax.nn import DeepseekV4ForCausalLM
 
 CacheFormat = Literal["v4", "per_entry", "plain"]
 Dtype = Literal["float32", "bfloat16"]
+Weights = Annotated[
+    Literal["stored", "bfloat16", "float32"] | None,
+    tyro.conf.arg(metavar="{stored,bfloat16,float32}", help_behavior_hint=""),
+]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 BLOCK_TOKENS = 128  # a multiple of every compression rate in use
@@ -28,6 +34,23 @@ def read_config(checkpoint: Path) -> "DSV4Config":
     from dsv4_jax.config import DSV4Config
 
     return DSV4Config.from_hf(checkpoint.with_name("config.json") if checkpoint.is_file() else checkpoint)
+
+
+def load_model(
+    checkpoint: Path, config: "DSV4Config", dtype: Dtype, weights: Weights, *, progress: bool
+) -> "DeepseekV4ForCausalLM":
+    """Reads the weights, as the options --dtype and --weights say; of the user's own, tells what it leaves out."""
+    import jax.numpy as jnp
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    from dsv4_jax.checkpoint import load_checkpoint
+
+    log = logging.getLogger("dsv4_jax")
+    if checkpoint != packaged_checkpoint() and not log.handlers:
+        log.setLevel(logging.INFO)
+        log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_level=False, show_path=False))
+    return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress)
 
 
 def make_manager(

@@ -16,7 +16,9 @@ from dsv4_jax.cli.common import (
     CacheFormat,
     Dtype,
     JsonFlag,
+    Weights,
     check_positive,
+    load_model,
     make_manager,
     packaged_checkpoint,
     read_config,
@@ -25,29 +27,40 @@ from dsv4_jax.cli.common import (
 
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from dsv4_jax.cache import CacheSchema
+
+_DEFAULT_TEXT = "In the beginning"
+_DEFAULT_IDS = "5,17,42"
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Generates tokens from a prompt through the quantised cache.
+    """Generates from a prompt through the quantised cache.
 
-    Prints the ids of the new tokens as they come, then how fast they came, how many programs were compiled and what
-    the cache takes. Needs no arguments: a tiny checkpoint with random weights comes with the package.
+    Prints the prompt and the new text as it comes, or the ids of the new tokens where the checkpoint has no
+    tokenizer.json; then how fast they came, how many programs were compiled and what the cache takes. Needs no
+    arguments: a tiny checkpoint comes with the package.
 
     For example:
       dsv4-jax generate
-      dsv4-jax generate --prompt-ids 5,17,42 --temperature 0.8 --top-p 0.95
+      dsv4-jax generate --checkpoint path/to/folder --prompt "In the beginning" --temperature 0.8 --top-p 0.95
+      dsv4-jax generate --prompt-ids 5,17,42 --weights stored
       dsv4-jax generate --checkpoint path/to/folder --cache-format plain --json
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
         Default: the packaged tiny model.
-      prompt_ids: token ids of the prompt, separated by commas.
+      prompt: the prompt as text; special tokens may be written out. Needs a tokenizer.json in the checkpoint's folder.
+        Default with one: In the beginning
+      prompt_ids: the prompt as token ids, separated by commas. Default without a tokenizer: 5,17,42
       max_new_tokens: most tokens to generate.
       cache_format: what the cache's bytes mean. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
         scale a row. plain: not quantised.
-      dtype: of weights and activations.
+      dtype: of activations, and of weights unless --weights says otherwise.
+      weights: how embedding and linear weights lie in memory. stored: what is FP8 or FP4 in the files stays so and is
+        dequantised on use, with the same results. Default: --dtype.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: draw among this many likeliest tokens; 0 = all.
       top_p: draw among the likeliest tokens that together have this probability; 1 = all.
@@ -56,14 +69,17 @@ class Generate:
       ignore_eos: go on after the model's end token.
       on_device_loop: decode in one program that runs on the device without asking the host between tokens; they are
         printed at the end. Runs a second time where the first one had to compile, to measure the speed.
-      as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device.
+      as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device,
+        and text where there is a tokenizer.
     """
 
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    prompt_ids: Annotated[str, tyro.conf.arg(metavar="1,2,3")] = "5,17,42"
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    prompt_ids: Annotated[str | None, tyro.conf.arg(metavar="1,2,3", help_behavior_hint="")] = None
     max_new_tokens: int = 32
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
+    weights: Weights = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -76,23 +92,23 @@ class Generate:
     def run(self) -> None:
         """Runs the command; raises ValueError or OSError where the user has to change something."""
         import jax
-        import jax.numpy as jnp
 
-        from dsv4_jax.checkpoint import load_checkpoint
+        from dsv4_jax.checkpoint import TextStream, read_tokenizer
         from dsv4_jax.decode import Sampling, generate, stream
 
         # All that can be wrong is found before the weights are read.
         check_positive(max_new_tokens=self.max_new_tokens, chunk=self.chunk)
         sampling = Sampling(self.temperature, self.top_k, self.top_p)
-        prompt = _parse_ids(self.prompt_ids)
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint)
+        tokenizer = read_tokenizer(checkpoint)
+        option, prompt = self._read_prompt(tokenizer)
         # The last token is drawn, never stored.
         manager = make_manager(config, 1, len(prompt) + self.max_new_tokens - 1, self.cache_format, self.dtype)
-        manager.check_ids(prompt, "--prompt-ids")
+        manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()
-        model = load_checkpoint(checkpoint, config, dtype=jnp.dtype(self.dtype), progress=bar)
+        model = load_model(checkpoint, config, self.dtype, self.weights, progress=bar)
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens,
             sampling=sampling,
@@ -100,16 +116,34 @@ class Generate:
             stop_tokens=() if self.ignore_eos else config.eos_token_id,
             chunk=self.chunk,
         )
-        show = _ignore if self.as_json else _show
+        text = None if tokenizer is None else TextStream(tokenizer)
+        show = _ignore if self.as_json else _show_id if text is None else lambda token: _show_text(text.add(token))
+        if text is not None and not self.as_json:
+            _show_text("".join(map(text.add, prompt)))
         if self.on_device_loop:
             run = _measure_loop(lambda: generate(model, manager, [prompt], **options)[0], show)
         else:
             run = _measure_stream(stream(model, manager, [prompt], **options), show)
         device = jax.devices()[0].device_kind
         if self.as_json:
-            print(json.dumps(_report(run, manager.schema, device)))
+            report = _report(run, manager.schema, device)
+            if tokenizer is not None:
+                report["text"] = tokenizer.decode([*prompt, *run.tokens])[len(tokenizer.decode(prompt)) :]
+            print(json.dumps(report))
         else:
+            if text is not None:
+                _show_text(text.finish())
             _print_table(run, manager.schema, device)
+
+    def _read_prompt(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
+        """The option that decides, and token ids."""
+        if self.prompt is not None and self.prompt_ids is not None:
+            raise ValueError("--prompt and --prompt-ids exclude each other: give one of them")
+        if self.prompt_ids is not None or (self.prompt is None and tokenizer is None):
+            return "--prompt-ids", _parse_ids(_DEFAULT_IDS if self.prompt_ids is None else self.prompt_ids)
+        if tokenizer is None:
+            raise ValueError("--prompt needs a tokenizer.json beside the weights, and there is none: use --prompt-ids")
+        return "--prompt", tokenizer.encode(_DEFAULT_TEXT if self.prompt is None else self.prompt).ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +167,12 @@ def _parse_ids(text: str) -> list[int]:
         raise ValueError(f"--prompt-ids {text!r} must be whole numbers separated by commas, such as 5,17,42") from None
 
 
-def _show(token: int) -> None:
+def _show_id(token: int) -> None:
     print(token, end=" ", flush=True)
+
+
+def _show_text(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _ignore(token: int) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
@@ -10,7 +10,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from dsv4_jax.cli.common import CacheFormat, Dtype, check_positive, make_manager, read_config
+from dsv4_jax.cli.common import (
+    CacheFormat,
+    Dtype,
+    Weights,
+    check_positive,
+    load_model,
+    make_manager,
+    read_config,
+)
+
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,62 +30,76 @@ class Score:
     """Computes how likely given tokens are, reading them through the cache.
 
     All rows run as one batch: the first P tokens in chunks of N, the others one at a time, as in decoding. Prints each
-    row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1, each given those before it.
+    row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1, each given those before it;
+    and bits per byte of text, where the checkpoint has a tokenizer.json by which the tokens are a text.
     With a plain float32 cache P and N change nothing but rounding, which is a way to check the cache.
 
     For example:
-      dsv4-jax score --checkpoint path/to/folder --ids ids.npy --out scores.npz
+      dsv4-jax score --checkpoint path/to/folder --text held_out.txt --out scores.npz --index-topk 64
       dsv4-jax score --checkpoint path/to/folder --ids ids.npy --out scores.npz --chunk 16 --decode-from 48 --layers
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
+      out: .npz file to write: logits [B, T, vocab], log_likelihoods [B, T-1], perplexity [B] and, if known,
+        bits_per_byte [B], float32.
       ids: .npy file with integer token ids [B, T], T at least 2.
-      out: .npz file to write: logits [B, T, vocab], log_likelihoods [B, T-1] and perplexity [B], float32.
+      text: UTF-8 file to score as one row, in place of --ids. Needs a tokenizer.json in the checkpoint's folder.
       chunk: N, prompt tokens of each row that go through the model at once.
       decode_from: P; 0 = every token one at a time. Default: T, so that all tokens go in chunks.
       cache_format: what the cache's bytes mean. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
         scale a row. plain: not quantised.
-      dtype: of weights and activations.
+      dtype: of activations, and of weights unless --weights says otherwise.
+      weights: how embedding and linear weights lie in memory. stored: what is FP8 or FP4 in the files stays so and is
+        dequantised on use, with the same results. Default: --dtype.
+      index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
+      window_only: attend to the window alone and to no compressed entry, in any layer.
       layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, what enters and leaves the attention of each
         layer L.
     """
 
     checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    ids: Annotated[Path, tyro.conf.arg(metavar="FILE.npy")]
     out: Annotated[Path, tyro.conf.arg(metavar="FILE.npz")]
+    ids: Annotated[Path | None, tyro.conf.arg(metavar="FILE.npy", help_behavior_hint="")] = None
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE.txt", help_behavior_hint="")] = None
     chunk: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     decode_from: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
+    weights: Weights = None
+    index_topk: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
+    window_only: bool = False
     layers: bool = False
 
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
-        import jax.numpy as jnp
-
-        from dsv4_jax.checkpoint import load_checkpoint
+        from dsv4_jax.checkpoint import read_tokenizer
         from dsv4_jax.cli.scoring import score_ids
 
         # All that can be wrong is found before the weights are read.
         check_positive(chunk=self.chunk)
         if self.out.is_dir() or not self.out.parent.is_dir():
             raise ValueError(f"--out {self.out} must name a file in an existing folder")
-        ids = _read_ids(self.ids)
+        config = read_config(self.checkpoint)
+        if self.index_topk is not None:
+            check_positive(index_topk=self.index_topk)
+            config = dataclasses.replace(config, index_topk=self.index_topk)
+        tokenizer = read_tokenizer(self.checkpoint)
+        ids = self._read_tokens(tokenizer)
         rows, total = ids.shape
         prefill = total if self.decode_from is None else self.decode_from
         if not 0 <= prefill <= total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        config = read_config(self.checkpoint)
         manager = make_manager(config, rows, total, self.cache_format, self.dtype)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        model = load_checkpoint(self.checkpoint, config, dtype=jnp.dtype(self.dtype))
+        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
+        steps = score_ids(model, manager, ids, sizes, layers=self.layers, window_only=self.window_only)
         results: dict[str, Any] = {}
         at = 0
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("Scoring", total=total)
-            for part, n in zip(score_ids(model, manager, ids, sizes, layers=self.layers), sizes, strict=True):
+            for part, n in zip(steps, sizes, strict=True):
                 for name, value in part.items():
                     whole = results.setdefault(name, np.empty((rows, total, value.shape[-1]), np.float32))
                     whole[:, at : at + n] = value
@@ -81,9 +107,30 @@ class Score:
                 progress.advance(bar, n)
         likelihoods = np.stack([_log_likelihoods(*row) for row in zip(results["logits"], ids, strict=True)])
         means = likelihoods.mean(axis=1)
+        results |= dict(log_likelihoods=likelihoods, perplexity=np.exp(-means))
+        if tokenizer and (lengths := _text_bytes(tokenizer, ids)):
+            nats = -likelihoods.sum(axis=1, dtype=np.float64)
+            results["bits_per_byte"] = (nats / np.log(2) / lengths).astype(np.float32)
         with self.out.open("wb") as file:  # savez would add an ending to a bare name
-            np.savez(file, log_likelihoods=likelihoods, perplexity=np.exp(-means), **results)
-        _print_table(means, total)
+            np.savez(file, **results)
+        _print_table(means, results.get("bits_per_byte"), total)
+
+    def _read_tokens(self, tokenizer: "Tokenizer | None") -> np.ndarray:
+        """[B, T] ids of the file that was given."""
+        if (self.ids is None) == (self.text is None):
+            raise ValueError("give --ids or --text, one of them")
+        if self.ids is not None:
+            return _read_ids(self.ids)
+        assert self.text is not None
+        if tokenizer is None:
+            raise ValueError("--text needs a tokenizer.json beside the weights, and there is none: use --ids")
+        try:
+            ids = tokenizer.encode(self.text.read_bytes().decode()).ids
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text {self.text} is no UTF-8 text: {error}") from None
+        if len(ids) < 2:
+            raise ValueError(f"--text {self.text} has {len(ids)} tokens; scoring needs at least 2")
+        return np.asarray([ids], np.int32)
 
 
 def _read_ids(path: Path) -> np.ndarray:
@@ -97,6 +144,17 @@ def _read_ids(path: Path) -> np.ndarray:
     return ids
 
 
+def _text_bytes(tokenizer: "Tokenizer", ids: np.ndarray) -> list[int]:
+    """Bytes of UTF-8 that the tokens of each row but its first are; nothing if some row is not the tokens of a text."""
+    lengths = []
+    for row in ids.tolist():
+        first, text = (tokenizer.decode(part, skip_special_tokens=False) for part in (row[:1], row))
+        if tokenizer.encode(text, add_special_tokens=False).ids != row or not text.startswith(first):
+            return []
+        lengths.append(len(text.encode()) - len(first.encode()))
+    return lengths if all(lengths) else []
+
+
 def _log_likelihoods(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """[T-1] float32 log-probabilities of ids[1:] from logits [T, vocab], each from the row before it."""
     logits = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
@@ -104,8 +162,9 @@ def _log_likelihoods(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return (chosen - np.log(np.exp(logits).sum(axis=1, dtype=np.float64))).astype(np.float32)
 
 
-def _print_table(means: np.ndarray, total: int) -> None:
-    table = Table("row", "tokens scored", "mean log-likelihood", "perplexity")
+def _print_table(means: np.ndarray, bits: np.ndarray | None, total: int) -> None:
+    table = Table("row", "tokens scored", "mean log-likelihood", "perplexity", *[] if bits is None else ["bits a byte"])
     for row, mean in enumerate(means):
-        table.add_row(str(row), str(total - 1), f"{mean:.4f}", f"{np.exp(-mean):.3f}")
+        cells = [str(row), str(total - 1), f"{mean:.4f}", f"{np.exp(-mean):.3f}"]
+        table.add_row(*cells, *[] if bits is None else [f"{bits[row]:.4f}"])
     Console().print(table)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.cli.ablation import WindowOnlyCache
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 
@@ -33,7 +34,13 @@ def score_step(
 
 
 def score_ids(
-    model: DeepseekV4ForCausalLM, manager: KVCacheManager, ids: np.ndarray, sizes: Sequence[int], *, layers: bool
+    model: DeepseekV4ForCausalLM,
+    manager: KVCacheManager,
+    ids: np.ndarray,
+    sizes: Sequence[int],
+    *,
+    layers: bool = False,
+    window_only: bool = False,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Runs all rows as one batch of requests in lockstep.
 
@@ -43,6 +50,7 @@ def score_ids(
       ids: [B, T] token ids.
       sizes: tokens of each row that each step takes; their sum is T.
       layers: as for `score_step`.
+      window_only: attend to no compressed entry, in any layer.
 
     Yields:
       What `score_step` returns for the n tokens of a step, each array [B, n, ...].
@@ -50,6 +58,8 @@ def score_ids(
     rows = len(ids)
     slots = [manager.admit(row) for row in ids]
     cache, at = manager.init_cache(), 0
+    if window_only:
+        cache = WindowOnlyCache.of(cache)
     for n in sizes:
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
         results, cache = score_step(model, cache, batch, layers=layers)

@@ -7,6 +7,7 @@ from dsv4_jax.nn.indexer import CSAIndexer, IndexerScorer
 from dsv4_jax.nn.linear import Embedding, GroupedLinear, Linear, RMSNorm
 from dsv4_jax.nn.model import DecoderLayer, DeepseekV4ForCausalLM, DeepseekV4Model
 from dsv4_jax.nn.moe import MLP, Experts, HashRouter, HashTable, MoE, Router, TopKRouter, swiglu
+from dsv4_jax.nn.stored import StoredWeight
 
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MoE",
     "RMSNorm",
     "Router",
+    "StoredWeight",
     "TopKRouter",
     "expand_streams",
     "sinkhorn",

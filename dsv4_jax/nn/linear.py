@@ -20,14 +20,21 @@ def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array
     """`x @ weight.T` with exact products and float32 sums.
 
     Args:
-      x: [..., n], of the weight's dtype.
+      x: [..., n].
       weight: [m, n], [out, in] as in the checkpoint.
 
     Returns:
       [..., m] float32, not rounded.
     """
+    x, weight = same_dtype(x, weight)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, precision="highest", preferred_element_type=jnp.float32)
+
+
+def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Both in the wider of their dtypes: weights may be float32 beside bfloat16 activations, or the other way."""
+    dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    return x.astype(dtype), weight.astype(dtype)
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
@@ -46,7 +53,7 @@ class Linear(nnx.Module):
         self.weight = normal(rngs, (out_features, in_features), dtype)
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-        """[..., in_features] to [..., out_features]; both in the weight's dtype."""
+        """[..., in_features] to [..., out_features] in the same dtype."""
         return round_to(matmul(x, self.weight[...]), x.dtype)
 
 
@@ -61,10 +68,10 @@ class GroupedLinear(nnx.Module):
         self.weight = normal(rngs, (groups * out_features, in_features), dtype)
 
     def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
-        """[T, groups, in_features] to [T, groups * out_features]; both in the weight's dtype."""
+        """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
         tokens, groups, _ = x.shape
-        weight = self.weight[...].reshape(groups, -1, x.shape[2])
-        y = jnp.einsum("tgn,gmn->tgm", x, weight, precision="highest", preferred_element_type=jnp.float32)
+        operands = same_dtype(x, self.weight[...].reshape(groups, -1, x.shape[2]))
+        y = jnp.einsum("tgn,gmn->tgm", *operands, precision="highest", preferred_element_type=jnp.float32)
         return round_to(y.reshape(tokens, -1), x.dtype)
 
 

@@ -1,5 +1,6 @@
 """The DeepSeek-V4 language model on flat ragged tokens; the cache goes in and comes out, no module holds it."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -11,6 +12,7 @@ from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, expand_streams
 from dsv4_jax.nn.linear import Embedding, Linear, RMSNorm, matmul
 from dsv4_jax.nn.moe import MoE
+from dsv4_jax.quant import round_to
 
 
 class DecoderLayer(nnx.Module):
@@ -57,11 +59,12 @@ class DeepseekV4Model(nnx.Module):
       hc_head: HyperHead.
     """
 
-    def __init__(self, config: DSV4Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, *, dtype: DTypeLike, weights: DTypeLike, rngs: nnx.Rngs):
         self.hc_mult = config.hc_mult
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.dtype = jnp.dtype(dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=weights, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
+            [DecoderLayer(config, layer, dtype=weights, rngs=rngs) for layer in range(config.num_hidden_layers)]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.hc_head = HyperHead(config, rngs=rngs)
@@ -71,9 +74,11 @@ class DeepseekV4Model(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVCache]:
         """Runs one step: see `DeepseekV4ForCausalLM`."""
         cache = cache.begin_step(batch)
-        x = self.embed_tokens(batch.token_ids)
+        x = round_to(self.embed_tokens(batch.token_ids), self.dtype)
         streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.hc_mult, x.shape[1]))
         for layer in self.layers:
+            # Or XLA would dequantise stored weights of all layers at once, or before a loop that calls this.
+            layer, streams = jax.lax.optimization_barrier((layer, streams))
             streams, cache = layer(streams, batch, cache, record=record)
         return self.norm(self.hc_head(streams)), cache
 
@@ -90,24 +95,34 @@ class DeepseekV4ForCausalLM(nnx.Module):
       lm_head: Linear, hidden to vocab.
     """
 
-    def __init__(self, config: DSV4Config, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self,
+        config: DSV4Config,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+        *,
+        weights: DTypeLike | None = None,
+    ):
         """Makes the model.
 
         Args:
           config: the model's shape.
-          dtype: of activations and linear weights, bfloat16 or float32; norms, sinks, compressors, routers and
-            hyper-connections are float32 in either case.
+          dtype: of activations, bfloat16 or float32.
           rngs: source of the random weights; None = seed 0.
+          weights: dtype of embedding and linear weights, bfloat16 or float32; None = `dtype`. Norms, sinks,
+            compressors, routers and hyper-connections are float32 in any case.
 
         Raises:
-          ValueError: `dtype` is another one.
+          ValueError: `dtype` or `weights` is another one.
         """
-        if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-            raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
+        weights = dtype if weights is None else weights
+        for name, value in dict(dtype=dtype, weights=weights).items():
+            if jnp.dtype(value) not in (jnp.bfloat16, jnp.float32):
+                raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(value)}")
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
-        self.model = DeepseekV4Model(config, dtype=dtype, rngs=rngs)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        self.model = DeepseekV4Model(config, dtype=dtype, weights=weights, rngs=rngs)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=weights, rngs=rngs)
 
     def __call__(
         self, batch: Batch, cache: KVCache, *, record: dict | None = None

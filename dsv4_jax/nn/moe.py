@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.linear import Linear, matmul, normal
+from dsv4_jax.nn.linear import Linear, matmul, normal, same_dtype
 from dsv4_jax.quant import round_to
 
 
@@ -83,7 +83,7 @@ class HashRouter(Router):
 
 
 def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
-    """`silu(min(gate, limit)) * clip(up, -limit, limit)` in float32, not rounded."""
+    """`silu(min(gate, limit)) * clip(up, -limit, limit)` of [T, n] values, in float32, not rounded."""
     clamped = jnp.minimum(gate.astype(jnp.float32), limit)
     return jax.nn.silu(clamped) * jnp.clip(up.astype(jnp.float32), -limit, limit)
 
@@ -129,11 +129,10 @@ class Experts(nnx.Module):
         """`sum_j down_j(weights[t, j] * swiglu_j(x[t]))` over the experts j of each token.
 
         As in the release the routing weight enters before the last linear, which decides where bfloat16 rounds.
-        The (token, expert) pairs are sorted by expert, so that each expert is one group of a ragged matmul; the sum
-        over a token's experts runs in routing order, whatever else is in the batch.
+        The sum over a token's experts runs in routing order, whatever else is in the batch.
 
         Args:
-          x: [T, hidden] in the weights' dtype.
+          x: [T, hidden].
           experts: [T, k] int32 in [0, E).
           weights: [T, k] float32.
 
@@ -142,11 +141,25 @@ class Experts(nnx.Module):
         """
         tokens, k = experts.shape
         by_expert = experts.reshape(-1)
-        order = jnp.argsort(by_expert)
-        sizes = jnp.bincount(by_expert, length=self.gate_up_proj.shape[0])
-        gate, up = jnp.split(_ragged_linear(x[order // k], self.gate_up_proj[...], sizes), 2, axis=1)
+        if by_expert.size < self.gate_up_proj.shape[0]:
+            # Fewer (token, expert) pairs than experts, as in decoding: only the matrices of these experts are read,
+            # and dequantised where they are stored so.
+            order = jnp.arange(by_expert.size, dtype=jnp.int32)
+
+            def linear(x, weight):
+                return _paired_linear(x, weight[by_expert])
+
+        else:
+            # Sorted by expert, each expert is one group of a ragged matmul.
+            order = jnp.argsort(by_expert)
+            sizes = jnp.bincount(by_expert, length=self.gate_up_proj.shape[0])
+
+            def linear(x, weight):
+                return _ragged_linear(x, weight[...], sizes)
+
+        gate, up = jnp.split(linear(x[order // k], self.gate_up_proj), 2, axis=1)
         inner = swiglu(gate, up, self.limit) * weights.reshape(-1)[order][:, None]
-        y = _ragged_linear(round_to(inner, x.dtype), self.down_proj[...], sizes)
+        y = linear(round_to(inner, x.dtype), self.down_proj)
         y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
         return jnp.sum(y.astype(jnp.float32), axis=1)
 
@@ -172,14 +185,18 @@ class MoE(nnx.Module):
         return round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype)
 
 
-# [rows, n] x [groups, m, n] -> [rows, m]: the rows fall into consecutive groups, one matrix each.
-_ROWS_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
+def _paired_linear(x, weight):
+    """[rows, n] x [rows, m, n] -> [rows, m] in x's dtype: a matrix for each row."""
+    y = jnp.einsum("pn,pmn->pm", *same_dtype(x, weight), precision="highest", preferred_element_type=jnp.float32)
+    return round_to(y, x.dtype)
 
 
 def _ragged_linear(x, weight, sizes):
+    """[rows, n] x [groups, m, n] -> [rows, m] in x's dtype: the rows fall into consecutive groups, one matrix each."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
     y = jax.lax.ragged_dot_general(
-        x, weight, sizes, _ROWS_BY_GROUP, precision="highest", preferred_element_type=jnp.float32
+        *same_dtype(x, weight), sizes, numbers, precision="highest", preferred_element_type=jnp.float32
     )
     return round_to(y, x.dtype)

@@ -15,6 +15,7 @@ from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, sav
 from dsv4_jax.checkpoint.save import quantise_fp4, quantise_fp8
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn import StoredWeight
 from tests.paths import DATA, PACKAGED
 
 
@@ -133,9 +134,58 @@ def test_wrong_scales_are_reported_by_name(tmp_path, change, message):
         content | {prefix + name: np.ascontiguousarray(x) for name, x in part.items()}, folder / "model.safetensors"
     )
     with pytest.raises(ValueError) as error:
-        load_checkpoint(folder)
+        load_checkpoint(folder, weights="stored")
     assert message in str(error.value)
     assert "missing:" not in str(error.value) and "extra:" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "scale", "stays"),
+    [
+        ("FP8", 0x7E, 246, True),  # 448 * 2 ** 119
+        ("FP8", 0x7E, 247, False),
+        ("FP8", 0x01, 10, True),  # 2 ** -9 * 2 ** -117, the least normal number
+        ("FP8", 0x01, 9, False),
+        ("FP8", 0xFF, 127, False),  # NaN
+        ("FP4", 0x77, 246, True),
+        ("FP4", 0xFF, 127, True),  # -6 twice
+        ("FP4", 0x77, 255, False),  # NaN
+        ("FP4", 0x11, 0, False),
+    ],
+)
+def test_what_a_device_computes_exactly_may_stay_quantised(tmp_path, kind, code, scale, stays):
+    codes = np.full((2, 16 if kind == "FP4" else 32), code, np.uint8)
+    codes = codes.view(np.int8 if kind == "FP4" else ml_dtypes.float8_e4m3fn)
+    scales = np.full((2, 1) if kind == "FP4" else (1, 1), scale, np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    tensors, problems = join_scales(stored(tmp_path, **{"a.weight": codes, "a.scale": scales}))
+    assert not problems
+    assert tensors["a.weight"].can_stay == stays
+    smallest = np.abs(tensors["a.weight"].load()).min()
+    assert stays == (np.finfo(np.float32).tiny <= smallest < np.inf)
+
+
+def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
+    model = load_checkpoint(FP8, dtype=jnp.float32, weights="stored")
+    held = {".".join(map(str, key)): value.get_value() for key, value in nnx.to_flat_state(nnx.state(model))}
+    quantised = {name: value.kind for name, value in held.items() if isinstance(value, StoredWeight)}
+    assert quantised["model.layers.1.mlp.experts.gate_up_proj"] == "FP4"
+    assert quantised["model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"] == "FP8"
+    assert len(quantised) == 4 * (2 + 5 + 3) + 2  # experts, attention, shared experts; indexers
+    # Byte for byte what lies in the files, scales included.
+    assert sum(held[name].codes.nbytes + held[name].scale.nbytes for name in quantised) == sum(
+        tensor.data.size
+        for name, tensor in read_checkpoint(FP8).items()
+        if tensor.quantised and not name.startswith("mtp.")
+    )
+    save_release(model, tmp_path)
+    again = flat(load_checkpoint(tmp_path, dtype=jnp.float32))
+    for name, value in flat(release).items():
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
+def test_unknown_weights_are_refused():
+    with pytest.raises(ValueError, match="weights='fp8' must be stored, bfloat16 or float32"):
+        load_checkpoint(FP8, weights="fp8")
 
 
 def test_scales_without_a_weight_are_extra(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache import CacheSchema
+from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.config import DSV4Config
 from tests.paths import DATA, PACKAGED
 
@@ -63,6 +64,7 @@ def test_on_device_loop_equals_transformers(run):
     options = ["--max-new-tokens", "48", "--ignore-eos", "--on-device-loop", "--json"]
     report = json.loads(run("generate", *plain, "--prompt-ids", prompt, *options))
     assert report["tokens"] == golden["greedy_tokens"][0].tolist()
+    assert "text" not in report  # there is no tokenizer
     # The prompt but its last token, and the loop; the run that is timed compiles nothing.
     assert report["compilations"] == 2
     assert report["timed_tokens"] == 48
@@ -105,3 +107,44 @@ def test_broken_checkpoints_are_explained(refused, tmp_path):
     assert "truncated or no safetensors file" in refused("generate", "--checkpoint", tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in refused("generate", "--checkpoint", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def with_text(tmp_path_factory):
+    """hf_tiny, its 160 tokens being bytes: options of a checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DATA / "hf_tiny" / name, folder)
+    write_byte_tokenizer(folder / "tokenizer.json", {})
+    return ["--checkpoint", folder, "--cache-format", "plain", "--dtype", "float32", "--max-new-tokens", "12"]
+
+
+def test_text_in_text_out(run, with_text):
+    """The prompt is the default one, so that all runs share two programs."""
+    text = "In the beginning"
+    report = json.loads(run("generate", *with_text, "--prompt", text, "--ignore-eos", "--json"))
+    by_ids = ",".join(map(str, text.encode()))
+    same = json.loads(run("generate", *with_text, "--prompt-ids", by_ids, "--ignore-eos", "--json"))
+    assert len(report["tokens"]) == 12 and same["tokens"] == report["tokens"]
+    assert report["text"] == read_tokenizer(with_text[1]).decode(report["tokens"]) == same["text"]
+    streamed = run("generate", *with_text, "--ignore-eos")
+    assert streamed.startswith(text + report["text"] + "\n")
+
+
+@pytest.mark.parametrize("options", [[], ["--weights", "stored"], ["--weights", "float32"]])
+def test_weights_are_loaded_as_asked(refused, monkeypatch, options):
+    def load(*args, dtype, weights, progress):
+        raise ValueError(f"{dtype} activations, {weights} weights")
+
+    monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", load)
+    assert f"bfloat16 activations, {(options or [None])[-1]} weights" in refused("generate", *options)
+
+
+def test_mistakes_about_text_are_explained(refused, with_text, tmp_path):
+    assert "exclude each other" in refused("generate", *with_text, "--prompt", "a", "--prompt-ids", "1")
+    without = ["--checkpoint", DATA / "hf_tiny"]
+    assert "there is none: use --prompt-ids" in refused("generate", *without, "--prompt", "a")
+    assert "--prompt[1]=195 is outside the vocabulary" in refused("generate", *with_text, "--prompt", "a\u00e4")
+    shutil.copy(DATA / "hf_tiny" / "config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "cannot read" in refused("generate", "--checkpoint", tmp_path)

@@ -1,8 +1,11 @@
 """`dsv4-jax score` against transformers' goldens (tolerances: the oracle's README), and mistakes."""
 
+import shutil
+
 import numpy as np
 import pytest
 
+from dsv4_jax.checkpoint import write_byte_tokenizer
 from tests.paths import DATA
 
 
@@ -95,3 +98,72 @@ def test_files_that_hold_no_array_are_explained(refused, tmp_path, content):
 )
 def test_mistakes_are_explained(refused, ids_file, tmp_path, options, message):
     assert message in refused("score", *PLAIN, "--ids", ids_file, "--out", tmp_path / "scores.npz", *options)
+
+
+@pytest.fixture
+def with_text(tmp_path):
+    """hf_tiny, its 160 tokens being bytes: options of a checkpoint with a tokenizer."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(FOLDER / name, folder)
+    write_byte_tokenizer(folder / "tokenizer.json", {})
+    return ["score", "--checkpoint", folder, *PLAIN[2:], "--out", tmp_path / "scores.npz"]
+
+
+def test_text_is_scored_in_bits_per_byte(run, with_text, tmp_path):
+    text = b"In the beginning\r\nGod created the heaven and the earth. And the earth was w"
+    assert len(text) == 75
+    (tmp_path / "text").write_bytes(text)
+    table = run(*with_text, "--text", tmp_path / "text")
+    scores = dict(np.load(tmp_path / "scores.npz"))
+    bits = -scores["log_likelihoods"].mean(dtype=np.float64) / np.log(2)
+    np.testing.assert_allclose(scores["bits_per_byte"], [bits], rtol=1e-6)
+    assert f"{bits:.4f}" in table
+    np.save(tmp_path / "ids.npy", [list(text)])
+    run(*with_text, "--ids", tmp_path / "ids.npy")
+    for name, value in np.load(tmp_path / "scores.npz").items():
+        np.testing.assert_array_equal(value, scores[name], err_msg=name)
+    # 0x80 is no character.
+    np.save(tmp_path / "ids.npy", [[*text[:74], 0x80]])
+    assert "byte" not in run(*with_text, "--ids", tmp_path / "ids.npy")
+    assert "bits_per_byte" not in np.load(tmp_path / "scores.npz")
+
+
+@pytest.mark.slow
+def test_ablations(run, golden, tmp_path):
+    """What a token sees: its window of 8 alone; few entries; all of them."""
+    np.save(tmp_path / "ids.npy", golden["ids"][:1])
+    other = golden["ids"][:1].copy()
+    other[0, :20] = (other[0, :20] + 1) % 160
+    np.save(tmp_path / "other.npy", other)
+
+    def logits(*options, ids="ids.npy"):
+        run("score", *PLAIN, "--ids", tmp_path / ids, "--out", tmp_path / "scores.npz", *options)
+        return np.load(tmp_path / "scores.npz")["logits"][0]
+
+    usual, alone, fewer = logits(), logits("--window-only"), logits("--index-topk", "1")
+    np.testing.assert_array_equal(logits("--index-topk", "4"), usual)  # what config.json says
+    # The first entry closes with the fourth token (CSA), and one is as good as four until there are two.
+    np.testing.assert_allclose(alone[:3], usual[:3], rtol=0, atol=LOGITS_TOLERANCE)
+    np.testing.assert_allclose(fewer[:7], usual[:7], rtol=0, atol=LOGITS_TOLERANCE)
+    for one, two in ((alone, usual), (fewer, usual), (fewer, alone)):
+        assert (np.abs(one - two).max(axis=1) > 1e-3)[16:].all()
+    # Windows of 8 in five layers reach 35 tokens back: what was before does not matter, unless there are entries.
+    changed = logits("--window-only", ids="other.npy")
+    assert (np.abs(changed - alone).max(axis=1) > 1e-3)[:20].all()
+    np.testing.assert_allclose(changed[55:], alone[55:], rtol=0, atol=LOGITS_TOLERANCE)
+    assert (np.abs(logits(ids="other.npy") - usual).max(axis=1) > 1e-3)[55:].any()
+
+
+def test_mistakes_about_text_are_explained(refused, with_text, ids_file, tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"a")
+    assert "give --ids or --text, one of them" in refused(*with_text)
+    assert "give --ids or --text, one of them" in refused(*with_text, "--ids", ids_file, "--text", file)
+    assert "has 1 tokens; scoring needs at least 2" in refused(*with_text, "--text", file)
+    file.write_bytes(b"\xff\xfe")
+    assert "is no UTF-8 text" in refused(*with_text, "--text", file)
+    assert "No such file" in refused(*with_text, "--text", tmp_path / "none")
+    assert "there is none: use --ids" in refused("score", *PLAIN, "--text", file, "--out", tmp_path / "s.npz")
+    assert "--index-topk 0 must be at least 1" in refused(*with_text, "--ids", ids_file, "--index-topk", "0")

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from dsv4_jax.cache import Batch, CacheSchema, init_cache
+from dsv4_jax.cache import Batch, CacheSchema, KVCache, init_cache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 
 
@@ -64,3 +65,28 @@ def test_logits_are_float32_products_with_the_head(model, draw):
     expected = np.asarray(hidden, np.float64) @ np.asarray(model.lm_head.weight[...], np.float64).T
     # 64 exact products, summed in float32; a bf16 result would be off by 1e-3.
     np.testing.assert_allclose(logits, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
+def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, weights):
+    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, dtype, weights=weights))
+    layer = model.model.layers[1]
+    parts = model.model.embed_tokens.weight, model.lm_head.weight, layer.self_attn.q_a_proj.weight
+    for weight in (*parts, layer.mlp.experts.down_proj, layer.mlp.shared_experts.up_proj.weight):
+        assert weight.dtype == weights
+    assert layer.input_layernorm.weight.dtype == jnp.float32
+    sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32, dtype=dtype)
+    cache = KVCache.abstract(CacheSchema.from_config(short_config, **sizes))
+    record = {}
+
+    def step(model, batch, cache):
+        return model(batch, cache, record=record)[0], dict(record)
+
+    for count in (1, 21):
+        hidden, seen = jax.eval_shape(step, model, step_batch(0, count, -1), cache)
+        assert {hidden.dtype, *(x.dtype for x in seen.values())} == {jnp.dtype(dtype)}
+
+
+def test_other_dtypes_are_refused(short_config):
+    with pytest.raises(ValueError, match="weights must be bfloat16 or float32, got float16"):
+        nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, weights=jnp.float16))

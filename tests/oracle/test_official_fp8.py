@@ -6,7 +6,8 @@ import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
 from dsv4_jax.checkpoint.storage import join_scales
-from dsv4_jax.decode import forward
+from dsv4_jax.cli import main
+from dsv4_jax.decode import forward, pack
 from dsv4_jax.host import KVCacheManager
 from tests.oracle.layers import run_layer
 from tests.paths import DATA
@@ -48,11 +49,30 @@ def test_attention_layer(model, golden, layer):
     np.testing.assert_allclose(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
 
 
-def test_logits(model, golden):
-    sizes = dict(num_blocks=40, max_requests=2, max_context=128, block_tokens=16)
-    host = KVCacheManager(model.config, kv_format="plain", dtype=jnp.float32, **sizes)
-    ids = golden["ids"]
-    batch = host.prepare_forward({host.admit(row): row for row in ids}, prefill_size=150)
-    logits, _ = forward(model, host.init_cache(), batch)
-    got = np.asarray(logits).reshape(2, 75, -1)
-    np.testing.assert_allclose(got, golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+@pytest.mark.parametrize("weights", ["float32", "stored"])
+def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
+    np.save(tmp_path / "ids.npy", golden["ids"])
+    arguments = ["score", "--checkpoint", FOLDER, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz"]
+    arguments += ["--dtype", "float32", "--weights", weights, "--cache-format", "plain", "--layers"]
+    assert main([str(argument) for argument in arguments]) == 0
+    scores = np.load(tmp_path / "scores.npz")
+    np.testing.assert_allclose(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+    for name in (f"attn_{side}_{layer}" for side in ("in", "out") for layer in range(4)):
+        np.testing.assert_allclose(scores[name], golden[name], rtol=0, atol=LAYER_TOLERANCE, err_msg=name)
+
+
+@pytest.mark.slow
+def test_stored_weights_give_the_same_bits():
+    """Prefill, and decoding, where few experts are read."""
+    logits = []
+    for weights in (None, "stored"):
+        model = load_checkpoint(FOLDER, weights=weights)
+        sizes = dict(num_blocks=6, max_requests=1, max_context=96, block_tokens=16)
+        host = KVCacheManager(model.config, kv_format="v4", **sizes)
+        slot, cache, outs = host.admit(), host.init_cache(), []
+        for tokens in (list(range(5, 45)), [7]):
+            out, cache = forward(pack(model), cache, host.prepare_forward({slot: tokens}))
+            outs.append(np.asarray(out))
+        logits.append(outs)
+    for plain, stored in zip(*logits, strict=True):
+        np.testing.assert_array_equal(stored, plain)

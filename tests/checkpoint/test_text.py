@@ -1,0 +1,89 @@
+"""tokenizer.json: the byte-level one that we write, any other that is there, and text that comes token by token."""
+
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dsv4_jax.checkpoint import TextStream, read_tokenizer, write_byte_tokenizer
+from tests.paths import PACKAGED
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder / "tokenizer.json", {"<bos>": 256, "<eos>": 259})
+    (folder / "model.safetensors").touch()
+    return read_tokenizer(folder / "model.safetensors")
+
+
+@given(text=st.text())
+def test_a_token_is_a_byte(tokenizer, text):
+    ids = tokenizer.encode(text).ids
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_specials_stand_for_no_byte(tokenizer):
+    ids = tokenizer.encode("<bos>In the\n<eos>").ids
+    assert ids == [256, *b"In the\n", 259]
+    assert tokenizer.decode(ids) == "In the\n"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>In the\n<eos>"
+
+
+@pytest.mark.parametrize("specials", [{"<eos>": 255}, {"<eos>": 256, "<bos>": 256}, {"": 256}, {"a": 256}, {"Ġ": 300}])
+def test_bad_specials_are_refused(tmp_path, specials):
+    with pytest.raises(ValueError, match="specials"):
+        write_byte_tokenizer(tmp_path / "tokenizer.json", specials)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_checkpoints_without_a_tokenizer_and_with_a_broken_one(tmp_path):
+    assert read_tokenizer(tmp_path) is None
+    for content in ("{", json.dumps({"model": 3})):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
+            read_tokenizer(tmp_path)
+
+
+@given(st.text())
+def test_streamed_text_is_the_text_and_never_has_half_a_character(tokenizer, text):
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in text.encode()]
+    shown = "".join(pieces)
+    assert shown + stream.finish() == text
+    if not text.endswith("\ufffd"):
+        assert shown == text
+    assert "\ufffd" in text or "\ufffd" not in shown
+
+
+@given(st.lists(st.integers(0, 259), max_size=20))
+def test_streaming_survives_bytes_that_are_no_text(tokenizer, ids):
+    stream = TextStream(tokenizer)
+    shown = "".join(stream.add(token) for token in ids) + stream.finish()
+    assert shown == tokenizer.decode(ids) == bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_other_tokenizers_stream_too(kind):
+    """As DeepSeek's: merged bytes, tokens that end within a character. As SentencePiece's: no space at the start."""
+    text = "In the beginning 你好，世界 😀😀 the heaven and the earth."
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    other = Tokenizer(models.BPE())
+    if kind == "bytes":
+        other.pre_tokenizer, other.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    else:
+        other.pre_tokenizer, other.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    other.train_from_iterator([text] * 3, trainer)
+    ids = other.encode(text).ids
+    assert len(ids) < len(text.encode())
+    stream = TextStream(other)
+    pieces = [stream.add(token) for token in ids]
+    assert "".join(pieces) == other.decode(ids) == text
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_the_packaged_tokenizer_if_any_fits_the_vocabulary():
+    if tokenizer := read_tokenizer(PACKAGED):
+        assert max(tokenizer.get_vocab().values()) < json.loads((PACKAGED / "config.json").read_text())["vocab_size"]
