@@ -1,0 +1,225 @@
+"""What the cache's bytes cost a model: `python scripts/cache_cost.py --help`."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+import kjv
+import matplotlib
+import numpy as np
+import tyro
+from card import bits_by_place
+from needles import DIGITS, Planted, test_row
+from rich.console import Console
+from rich.progress import track
+
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.cli.common import Dtype, make_manager
+from dsv4_jax.cli.scoring import score_ids
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.ops.dispatch import use_implementation
+
+
+FORMATS = ("plain", "v4", "per_entry")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCost:
+    """Bits per byte of held-out text, and facts found again in it, by format of the cache and by what is attended to.
+
+    Everything goes through the paged cache, a chunk at a time, as prompts do. For each format: all compressed entries,
+    the indexer's top-k (the model's own, a half and a quarter of it), and the window alone. Writes OUT.json, OUT.md
+    and OUT.png.
+
+    For example:
+      python scripts/cache_cost.py --checkpoint dsv4_jax/data/kjv --text kjv/usr/lib/bible.data --out cost
+      python scripts/cache_cost.py --checkpoint runs/kjv/best --window-model runs/window/best \\
+        --needle-model runs/needles/best --text kjv/usr/lib/bible.data --out benchmarks/cache_cost
+
+    Attributes:
+      checkpoint: a model that scripts/train_tiny.py made.
+      text: the text it was trained on; only the held-out books are read.
+      out: path of the files to write, without their endings.
+      window_model: a model of the same size that was trained without compressed entries, to compare with.
+      needle_model: a model that was fine-tuned to find facts again; without it there is no needle test.
+      rows: held-out excerpts, spread evenly.
+      length: bytes of each.
+      distances: bytes back to the facts that are asked for.
+      pairs: facts at each distance.
+      needle_rows: rows of facts.
+      chunk: bytes of every row that go through the model at once.
+      dtype: of weights and activations.
+      implementation: of the cache's operations: the best that the device has, or XLA's.
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    out: Annotated[Path, tyro.conf.arg(metavar="PATH")]
+    window_model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    needle_model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    rows: int = 16
+    length: int = 4096
+    distances: tuple[int, ...] = (1000, 2000, 4000, 8000, 16000)
+    pairs: int = 2
+    needle_rows: int = 16
+    chunk: int = 512
+    dtype: Dtype = "bfloat16"
+    implementation: Literal["best", "xla"] = "best"
+
+    def run(self) -> dict[str, Any]:
+        """Measures; returns what OUT.json holds."""
+        with use_implementation(None if self.implementation == "best" else self.implementation):
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
+        held_out = kjv.split(kjv.read_books(self.text))["held_out"]
+        report: dict[str, Any] = dict(
+            rows=self.rows, length=self.length, chunk=self.chunk, dtype=self.dtype, text=[], needles=[]
+        )
+        ids = excerpts(held_out, self.rows, self.length)
+        model = self._load(self.checkpoint)
+        for case in track([*_cases(model, self.length)], "Text", console=Console(stderr=True)):
+            report["text"].append(self._score(model, ids, *case))
+            self._write(report)
+        if self.window_model is not None:
+            window_model = self._load(self.window_model)
+            for form in FORMATS:
+                report["text"].append(self._score(window_model, ids, form, "trained with the window only", 1, False))
+        if self.needle_model is not None:
+            model = self._load(self.needle_model)
+            rng = np.random.default_rng(0)
+            starts = np.linspace(0, len(held_out), self.needle_rows, endpoint=False, dtype=int)
+            rows = [test_row(rng, np.roll(held_out, -start), self.distances, self.pairs) for start in starts]
+            cases = [
+                case for case in _cases(model, len(rows[0].ids)) if case[1] == _OWN or case[:2] == ("plain", _WINDOW)
+            ]
+            for case in track(cases, "Needles", console=Console(stderr=True)):
+                report["needles"].append(self._find(model, rows, *case))
+                self._write(report)
+        self._write(report)
+        return report
+
+    def _write(self, report: dict[str, Any]) -> None:
+        """After every measurement: they take long."""
+        self.out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+        self.out.with_suffix(".md").write_text(tables(report))
+        plot(self.out.with_suffix(".png"), report)
+
+    def _load(self, folder: Path) -> DeepseekV4ForCausalLM:
+        return load_checkpoint(folder, dtype=jnp.dtype(self.dtype))
+
+    def _score(self, model, ids, form, attended, topk, window_only) -> dict[str, Any]:
+        bits, _ = self._read(model, ids, form, topk, window_only)
+        places = {str(low): value for low, value in bits_by_place(bits).items()}
+        return dict(format=form, attended=attended, bits=float(bits.mean()), by_place=places)
+
+    def _find(self, model, rows: list[Planted], form, attended, topk, window_only) -> dict[str, Any]:
+        ids = np.stack([row.ids for row in rows])
+        _, best = self._read(model, ids, form, topk, window_only)
+        found: dict[int, list[bool]] = {distance: [] for distance in self.distances}
+        for row, guesses in zip(rows, best, strict=True):
+            for answer, distance in zip(row.answers, row.distances, strict=True):
+                right = guesses[answer - 1 : answer - 1 + DIGITS] == row.ids[answer : answer + DIGITS]
+                nearest = min(found, key=lambda asked: abs(asked - int(distance)))
+                found[nearest].append(bool(right.all()))
+        accuracy = {str(distance): float(np.mean(hits)) for distance, hits in found.items()}
+        return dict(format=form, attended=attended, accuracy=accuracy, questions=len(rows) * len(rows[0].answers))
+
+    def _read(self, model, ids, form, topk, window_only) -> tuple[np.ndarray, np.ndarray]:
+        """([rows, n - 1] bits of each id but the first, [rows, n - 1] the likeliest id in its place)."""
+        config = dataclasses.replace(model.config, index_topk=topk)
+        steps = ids.shape[1] - 1
+        manager = make_manager(config, len(ids), steps, form, self.dtype)
+        sizes = [min(self.chunk, steps - at) for at in range(0, steps, self.chunk)]
+        bits, best, at = [], [], 1
+        for part in score_ids(model, manager, ids[:, :-1], sizes, layers=False, window_only=window_only):
+            logits = part["logits"].astype(np.float64)
+            logits -= logits.max(axis=2, keepdims=True)
+            targets = ids[:, at : at + logits.shape[1], None]
+            chosen = np.take_along_axis(logits, targets, axis=2)[..., 0]
+            bits.append((np.log(np.exp(logits).sum(axis=2)) - chosen) / np.log(2))
+            best.append(logits.argmax(axis=2))
+            at += logits.shape[1]
+        return np.concatenate(bits, axis=1), np.concatenate(best, axis=1)
+
+
+_OWN, _WINDOW = "top-k", "window"
+
+
+def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str, int, bool]]:
+    """(format, what is attended to, index_topk, window alone) of each measurement."""
+    own = model.config.index_topk
+    for form in FORMATS:
+        yield form, "all", -(-length // model.config.compress_rate_csa), False
+        for attended, topk in ((_OWN, own), ("50% of top-k", own // 2), ("25% of top-k", own // 4)):
+            yield form, attended, topk, False
+        yield form, _WINDOW, own, True
+
+
+def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:
+    """[rows, length + 1] int32: evenly spread excerpts, each behind BOS."""
+    starts = np.linspace(0, len(text) - length, rows, dtype=int)
+    ids = np.full((rows, length + 1), kjv.BOS, np.int32)
+    ids[:, 1:] = text[starts[:, None] + np.arange(length)[None, :]]
+    return ids
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    places = [int(place) for place in report["text"][0]["by_place"]]
+    lines = [
+        f"Bits per byte of held-out text, {report['rows']} excerpts of {report['length']} bytes, {report['dtype']}:",
+        "",
+        "| cache | attended to | all | " + " | ".join(f"from {place}" for place in places) + " |",
+        "| --- | --- " + "| ---: " * (len(places) + 1) + "|",
+    ]
+    for row in report["text"]:
+        values = (row["bits"], *row["by_place"].values())
+        lines.append(f"| {row['format']} | {row['attended']} | " + " | ".join(f"{v:.4f}" for v in values) + " |")
+    if report["needles"]:
+        distances = list(report["needles"][0]["accuracy"])
+        lines += ["", f"Facts found again ({report['needles'][0]['questions']} questions), by bytes back:", ""]
+        lines += ["| cache | attended to | " + " | ".join(distances) + " |"]
+        lines += ["| --- | --- " + "| ---: " * len(distances) + "|"]
+        for row in report["needles"]:
+            values = " | ".join(f"{value:.0%}" for value in row["accuracy"].values())
+            lines.append(f"| {row['format']} | {row['attended']} | {values} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, report: dict[str, Any]) -> None:
+    """Bits per byte against place in the excerpt, and facts found against distance."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = dict(zip(FORMATS, ("black", "C0", "C1"), strict=True))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    names = dict.fromkeys(row["attended"] for row in report["text"])
+    styles = dict(zip(names, ["-", "--", "-.", ":", (0, (1, 4)), (0, (5, 5))], strict=False))
+    for row in report["text"]:
+        values = list(row["by_place"].values())
+        label = f"{row['format']}, {row['attended']}"
+        axes[0].plot(range(len(values)), values, color=colours[row["format"]], ls=styles[row["attended"]], label=label)
+    axes[0].set_xticks(range(len(values)), list(row["by_place"]))
+    axes[0].set(xlabel="bytes before, at least", ylabel="bits per byte")
+    axes[0].legend(fontsize=6)
+    for row in report["needles"]:
+        distances = [int(distance) for distance in row["accuracy"]]
+        values = list(row["accuracy"].values())
+        style = dict(color=colours[row["format"]], ls="-" if row["attended"] == _OWN else ":", marker=".")
+        axes[1].plot(distances, values, label=f"{row['format']}, {row['attended']}", **style)
+    axes[1].set(xlabel="bytes back", ylabel="facts found again", xscale="log", ylim=(-0.02, 1.02))
+    if report["needles"]:
+        axes[1].legend(fontsize=6)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(CacheCost).run()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None

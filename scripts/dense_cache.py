@@ -1,0 +1,277 @@
+"""A cache for training: the model's modules talk to it as to the paged cache, and everything is differentiable.
+
+All rows of a batch are whole sequences of one length, so that nothing is kept between calls: windows are bands,
+visibility is a static mask, and blocks of queries bound the memory. The same weights give the paged cache's logits.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax import ops
+from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle
+from dsv4_jax.config import CSA, DSV4Config
+from dsv4_jax.nn.linear import rms_normalize
+from dsv4_jax.ops import CompressorWeights
+from dsv4_jax.quant import KVFormat, hadamard, round_to
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCache(KVCache):
+    """What a forward pass of training takes along instead of the paged cache; make it with `make`.
+
+    Attributes:
+      select: bool; whether CSA attends to the indexer's selection only. False while the indexer knows nothing yet.
+      quantise: bool; whether rows, entries, keys and index queries pass through the format's rounding, straight through
+        for the gradient.
+      key: for dropout, or None: no dropout.
+      index_loss: sum over CSA layers of the mean over tokens of KL(attention over the entries, summed over heads ||
+        softmax of the index scores). Its gradient reaches the indexer alone; the selection itself has none.
+      expert_load: [layers, E] share of each layer's (token, expert) pairs that went to each expert.
+      dropout: share of a block's output that is dropped (static).
+    """
+
+    select: Any = True
+    quantise: Any = False
+    key: Any = None
+    index_loss: Any = 0.0
+    expert_load: Any = None
+    dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))
+
+    @classmethod
+    def make(
+        cls, config: DSV4Config, rows: int, length: int, *, kv_format: str | KVFormat = "v4", dtype: Any = jnp.bfloat16
+    ) -> "DenseCache":
+        """For batches of `rows` sequences of `length` tokens.
+
+        Raises:
+          ValueError: the length is no multiple of the window.
+        """
+        if length % config.sliding_window:
+            raise ValueError(f"{length=} must be a multiple of the model's window, {config.sliding_window}")
+        schema = CacheSchema.from_config(
+            config, num_blocks=0, max_requests=rows, max_context=length, kv_format=kv_format, dtype=dtype
+        )
+        unused: Any = dict.fromkeys({field.name for field in dataclasses.fields(KVCache)} - {"schema"})
+        load = jnp.zeros((config.num_hidden_layers, config.n_routed_experts), jnp.float32)
+        return cls(**unused, schema=schema, index_loss=jnp.float32(0), expert_load=load)
+
+    def begin_step(self, batch: Batch) -> "DenseCache":
+        return self
+
+    def dropped(self, y: Float[Array, "T D"], place: int) -> Float[Array, "T D"]:
+        """y with dropout, drawn for this place in the model."""
+        if self.key is None:
+            return y
+        kept = jax.random.bernoulli(jax.random.fold_in(self.key, place), 1 - self.dropout, y.shape)
+        return jnp.where(kept, y * jnp.asarray(1 / (1 - self.dropout), y.dtype), jnp.zeros((), y.dtype))
+
+    def with_load(self, layer: int, experts: Int[Array, "T k"]) -> "DenseCache":
+        """Notes where a layer's tokens went."""
+        load = jnp.bincount(experts.reshape(-1), length=self.expert_load.shape[1]) / experts.size
+        return dataclasses.replace(self, expert_load=self.expert_load.at[layer].set(load))
+
+    def handle(self, layer: int, batch: Batch) -> "DenseHandle":
+        return DenseHandle(_cache=self, batch=batch, pending=None, layer=self.schema.layers[layer])
+
+
+def whole_sequences(ids: Int[Array, "B S"]) -> Batch:
+    """The batch of whole sequences: ids [B, S] int32, row b being request b."""
+    rows, length = ids.shape
+    return Batch(
+        token_ids=ids.reshape(-1),
+        positions=jnp.tile(jnp.arange(length, dtype=jnp.int32), rows),
+        slots=jnp.repeat(jnp.arange(rows, dtype=jnp.int32), length),
+        new_blocks=jnp.zeros((0, 3), jnp.int32),
+        reset_slots=jnp.zeros((0,), jnp.int32),
+        prefill=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseHandle(LayerCacheHandle):
+    """One layer of a `DenseCache`, with the methods that attention code calls.
+
+    Attributes:
+      entries, keys: [B, E, D] compressed rows and indexer keys, once flushed.
+      notes: the index scores, which the model does not hand to `attend`, where their loss is computed.
+    """
+
+    entries: Any = None
+    keys: Any = None
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def cache(self) -> DenseCache:
+        return self._cache
+
+    def write_swa(self, kv: Float[Array, "T D"]) -> "DenseHandle":
+        return dataclasses.replace(self, pending=self._rounded(self._rows(kv)))
+
+    def flush(
+        self,
+        kv: Float[Array, "T width"],
+        gate: Float[Array, "T width"],
+        weights: CompressorWeights,
+        index: tuple[Float[Array, "T index"], Float[Array, "T index"], CompressorWeights] | None = None,
+    ) -> "DenseHandle":
+        keys = None if index is None else self._rounded_index(self._pool(*index), keys=True)
+        return dataclasses.replace(self, entries=self._rounded(self._pool(kv, gate, weights)), keys=keys)
+
+    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+        def score(block):
+            q, weights = block
+            dots = jax.nn.relu(_product("bqhd,bed->bqhe", q, self.keys))
+            return jnp.einsum("bqh,bqhe->bqe", weights, dots, precision="highest")
+
+        q = self._rounded_index(q, keys=False)
+        scores = self._joined(jax.lax.map(jax.checkpoint(score), (self._blocks(q), self._blocks(weights))))
+        positions = jnp.arange(scores.shape[1], dtype=jnp.int32)
+        return jnp.where(self._visible(positions, scores.shape[2]), scores, -jnp.inf).reshape(-1, scores.shape[2])
+
+    def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
+        self.notes["scores"] = scores
+        lengths = ops.valid_lengths(self.batch.positions, self.layer.compress_rate)
+        k = self.cache.schema.config.index_topk
+        return ops.indexer_topk(jax.lax.stop_gradient(scores), lengths, k, implementation="xla")
+
+    def attend(
+        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+    ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
+        window = self.cache.schema.config.sliding_window
+        before = jnp.pad(self.pending, ((0, 0), (window, 0), (0, 0)))[:, :-window]
+        band = jnp.concatenate([_stacked(before, window), _stacked(self.pending, window)], axis=2)
+        number, entries = jnp.arange(band.shape[0], dtype=jnp.int32), self.entries
+        scores = self.notes["scores"] if self.layer.kind == CSA else None
+
+        @jax.checkpoint
+        def block(inputs):
+            number, q, kv, indices, scores = inputs
+            logits = _product("bqhd,bkd->bqhk", q, kv) * q.shape[-1] ** -0.5
+            logits = jnp.where(_band(window, number)[None, :, None, :], logits, -jnp.inf)
+            if entries is not None:
+                positions = number * window + jnp.arange(window, dtype=jnp.int32)
+                visible = self._visible(positions, entries.shape[1])
+                more = _product("bqhd,bed->bqhe", q, entries) * q.shape[-1] ** -0.5
+                more = jnp.where(visible[None, :, None, :], more, -jnp.inf)
+                logits = jnp.concatenate([logits, more], axis=-1)
+                kv = jnp.concatenate([kv, entries], axis=1)
+            top = jnp.maximum(jnp.max(logits, axis=-1), sinks[None, None, :])
+            top = jax.lax.stop_gradient(top)[..., None]
+            weights, sink = jnp.exp(logits - top), jnp.exp(sinks[None, None, :, None] - top)
+            loss = jnp.float32(0)
+            if indices is not None:
+                loss = _index_loss(weights[..., 2 * window :], jnp.sum(weights, axis=-1) + sink[..., 0], scores)
+                chosen = _member(indices, weights.shape[-1] - 2 * window) | ~jnp.asarray(self.cache.select)
+                chosen = jnp.pad(chosen, ((0, 0), (0, 0), (2 * window, 0)), constant_values=True)
+                weights = jnp.where(chosen[:, :, None, :], weights, 0.0)
+            total = jnp.sum(weights, axis=-1, keepdims=True) + sink
+            return round_to(_product("bqhk,bkd->bqhd", round_to(weights, q.dtype), kv) / total, q.dtype), loss
+
+        blocks = (number, self._blocks(q), band, self._blocks(indices), self._blocks(scores))
+        out, losses = jax.lax.map(block, blocks)
+        cache = dataclasses.replace(
+            self.cache, index_loss=self.cache.index_loss + jnp.sum(losses) / self.batch.positions.shape[0]
+        )
+        return self._joined(out).reshape(q.shape), dataclasses.replace(self, _cache=cache)
+
+    # --- layouts: the model's [T, ...], rows [B, S, ...], blocks of queries [S / window, B, window, ...] ---
+
+    def _rows(self, x):
+        return x.reshape(-1, self.cache.schema.max_context, *x.shape[1:])
+
+    def _blocks(self, x):
+        return None if x is None else _stacked(self._rows(x), self.cache.schema.config.sliding_window)
+
+    def _joined(self, x):
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+    def _visible(self, positions, entries):
+        """[n, E]: which entries the tokens at these positions see."""
+        return jnp.arange(entries, dtype=jnp.int32)[None, :] < (positions[:, None] + 1) // self.layer.compress_rate
+
+    # --- what is stored ---
+
+    def _pool(self, kv, gate, weights):
+        """[B, E, D] entries of all closed windows, as `ops.flush` computes them, in ordinary arithmetic."""
+        rate = self.layer.compress_rate
+        kv, gate = (self._rows(x) for x in (kv, gate))
+        entries = kv.shape[1] // rate
+        kv, gate = (x[:, : entries * rate].reshape(x.shape[0], entries, rate, -1) for x in (kv, gate))
+        gate = gate + weights.position_bias[None, None]
+        if self.layer.kind == CSA:
+            kv, gate = _with_previous(kv, 0.0), _with_previous(gate, -jnp.inf)
+        dtype = self.cache.schema.dtype
+        pooled = round_to(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2), dtype).astype(jnp.float32)
+        normed = round_to(weights.norm_weight[None, None, :] * rms_normalize(pooled, weights.eps), dtype)
+        first = jnp.tile(jnp.arange(entries, dtype=jnp.int32) * rate, normed.shape[0])
+        flat = normed.reshape(-1, normed.shape[-1])
+        return ops.apply_rope(flat, first, weights.inv_freq).reshape(normed.shape)
+
+    def _rounded(self, x):
+        """KV rows as a later read returns them."""
+        form, rope = self.cache.schema.kv_format, self.cache.schema.config.qk_rope_head_dim
+        stored = form.decode(form.encode(jax.lax.stop_gradient(x), rope), x.dtype)
+        return _straight_through(x, stored, self.cache.quantise)
+
+    def _rounded_index(self, x, *, keys):
+        form = self.cache.schema.kv_format
+        still = jax.lax.stop_gradient(x)
+        stored = form.decode_index(form.encode_index(still)) if keys else form.round_index_query(still)
+        # Rotated on both sides, or on neither: the dot products are the same but for the rounding.
+        turned = round_to(hadamard(x.astype(jnp.float32)), x.dtype) if form.name == "v4" else x
+        return _straight_through(jnp.where(self.cache.quantise, turned, x), stored, self.cache.quantise)
+
+
+def _product(spec, x, y):
+    """Float32 sums of products that are exact where x is float32; y takes x's type, which holds its values."""
+    # In bfloat16 the products are exact in any case, and the gradient's, whose factors are wider, need not be.
+    precision = "highest" if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, y.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _stacked(rows, window):
+    """[B, S, ...] to [S / window, B, window, ...]."""
+    return jnp.moveaxis(rows.reshape(rows.shape[0], -1, window, *rows.shape[2:]), 1, 0)
+
+
+def _band(window, number):
+    """[window, 2 * window]: which of the block's own tokens and the block's before it lie in each token's window."""
+    token, row = np.arange(window)[:, None], np.arange(2 * window)[None, :]
+    return jnp.asarray((token < row) & (row <= token + window)) & ((number > 0) | jnp.asarray(row >= window))
+
+
+def _with_previous(x, empty):
+    """[B, E, rate, 2 D] to [B, E, 2 rate, D]: the window before with its first half of the channels, then this one."""
+    first, second = jnp.split(x, 2, axis=-1)
+    before = jnp.pad(first[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)), constant_values=empty)
+    return jnp.concatenate([before, second], axis=2)
+
+
+def _member(indices, count):
+    """[B, q, count] bool from [B, q, k] numbers, -1 = none."""
+    rows = indices.reshape(-1, indices.shape[-1])
+    mask = jnp.zeros((rows.shape[0], count), bool)
+    mask = mask.at[jnp.arange(rows.shape[0])[:, None], jnp.where(rows < 0, count, rows)].set(True, mode="drop")
+    return mask.reshape(*indices.shape[:-1], count)
+
+
+def _index_loss(weights, total, scores):
+    """Sum over tokens of KL(p || softmax(scores)), p the heads' summed attention to the entries; nothing visible: 0."""
+    attention = jax.lax.stop_gradient(jnp.sum(weights / total[..., None], axis=2))
+    mass = jnp.sum(attention, axis=-1, keepdims=True)
+    p = attention / jnp.where(mass > 0, mass, 1.0)
+    # Finite numbers throughout: a row that sees nothing must not make the gradient NaN.
+    log_q = jax.nn.log_softmax(jnp.where(jnp.isfinite(scores), scores, -1e30), axis=-1)
+    return jnp.sum(jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0))
+
+
+def _straight_through(x, stored, on):
+    """`stored` where `on`, else x; with x's gradient."""
+    still = jax.lax.stop_gradient(x)
+    return jnp.where(on, stored.astype(x.dtype), still) + (x - still)

@@ -1,0 +1,115 @@
+"""The King James text as Debian ships it, in bytes, and how it is split.
+
+Package bible-kjv-text holds /usr/lib/bible.data: lines "Ge1:1 In the beginning ...", as the output of Unix `compress`
+with a checkpoint after each window of 64 KiB. The text is in the public domain.
+"""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+
+
+BOS, EOS = 256, 257  # every excerpt begins with BOS, every book ends with EOS
+SPECIALS = {"<bos>": BOS, "<eos>": EOS}
+VOCAB = 258
+
+VALIDATION = ("Judges", "Hebrews")  # choose the checkpoint
+HELD_OUT = ("1 Samuel", "Ecclesiastes", "Jonah", "John")  # only ever scored
+
+HOW_TO_GET_IT = """The text is in Debian's package bible-kjv-text (no root needed, any Debian or Ubuntu):
+  apt-get download bible-kjv-text
+  dpkg -x bible-kjv-text_*.deb kjv
+and then --text kjv/usr/lib/bible.data. Any other file is taken as plain bytes, its last tenth held out."""
+
+_MAGIC = b"EC02Compressed Data File"
+_CLEAR = 256
+_REFERENCE = re.compile(rb"(\d?[A-Za-z]+)(\d+):(\d+) (.*)")
+_BOOKS = (
+    "Genesis Exodus Leviticus Numbers Deuteronomy Joshua Judges Ruth 1_Samuel 2_Samuel 1_Kings 2_Kings 1_Chronicles "
+    "2_Chronicles Ezra Nehemiah Esther Job Psalms Proverbs Ecclesiastes Song_of_Solomon Isaiah Jeremiah Lamentations "
+    "Ezekiel Daniel Hosea Joel Amos Obadiah Jonah Micah Nahum Habakkuk Zephaniah Haggai Zechariah Malachi Matthew "
+    "Mark Luke John Acts Romans 1_Corinthians 2_Corinthians Galatians Ephesians Philippians Colossians "
+    "1_Thessalonians 2_Thessalonians 1_Timothy 2_Timothy Titus Philemon Hebrews James 1_Peter 2_Peter 1_John 2_John "
+    "3_John Jude Revelation"
+).split()
+
+
+def read_books(path: Path) -> dict[str, bytes]:
+    """The books of a text file: name to text, a verse a line, an empty line between chapters, no verse numbers.
+
+    Args:
+      path: the package's bible.data, or any file: then "start" and "end", nine tenths and one of its bytes.
+
+    Raises:
+      ValueError: no such file (the message says how to get one), or a damaged one.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the text {path}: {error.strerror}. {HOW_TO_GET_IT}") from None
+    if not data.startswith(_MAGIC):
+        cut = len(data) * 9 // 10
+        return {"start": data[:cut], "end": data[cut:]}
+    verses = [m.groups() for line in decompress(data).splitlines() if (m := _REFERENCE.fullmatch(line))]
+    books: dict[str, bytes] = {}
+    for number, (_, of_book) in enumerate(itertools.groupby(verses, lambda verse: verse[0])):
+        chapters = itertools.groupby(of_book, lambda verse: verse[1])
+        books[_BOOKS[number].replace("_", " ")] = b"\n".join(
+            b"".join(text.strip() + b"\n" for *_, text in chapter) for _, chapter in chapters
+        )
+    if len(books) != len(_BOOKS):
+        raise ValueError(f"{path} holds {len(books)} books; the whole Bible has {len(_BOOKS)}. Is it truncated?")
+    return books
+
+
+def split(books: dict[str, bytes]) -> dict[str, np.ndarray]:
+    """Tokens by part: "train", "validation" and "held_out", each its books one after another, EOS after each.
+
+    Whole books are kept apart, so that no held-out page has a trained one beside it. A plain file has one held-out
+    part, which then also chooses the checkpoint.
+
+    Returns:
+      int32 [n] arrays of ids 0 to 255 and EOS.
+    """
+    if "end" in books:
+        chosen = {"train": ("start",), "validation": ("end",), "held_out": ("end",)}
+    else:
+        apart = VALIDATION + HELD_OUT
+        train = tuple(name for name in books if name not in apart)
+        chosen = {"train": train, "validation": VALIDATION, "held_out": HELD_OUT}
+    return {part: np.concatenate([tokens(books[name]) for name in names]) for part, names in chosen.items()}
+
+
+def tokens(text: bytes) -> np.ndarray:
+    """int32 ids of a book: its bytes, then EOS."""
+    return np.append(np.frombuffer(text, np.uint8).astype(np.int32), np.int32(EOS))
+
+
+def decompress(data: bytes) -> bytes:
+    """The text of bible.data: a header of big-endian words (0x54: window size, windows, offsets), then LZW windows."""
+    window, count, *offsets = (int.from_bytes(data[at : at + 4], "big") for at in range(0x54, len(data[:0x400]), 4))
+    bounds = [*offsets[:count], len(data)]
+    return b"".join(_lzw(data[begin:end], window) for begin, end in itertools.pairwise(bounds))
+
+
+def _lzw(data: bytes, size: int) -> bytes:
+    """One window: codes of 9 bits and more, the least significant first, that grow as the table fills."""
+    # A window ends where its size is reached: what follows is the checkpoint's padding.
+    table = [bytes([i]) for i in range(256)] + [b""]
+    out, last, bits, at = bytearray(), b"", 9, 0
+    while len(out) < size and at + bits <= 8 * len(data):
+        code = int.from_bytes(data[at >> 3 : (at >> 3) + 4], "little") >> (at & 7) & (1 << bits) - 1
+        at += bits
+        if code == _CLEAR:
+            break
+        if code > len(table) or (code == len(table) and not last):
+            raise ValueError("bible.data is damaged: a code before its entry")
+        entry = table[code] if code < len(table) else last + last[:1]
+        if last:
+            table.append(last + entry[:1])
+        out += entry
+        last = entry
+        bits = max(bits, len(table).bit_length())
+    return bytes(out)

@@ -1,0 +1,217 @@
+"""The tiny model's shape, its first weights, and how its modules compute while it is trained."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import kjv
+import numpy as np
+from dense_cache import DenseCache
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.hyper_connection import expand_streams
+from dsv4_jax.nn.indexer import CSAIndexer
+from dsv4_jax.nn.model import DecoderLayer
+from dsv4_jax.nn.moe import Experts, swiglu
+from dsv4_jax.quant import round_to
+
+
+TINY = DSV4Config(
+    vocab_size=kjv.VOCAB,
+    hidden_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    head_dim=160,
+    qk_rope_head_dim=32,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    o_groups=2,
+    index_n_heads=16,
+    index_head_dim=64,
+    index_topk=128,
+    sliding_window=128,
+    layer_types=(SLIDING, CSA, HCA, CSA, HCA, CSA),
+    compress_rate_csa=4,
+    compress_rate_hca=128,
+    mlp_layer_types=("hash_moe", *("moe",) * 5),
+    moe_intermediate_size=128,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    routed_scaling_factor=1.5,
+    scoring_func="sqrtsoftplus",
+    swiglu_limit=10.0,
+    hc_mult=2,
+    hc_sinkhorn_iters=8,
+    hc_eps=1e-6,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    compress_rope_theta=160000.0,
+    rope_scaling=None,
+    max_position_embeddings=32768,
+    bos_token_id=kjv.BOS,
+    eos_token_id=(kjv.EOS,),
+)
+_BALANCE = "e_score_correction_bias"
+
+
+def window_only(config: DSV4Config, moe_intermediate_size: int) -> DSV4Config:
+    """The same depth and width without compressed entries; wider experts make up for the compressors' parameters."""
+    return dataclasses.replace(
+        config,
+        layer_types=(SLIDING,) * config.num_hidden_layers,
+        compress_rate_hca=0,
+        moe_intermediate_size=moe_intermediate_size,
+    )
+
+
+TINY_WINDOW_ONLY = window_only(TINY, moe_intermediate_size=160)
+TOY = dataclasses.replace(
+    TINY,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    head_dim=96,
+    q_lora_rank=32,
+    o_lora_rank=32,
+    index_head_dim=32,
+    index_topk=8,
+    sliding_window=8,
+    layer_types=(CSA, HCA),
+    compress_rate_hca=16,
+    mlp_layer_types=("hash_moe", "moe"),
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+)
+TOY_WINDOW_ONLY = window_only(TOY, moe_intermediate_size=64)
+
+type Tensors = dict[str, Array]
+
+
+def first_weights(config: DSV4Config, seed: int) -> tuple[Tensors, Tensors]:
+    """Weights to begin with, float32 by module path.
+
+    Linears have variance 1 / inputs, those that write to the streams less; each block begins by reading mostly one of
+    the streams in turn and by leaving the others alone; there are no sinks and no biases yet.
+
+    Returns:
+      (what gradients train, what they do not: the routers' balancing biases and the hash layers' tables).
+    """
+    shapes = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(seed)
+    flat = {path: _first(config, rng, path, value) for path, value in named_tensors(shapes).items()}
+    return apart(flat)
+
+
+def _first(config, rng, path, like):
+    name = path.rsplit(".", 1)[-1]
+    if name == "tid2eid":
+        order = rng.permuted(np.tile(np.arange(config.n_routed_experts), (like.shape[0], 1)), axis=1)
+        return jnp.asarray(order[:, : like.shape[1]], like.dtype)
+    if name in ("sinks", "position_bias", "hc_base", _BALANCE):
+        return jnp.zeros(like.shape, jnp.float32)
+    if name == "base":
+        # Of `pre`, `post` and `comb`: reads one stream, writes to all, mixes little.
+        streams, reads = config.hc_mult, int(path.split(".")[2]) % config.hc_mult
+        read = np.where(np.arange(streams) == reads, 1.0, -1.0)
+        return jnp.asarray(np.concatenate([read, np.zeros(streams), 3.0 * np.eye(streams).ravel()]), jnp.float32)
+    if len(like.shape) == 1:
+        return jnp.full(like.shape, 0.1 if name in ("scale", "hc_scale") else 1.0, jnp.float32)
+    size = like.shape[-1] ** -0.5
+    if path.startswith("model.embed_tokens"):
+        size = 0.3
+    elif path.endswith(("o_b_proj.weight", "down_proj.weight", "down_proj")):
+        size *= (2 * config.num_hidden_layers) ** -0.5
+    return jnp.asarray(size * rng.standard_normal(like.shape, np.float32))
+
+
+def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Tensors apart: (what gradients train, the balancing biases and the hash layers' tables)."""
+    fixed = {path: value for path, value in tensors.items() if path.endswith((_BALANCE, "tid2eid"))}
+    return {path: value for path, value in tensors.items() if path not in fixed}, fixed
+
+
+def named_tensors(model: nnx.Module) -> Tensors:
+    """A model's arrays by module path."""
+    return {".".join(map(str, path)): value.get_value() for path, value in nnx.to_flat_state(nnx.state(model))}
+
+
+def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> DeepseekV4ForCausalLM:
+    """The model with these tensors, each cast to what its module computes with."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))))
+
+    def fill(path, old):
+        return old.replace(tensors[".".join(map(str, path))].astype(old.dtype))
+
+    return nnx.merge(graph, nnx.map_state(fill, state))
+
+
+def balanced(fixed: Tensors, expert_load: Float[Array, "L E"], rate: float) -> Tensors:
+    """Routers' biases after a step: up where an expert got less than its share, else down, without any loss for it.
+
+    From DeepSeek-V3's report (2412.19437), section 2.1.2.
+    """
+    result = dict(fixed)
+    for path, bias in fixed.items():
+        if path.endswith(_BALANCE):
+            load = expert_load[int(path.split(".")[2])]
+            result[path] = bias + rate * jnp.sign(jnp.mean(load) - load)
+    return result
+
+
+def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
+    """The same model, its layers and indexers computing as below; changed in place."""
+    for layer in model.model.layers:
+        layer.__class__ = TrainedLayer
+        if (compressor := layer.self_attn.compressor) is not None and compressor.indexer is not None:
+            compressor.indexer.__class__ = DetachedIndexer
+    return model
+
+
+class TrainedLayer(DecoderLayer):
+    """A layer with dropout after either block, all experts computed for every token, and the experts' load noted.
+
+    With few small experts, a dense product is faster than sorting tokens, and its gradient is ordinary.
+    """
+
+    def __call__(
+        self, streams: Float[Array, "T h D"], batch, cache: DenseCache, *, record: dict | None = None
+    ) -> tuple[Float[Array, "T h D"], DenseCache]:
+        x, post, comb = self.attn_hc(streams)
+        y, after = self.self_attn(self.input_layernorm(x), cache.handle(self.layer, batch))
+        assert isinstance(after, DenseCache)
+        streams = expand_streams(streams, after.dropped(y, 2 * self.layer), post, comb)
+        x, post, comb = self.ffn_hc(streams)
+        x = self.post_attention_layernorm(x)
+        experts, weights = self.mlp.gate(x, batch.token_ids)
+        routed = all_experts(self.mlp.experts, x, experts, weights)
+        y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
+        after = after.with_load(self.layer, experts)
+        return expand_streams(streams, after.dropped(y, 2 * self.layer + 1), post, comb), after
+
+
+def all_experts(
+    module: Experts, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+) -> Float[Array, "T D"]:
+    """`Experts.__call__` by dense products: experts that a token does not go to get weight 0."""
+    number, hidden, inner = module.down_proj.shape
+    by_expert = jnp.sum(jax.nn.one_hot(experts, number, dtype=jnp.float32) * weights[:, :, None], axis=1)
+    gate, up = (part.reshape(-1, hidden) for part in jnp.split(module.gate_up_proj[...], 2, axis=1))
+    active = swiglu(x @ gate.T, x @ up.T, module.limit).reshape(-1, number, inner)
+    active = round_to(active * by_expert[:, :, None], x.dtype).reshape(-1, number * inner)
+    down = jnp.swapaxes(module.down_proj[...], 0, 1).reshape(hidden, -1)
+    return jnp.matmul(active, down.T).astype(jnp.float32)
+
+
+class DetachedIndexer(CSAIndexer):
+    """The indexer, whose loss trains it and nothing before it."""
+
+    def project(self, x):
+        return super().project(jax.lax.stop_gradient(x))
+
+    def __call__(self, q_residual, x, handle):
+        return super().__call__(jax.lax.stop_gradient(q_residual), jax.lax.stop_gradient(x), handle)

@@ -1,0 +1,175 @@
+"""Trains a byte-level DeepSeek-V4 small enough to ship: `python scripts/train_tiny.py --help`."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import kjv
+import numpy as np
+import orbax.checkpoint as ocp
+import tyro
+from card import write_card
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tiny_model import TINY, TINY_WINDOW_ONLY, TOY, TOY_WINDOW_ONLY, apart, assemble, named_tensors
+from training import Recipe, batch, evaluate, evaluate_needles, first_state, train_step
+
+from dsv4_jax.checkpoint import load_checkpoint, save_release, write_byte_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainTiny:
+    """Trains a small DeepSeek-V4 on the bytes of a text, all three kinds of layer, MoE, hyper-connections and indexer.
+
+    The step is plain JAX: the package's own modules talk to a dense stand-in for the cache (dense_cache.py). Later
+    steps round weights and cache as they will be when the model is used, so that what is saved, in the release's FP8
+    and FP4, is what was trained. The text is split by whole books: two choose the checkpoint, four are only scored.
+
+    Run it again with the same options to go on where it stopped. In --out:
+      best/     the model with the lowest validation loss so far: weights, tokenizer, model card, curve (PNG)
+      log.jsonl a line for each evaluation
+      state/    what is needed to go on
+
+    The text: apt-get download bible-kjv-text && dpkg -x bible-kjv-text_*.deb kjv
+
+    For example:
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 --window-only
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/kjv/best \\
+        --needles 1 --length 16384 --rows 4 --steps 600 --learning-rate 5e-4 --select-from 0 --quantise-from 0
+      python scripts/train_tiny.py --text README.md --out /tmp/toy --size toy --rows 4 --length 256 --steps 40
+
+    Attributes:
+      text: the package's bible.data, or any file, taken as bytes.
+      out: folder for everything that is written.
+      steps: of the whole training, however many commands it takes: schedules depend on it.
+      minutes: save and stop after so long; the same command goes on from there. Default: no limit.
+      window_only: a model without compressed entries, with wider experts instead: same depth, about as many parameters.
+      init: folder of a model to begin with, for fine-tuning; it also decides the shape.
+      size: tiny is the packaged model's shape; toy is for trying this script out on a CPU.
+      rows: sequences a step.
+      length: bytes of a sequence, a multiple of the window (128; toy: 8).
+      needles: share of the rows with hidden key-value pairs and questions about them; the checkpoint is then chosen by
+        the answers.
+      pairs: of them in a row.
+      learning_rate: at its peak.
+      weight_decay: on matrices.
+      dropout: share of each block's output.
+      select_from: share of the steps after which CSA sees the indexer's selection only.
+      quantise_from: share of the steps after which weights and cache are rounded.
+      dtype: of activations.
+      every: steps between evaluations. Default: a fortieth of the steps.
+      seed: of weights, data order and dropout.
+    """
+
+    text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    steps: int = 2000
+    minutes: float | None = None
+    window_only: bool = False
+    init: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    size: Literal["tiny", "toy"] = "tiny"
+    rows: int = 16
+    length: int = 4096
+    needles: float = 0.0
+    pairs: int = 24
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    select_from: float = 0.15
+    quantise_from: float = 0.6
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    every: int | None = None
+    seed: int = 0
+
+    def run(self) -> dict[str, Any]:
+        """Trains; returns the last line of the log."""
+        begin = time.monotonic()
+        parts = kjv.split(kjv.read_books(self.text))
+        recipe, state = self._begin()
+        for part, tokens in parts.items():
+            if len(tokens) <= recipe.length:
+                raise ValueError(f"the {part} part of {self.text} has {len(tokens)} bytes: too few for {self.length=}")
+        manager = ocp.CheckpointManager(
+            (self.out / "state").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
+        )
+        log = self.out / "log.jsonl"
+        lines: list[dict[str, Any]] = []
+        if (last := manager.latest_step()) is not None:
+            state = manager.restore(last, args=ocp.args.StandardRestore(state))
+            # By way of the host: arrays that are committed to a device would be another program's.
+            state = jax.tree.map(lambda value: jnp.asarray(np.asarray(value)), state)
+            lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["step"] <= last]
+        every = self.every or max(self.steps // 40, 1)
+        earlier, saved = lines[-1]["seconds"] if lines else 0.0, begin
+
+        with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("training", total=self.steps, completed=last or 0, state="compiling")
+            for step in range(last or 0, self.steps):
+                progress_made = np.float32(step / self.steps)
+                state, metrics = train_step(recipe, state, progress_made, *batch(recipe, parts["train"], step))
+                done = step + 1
+                late = self.minutes is not None and time.monotonic() - begin > 60 * self.minutes
+                if done % 10 == 0 or late:
+                    progress.update(bar, completed=done, state=f"{float(metrics['bits']):.3f} bits a byte")
+                if done % every == 0 or done == self.steps or late:
+                    check = evaluate_needles if recipe.needles else evaluate
+                    bits = np.mean(check(recipe, state["trained"], state["fixed"], parts["validation"]))
+                    lines.append({name: float(value) for name, value in metrics.items()})
+                    lines[-1] |= dict(step=done, validation=float(bits), seconds=earlier + time.monotonic() - begin)
+                    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                    if lines[-1]["validation"] <= min(line["validation"] for line in lines):
+                        tensors = state["trained"] | state["fixed"]
+                        save_release(assemble(recipe.config, tensors, jnp.float32), self.out / "best")
+                    if done == self.steps or late or time.monotonic() - saved > _SAVE_EVERY:
+                        manager.save(done, args=ocp.args.StandardSave(state))
+                        saved = time.monotonic()
+                if late:
+                    break
+        manager.close()
+        self._finish(recipe, parts["held_out"], lines)
+        return lines[-1]
+
+    def _begin(self) -> tuple[Recipe, dict[str, Any]]:
+        shapes = {"tiny": (TINY, TINY_WINDOW_ONLY), "toy": (TOY, TOY_WINDOW_ONLY)}
+        config, start = shapes[self.size][self.window_only], None
+        if self.init is not None:
+            model = load_checkpoint(self.init, dtype=jnp.float32)
+            config, start = model.config, apart(named_tensors(model))
+        mine = {field.name for field in dataclasses.fields(self)}
+        options: Any = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe) if f.name in mine}
+        recipe = Recipe(config, **options)
+        self.out.mkdir(parents=True, exist_ok=True)
+        return recipe, first_state(recipe, start)
+
+    def _finish(self, recipe: Recipe, held_out: np.ndarray, lines: list[dict[str, Any]]) -> None:
+        """Scores the best model on text that has decided nothing, and writes what goes with its weights."""
+        best = self.out / "best"
+        tensors = named_tensors(load_checkpoint(best, dtype=jnp.float32))
+        bits = evaluate(recipe, *apart(tensors), held_out)
+        write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS)
+        write_card(best, recipe, self.steps, tensors, lines, bits, self.text.name)
+        Console().print(f"held-out text: {bits.mean():.4f} bits a byte; the model and its card are in {best}")
+
+
+_SAVE_EVERY = 120.0  # seconds
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TextColumn("{task.fields[state]}"),
+)
+
+
+if __name__ == "__main__":
+    command = tyro.cli(TrainTiny)
+    try:
+        command.run()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None

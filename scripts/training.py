@@ -1,0 +1,182 @@
+"""One step of training, and the bits per byte of held-out text: plain functions of arrays, jitted."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kjv
+import numpy as np
+import optax
+from dense_cache import DenseCache, whole_sequences
+from fake_quant import as_stored
+from jaxtyping import Array, Float, Int
+from needles import training_row
+from tiny_model import Tensors, assemble, balanced, first_weights, for_training
+
+from dsv4_jax.config import DSV4Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result, besides the text.
+
+    Attributes:
+      config: the model.
+      rows, length: sequences a step, and bytes of each.
+      learning_rate: at its peak; rises over the first twentieth of the steps, then falls as a cosine to a fiftieth.
+      weight_decay: AdamW's, on matrices.
+      dropout: share of each block's output that is dropped.
+      select_from: from this share of the steps on, CSA attends to the indexer's selection; before, to all entries.
+      quantise_from: from this share on, weights and cache are rounded as they will be when the model is used.
+      needles: share of rows with planted key-value pairs.
+      pairs, needle_weight: pairs in such a row, and the weight of an asked digit in the loss.
+      kv_format: the cache's rounding.
+      dtype: of activations and of the copies of the weights that they meet; the weights themselves are float32.
+      seed: of the first weights, the data's order and dropout.
+    """
+
+    config: DSV4Config
+    rows: int = 16
+    length: int = 4096
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    select_from: float = 0.15
+    quantise_from: float = 0.6
+    needles: float = 0.0
+    pairs: int = 24
+    needle_weight: float = 10.0
+    kv_format: str = "v4"
+    dtype: str = "bfloat16"
+    balance_rate: float = 1e-3
+    seed: int = 0
+
+
+def first_state(recipe: Recipe, start: tuple[Tensors, Tensors] | None = None) -> dict[str, Any]:
+    """What a training run consists of at a step: a pytree of arrays."""
+    trained, fixed = first_weights(recipe.config, recipe.seed) if start is None else start
+    return dict(trained=trained, fixed=fixed, optimiser=_optimiser(recipe).init(trained), step=jnp.int32(0))
+
+
+def batch(recipe: Recipe, text: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The step's data: (ids [rows, length + 1] int32, weights of each id in the loss [rows, length + 1] float32).
+
+    Every row is an excerpt from anywhere, behind BOS: no excerpt but a book's first page is told where it comes from.
+    """
+    rng = np.random.default_rng([recipe.seed, step])
+    ids = np.full((recipe.rows, recipe.length + 1), kjv.BOS, np.int32)
+    weights = np.ones(ids.shape, np.float32)
+    for row, start in enumerate(rng.integers(0, len(text) - recipe.length, recipe.rows)):
+        if row < recipe.needles * recipe.rows:
+            excerpt = np.take(text, np.arange(start, start + recipe.length + 2000), mode="wrap")
+            ids[row], weights[row] = training_row(rng, excerpt, recipe.length + 1, recipe.pairs, recipe.needle_weight)
+        else:
+            ids[row, 1:] = text[start : start + recipe.length]
+    return ids, weights
+
+
+@functools.partial(jax.jit, static_argnames="recipe", donate_argnames="state")
+def train_step(
+    recipe: Recipe,
+    state: dict[str, Any],
+    progress: Float[Array, ""],
+    ids: Int[Array, "B S1"],
+    weights: Float[Array, "B S1"],
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """One step of AdamW.
+
+    Args:
+      recipe: static, and the same program however many steps there are.
+      state: from `first_state` or the last step; donated.
+      progress: share of the steps that are done, float32.
+      ids, weights: from `batch`.
+
+    Returns:
+      (state; scalars: "bits" a byte, "index_loss" in nats, "gradient" norm, largest "load" of an expert over its share)
+    """
+    cache = dataclasses.replace(
+        DenseCache.make(
+            recipe.config, ids.shape[0], ids.shape[1] - 1, kv_format=recipe.kv_format, dtype=jnp.dtype(recipe.dtype)
+        ),
+        select=progress >= recipe.select_from,
+        quantise=progress >= recipe.quantise_from,
+        key=jax.random.fold_in(jax.random.key(recipe.seed), state["step"]) if recipe.dropout else None,
+        dropout=recipe.dropout,
+    )
+
+    def loss(trained):
+        losses, after = _losses(recipe, trained, state["fixed"], ids, cache)
+        mean = jnp.sum(losses * weights[:, 1:]) / jnp.sum(weights[:, 1:])
+        return mean + after.index_loss, (mean, after)
+
+    gradient, (mean, after) = jax.grad(loss, has_aux=True)(state["trained"])
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it, where the caller is stricter
+        updates, optimiser = _optimiser(recipe).update(gradient, state["optimiser"], state["trained"])
+    rate = recipe.learning_rate * jnp.minimum(20 * progress + 1e-2, 0.51 + 0.49 * jnp.cos(np.float32(np.pi) * progress))
+    new = dict(
+        trained=jax.tree.map(lambda value, update: value - rate * update, state["trained"], updates),
+        fixed=balanced(state["fixed"], after.expert_load, recipe.balance_rate),
+        optimiser=optimiser,
+        step=state["step"] + 1,
+    )
+    metrics = dict(
+        bits=mean / np.float32(np.log(2)),
+        index_loss=after.index_loss,
+        gradient=jnp.sqrt(sum((jnp.sum(g * g) for g in gradient.values()), start=jnp.float32(0))),
+        load=jnp.max(after.expert_load) * recipe.config.n_routed_experts,
+    )
+    return new, metrics
+
+
+def evaluate(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray) -> np.ndarray:
+    """Bits of every byte of consecutive excerpts, with weights and cache as the model will be used.
+
+    Returns:
+      [excerpts, length] float32: the text in whole rows, the rest at its end left out.
+    """
+    rows = len(text) // recipe.length
+    ids = np.full((rows, recipe.length + 1), kjv.BOS, np.int32)
+    ids[:, 1:] = text[: rows * recipe.length].reshape(rows, -1)
+    bits = []
+    for at in range(0, rows, recipe.rows):
+        part = ids[at : at + recipe.rows]
+        padded = np.pad(part, ((0, recipe.rows - len(part)), (0, 0)))
+        bits.append(np.asarray(_score(recipe, trained, fixed, padded))[: len(part)])
+    return np.concatenate(bits) / np.float32(np.log(2))
+
+
+def evaluate_needles(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray) -> float:
+    """Mean bits of the digits asked for, in a batch of rows with pairs that is the same every time; 3.3 = guessed."""
+    ids, weights = batch(dataclasses.replace(recipe, needles=1.0), text, step=2**31)
+    bits = np.asarray(_score(recipe, trained, fixed, ids)) / np.float32(np.log(2))
+    return float(bits[weights[:, 1:] == recipe.needle_weight].mean())
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _score(recipe, trained, fixed, ids):
+    cache = DenseCache.make(
+        recipe.config, ids.shape[0], ids.shape[1] - 1, kv_format=recipe.kv_format, dtype=jnp.dtype(recipe.dtype)
+    )
+    cache = dataclasses.replace(cache, quantise=jnp.bool_(True))
+    return _losses(recipe, trained, fixed, ids, cache)[0]
+
+
+def _losses(recipe, trained, fixed, ids, cache):
+    """[B, S] negative log-likelihoods in nats of ids[:, 1:], and the cache with what it noted."""
+    tensors = as_stored(recipe.config, trained)
+    tensors = {path: jnp.where(cache.quantise, tensors[path], value) for path, value in trained.items()}
+    model = for_training(assemble(recipe.config, tensors | fixed, recipe.dtype))
+    hidden, cache = model(whole_sequences(ids[:, :-1]), cache)
+    assert isinstance(cache, DenseCache)
+    logits = model.logits(hidden).reshape(*ids[:, 1:].shape, -1)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]), cache
+
+
+def _optimiser(recipe):
+    """AdamW without its learning rate, which the step knows; moments of all tensors in one vector."""
+    return optax.chain(
+        optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))),
+        optax.add_decayed_weights(recipe.weight_decay, lambda tensors: jax.tree.map(lambda x: x.ndim > 1, tensors)),
+    )

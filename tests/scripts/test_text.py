@@ -1,0 +1,86 @@
+"""The package's compressed text, and what is hidden in texts."""
+
+import kjv
+import numpy as np
+import pytest
+from needles import DIGITS, test_row as make_row, training_row
+
+
+def compress(window):
+    """LZW as `compress` writes it, for `kjv.decompress` to read."""
+    codes = {bytes([i]): i for i in range(256)}
+    stream, at, bits, count, now = 0, 0, 9, 257, b""
+    for i in range(len(window) + 1):
+        ahead = now + window[i : i + 1]
+        if i < len(window) and ahead in codes:
+            now = ahead
+            continue
+        stream |= codes[now] << at
+        at += bits
+        codes[ahead] = count
+        count += 1
+        # The reader's table lags by an entry.
+        bits = max(bits, (count - 1).bit_length())
+        now = window[i : i + 1]
+    return stream.to_bytes((at + 7) // 8, "little")
+
+
+def packed(text, size):
+    parts = [compress(text[i : i + size]) for i in range(0, len(text), size)]
+    parts[:-1] = [part + b"\xa5\x5a" for part in parts[:-1]]  # checkpoints' padding
+    header = 0x5C + 4 * len(parts)
+    offsets = np.cumsum([header, *map(len, parts[:-1])])
+    words = [size, len(parts), *offsets.tolist()]
+    magic = b"EC02Compressed Data File".ljust(0x54, b"\0")
+    return magic + b"".join(word.to_bytes(4, "big") for word in words) + b"".join(parts)
+
+
+def test_reads_the_packages_compression(tmp_path):
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, rng.integers(1, 9)).tolist()) for _ in range(200)]
+    text = b" ".join(words[i] for i in rng.integers(0, 200, 3000))
+    assert kjv.decompress(packed(text, 4096)) == text
+
+
+def test_books_chapters_and_split(tmp_path):
+    books = [f"B{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(66)]
+    lines = [f"{book}{c}:{v} {book} says {c} {v}." for book in books for c in (1, 2) for v in (1, 2)]
+    file = tmp_path / "bible.data"
+    file.write_bytes(packed("\n".join(["A title.", *lines, ""]).encode(), 1000))
+    texts = kjv.read_books(file)
+    assert list(texts)[:2] == ["Genesis", "Exodus"] and list(texts)[-1] == "Revelation"
+    assert texts["Exodus"] == b"Bab says 1 1.\nBab says 1 2.\n\nBab says 2 1.\nBab says 2 2.\n"
+    parts = kjv.split(texts)
+    whole = {part: bytes(ids[ids < 256].astype(np.uint8).tolist()) for part, ids in parts.items()}
+    assert whole["held_out"] == b"".join(texts[name] for name in kjv.HELD_OUT)
+    assert sum(map(len, whole.values())) == sum(map(len, texts.values()))
+    assert [np.sum(ids == kjv.EOS) for ids in parts.values()] == [60, 2, 4]
+
+    file.write_bytes(packed("\n".join(lines[:40]).encode(), 1000))
+    with pytest.raises(ValueError, match="holds 10 books; the whole Bible has 66"):
+        kjv.read_books(file)
+
+
+def verses(n):
+    return np.frombuffer(b"And it came to pass that he went.\n" * n, np.uint8).astype(np.int32)
+
+
+def test_training_rows_ask_for_what_they_told():
+    ids, weights = training_row(np.random.default_rng(1), verses(200), 4096, 12, 10.0)
+    assert ids.shape == weights.shape == (4096,)
+    asked = ids[weights == 10].reshape(-1, DIGITS)
+    told = ids[weights == 0].reshape(-1, DIGITS)
+    assert len(asked) >= 10 and {tuple(row) for row in asked} <= {tuple(row) for row in told}
+
+
+def test_needles_lie_where_they_should():
+    row = make_row(np.random.default_rng(1), verses(400), (500, 2000, 8000), 3)
+    assert len(row.answers) == 9 and row.ids[0] == kjv.BOS
+    text = bytes(row.ids[1:].astype(np.uint8).tolist())
+    for answer, distance in zip(row.answers, row.distances, strict=True):
+        value = text[answer - 1 : answer - 1 + DIGITS]
+        sentence = text[text.rindex(b"The portion", 0, answer) : answer - 1 + DIGITS]
+        assert value.isdigit() and text.count(sentence) == 2
+        assert text[answer - 1 - distance :].startswith(value)
+        # Verses before it, and questions before it.
+        assert min(abs(distance - asked) for asked in (500, 2000, 8000)) <= 9 * 40 + 40

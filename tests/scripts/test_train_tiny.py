@@ -1,0 +1,133 @@
+"""Training through the dense stand-in: it is the paged cache's model, it learns, and ships what it trained."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_cache import DenseCache, whole_sequences
+from fake_quant import as_stored
+from flax import nnx
+from tiny_model import (
+    TINY,
+    TINY_WINDOW_ONLY,
+    TOY,
+    TOY_WINDOW_ONLY,
+    apart,
+    assemble,
+    first_weights,
+    for_training,
+    named_tensors,
+)
+from train_tiny import TrainTiny
+from training import Recipe, evaluate, train_step
+
+from dsv4_jax import DeepseekV4ForCausalLM, KVCacheManager, load_checkpoint
+from dsv4_jax.decode.step import forward
+
+
+# Differences are rounding alone: the two paths sum in different orders.
+CLOSE = dict(rtol=0, atol=1e-4)
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def toy():
+    trained, fixed = first_weights(TOY, 0)
+    return assemble(TOY, trained | fixed, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(0).integers(0, TOY.vocab_size, (2, LENGTH), dtype=np.int32)
+
+
+@jax.jit
+def dense_logits(model, cache, ids):
+    hidden, cache = for_training(model)(whole_sequences(ids), cache)
+    return model.logits(hidden).reshape(*ids.shape, -1), cache
+
+
+def paged_logits(model, ids, size):
+    manager = KVCacheManager(
+        model.config, num_blocks=2, max_requests=2, max_context=128, kv_format="plain", dtype=jnp.float32
+    )
+    slots, cache, parts = [manager.admit(row) for row in ids], manager.init_cache(), []
+    for at in range(0, ids.shape[1], size):
+        batch = manager.prepare_forward({slot: row[at : at + size] for slot, row in zip(slots, ids, strict=True)})
+        logits, cache = forward(model, cache, batch)
+        parts.append(np.asarray(logits)[: 2 * size].reshape(2, size, -1))
+    return np.concatenate(parts, axis=1)
+
+
+def test_the_dense_path_has_the_paged_caches_logits(toy, ids):
+    cache = DenseCache.make(TOY, *ids.shape, kv_format="plain", dtype=jnp.float32)
+    cache = dataclasses.replace(cache, select=jnp.bool_(True))
+    dense, after = dense_logits(toy, cache, ids)
+    np.testing.assert_allclose(dense, paged_logits(toy, ids, size=32), **CLOSE)
+    np.testing.assert_allclose(np.sum(after.expert_load, axis=1), 1, rtol=1e-6)
+    assert after.index_loss > 0
+
+    everything = dataclasses.replace(cache, select=jnp.bool_(False))
+    others, _ = dense_logits(toy, everything, ids)
+    seen = TOY.index_topk * TOY.compress_rate_csa + TOY.compress_rate_csa - 1
+    np.testing.assert_allclose(dense[:, :seen], others[:, :seen], **CLOSE)
+    assert np.abs(dense - others).max() > 0.01, "no selection took place"
+
+
+def test_refuses_a_length_that_is_no_multiple_of_the_window():
+    with pytest.raises(ValueError, match="length=60 must be a multiple of the model's window, 8"):
+        DenseCache.make(TOY, 1, 60)
+
+
+@pytest.mark.slow
+def test_trains_stops_goes_on_and_ships_what_it_trained(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"In the beginning God created the heaven and the earth.\n" * 100)
+    options: Any = dict(
+        text=text, size="toy", steps=6, rows=2, length=LENGTH, every=3, learning_rate=2e-2, dtype="float32",
+        select_from=0.0,
+    )  # fmt: skip
+    TrainTiny(out=tmp_path / "parts", minutes=0, **options).run()
+    stopped = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in stopped] == [1]
+    last = TrainTiny(out=tmp_path / "parts", **options).run()
+    lines = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 3, 6]
+    assert last["validation"] < stopped[0]["validation"] - 1, "bits per byte did not fall by one"
+    whole = TrainTiny(out=tmp_path / "whole", **options).run()
+    assert whole["validation"] == last["validation"], "going on is not the same as never having stopped"
+    assert train_step._cache_size() == 1, "the step was compiled more than once"
+
+    best = tmp_path / "whole" / "best"
+    tensors = named_tensors(load_checkpoint(best, dtype=jnp.float32))
+    trained, fixed = apart(tensors)
+    for path, value in as_stored(TOY, trained).items():
+        np.testing.assert_array_equal(value, trained[path], err_msg=f"{path} is not a stored value")
+    recipe = Recipe(TOY, rows=2, length=LENGTH, learning_rate=2e-2, dtype="float32", select_from=0.0)
+    held_out = np.frombuffer(text.read_bytes()[-550:] + b"", np.uint8).astype(np.int32)
+    bits = evaluate(recipe, trained, fixed, held_out).mean()
+    # The text's end and its EOS differ from the validation part by a byte.
+    np.testing.assert_allclose(bits, min(line["validation"] for line in lines), atol=0.05)
+    assert {file.name for file in best.iterdir()} == {
+        "README.md", "config.json", "curve.png", "model.safetensors", "tokenizer.json"
+    }  # fmt: skip
+    assert "held-out text" in (best / "README.md").read_text()
+
+
+def test_says_how_to_get_the_text(tmp_path):
+    with pytest.raises(ValueError, match="apt-get download bible-kjv-text"):
+        TrainTiny(text=tmp_path / "none", out=tmp_path).run()
+
+
+@pytest.mark.parametrize(("full", "window"), [(TINY, TINY_WINDOW_ONLY), (TOY, TOY_WINDOW_ONLY)])
+def test_the_window_only_model_has_no_entries_and_as_many_parameters(full, window):
+    sizes = []
+    for config in (full, window):
+        model = nnx.eval_shape(lambda config=config: DeepseekV4ForCausalLM(config, rngs=nnx.Rngs(0)))
+        sizes.append(sum(value.size for value in jax.tree.leaves(nnx.state(model))))
+    assert set(window.layer_types) == {"sliding_attention"}
+    np.testing.assert_allclose(sizes[1], sizes[0], rtol=0.01 if full is TINY else 0.05)
