@@ -1,0 +1,24 @@
+"""The committed numbers: what notebook 05 relies on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+FILES = {path.name: json.loads(path.read_text()) for path in (Path(__file__).parents[2] / "benchmarks").glob("*.json")}
+PEERS = FILES.pop("peers_h100.json")
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_run_says_where_it_was_taken(name):
+    assert all(FILES[name][key] for key in ("device", "jax", "commit", "clock", "shapes", "cache_format", "results"))
+
+
+def test_peers_are_compared_at_our_shapes():
+    """A label spelled otherwise than ours would silently be missing from the picture."""
+    ours = [row for run in FILES.values() for row in run["results"] if "op" in row]
+    for op in {peer["op"] for peer in PEERS["peers"]} & {row["op"] for row in ours}:
+        shapes = {peer["shape"] for peer in PEERS["peers"] if peer["op"] == op}
+        assert len(shapes & {row["shape"] for row in ours if row["op"] == op}) >= 4, op
+    assert PEERS["source"] and all(peer["microseconds"] > 0 and peer["does"] for peer in PEERS["peers"])

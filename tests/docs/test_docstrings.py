@@ -1,0 +1,95 @@
+"""Every public name says what it takes, gives and raises; the walk follows the exports of each package."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+from dsv4_jax.config import DSV4Config, RopeScaling
+
+
+PARTS = ("cache", "checkpoint", "cli", "decode", "host", "nn", "ops", "quant")
+PACKAGES = ["dsv4_jax", *(f"dsv4_jax.{part}" for part in PARTS), "pallas_kernels"]
+# Of annotations: jaxtyping's, or plain arrays in pallas_kernels.
+ARRAY = re.compile(r"jaxtyping|Float\[|Int\[|Bool\[|jax\.Array|ArrayImpl|ndarray")
+# A shape, or the name of the function that has it.
+SHAPE = re.compile(r"\[[^\]]*\]|scalar|`shape`|as (in|for) `\w+`")
+ERRORS = re.compile(r"^\s+raise (ValueError|TypeError|NotImplementedError|CacheFullError)\b", re.MULTILINE)
+
+
+def public():
+    """{qualified name of the definition: object} of everything exported, each once."""
+    found = {f"dsv4_jax.config.{cls.__name__}": cls for cls in (DSV4Config, RopeScaling)}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:
+            thing = getattr(module, name)
+            own = getattr(thing, "__module__", "").split(".")[0] in ("dsv4_jax", "pallas_kernels")
+            if own and (inspect.isclass(thing) or callable(thing)):
+                found[f"{thing.__module__}.{thing.__qualname__}"] = inspect.unwrap(thing)
+    return found
+
+
+NAMES = public()
+CLASSES = {name: thing for name, thing in NAMES.items() if inspect.isclass(thing)}
+METHODS = {
+    f"{name}.{method}": getattr(member, "__func__", member)
+    for name, cls in CLASSES.items()
+    for method, member in vars(cls).items()
+    if not method.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod))
+}
+FUNCTIONS = {name: thing for name, thing in NAMES.items() if name not in CLASSES} | METHODS
+
+
+def doc(name):
+    """A name's docstring; of a method without one, that of the class that declared it."""
+    owner = CLASSES.get(name.rpartition(".")[0])
+    return inspect.getdoc(getattr(owner, name.rpartition(".")[2]) if owner else NAMES[name]) or ""
+
+
+def test_the_walk_finds_them():
+    assert len(NAMES) > 90 and len(METHODS) > 60
+    assert "dsv4_jax.cache.handle.LayerCacheHandle.attend" in FUNCTIONS
+
+
+def test_everything_has_a_docstring():
+    # A dataclass without one gets its signature.
+    signatures = {name for name in CLASSES if doc(name).startswith(f"{name.rpartition('.')[2]}(")}
+    assert not {name for name in NAMES | METHODS if not doc(name)} | signatures
+
+
+def test_arguments_are_described():
+    missing = []
+    for name in FUNCTIONS.keys() - METHODS.keys():
+        names = inspect.signature(NAMES[name]).parameters
+        # One or two obvious arguments may be described in a sentence that does not name them.
+        if len(names) > 3 or "Args:" in doc(name):
+            missing += [f"{name}: {arg}" for arg in names if not re.search(rf"\b{arg}\b", doc(name))]
+    assert not missing
+
+
+def test_arrays_have_shapes():
+    def has_arrays(function):
+        return any(ARRAY.search(str(annotation)) for annotation in inspect.get_annotations(function).values())
+
+    silent = {name for name, function in FUNCTIONS.items() if has_arrays(function) and not SHAPE.search(doc(name))}
+    assert not silent
+
+
+def test_errors_are_named():
+    silent = []
+    for name, function in FUNCTIONS.items():
+        # A CacheFullError is a ValueError.
+        raised = {error.replace("CacheFull", "Value") for error in ERRORS.findall(inspect.getsource(function))}
+        silent += [f"{name}: {error}" for error in raised if error not in doc(name).replace("CacheFull", "Value")]
+    assert not silent
+
+
+def test_fields_are_described():
+    missing = []
+    for name, cls in CLASSES.items():
+        # The configuration's fields are those of config.json, as its docstring says.
+        if dataclasses.is_dataclass(cls) and cls is not DSV4Config:
+            fields = [f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")]
+            missing += [f"{name}: {field}" for field in fields if not re.search(rf"\b{field}\b", doc(name))]
+    assert not missing
