@@ -6,9 +6,19 @@ import os
 # The kernel interpreter blocks a thread of XLA's for each simulated one that waits: on a machine with two cores, where
 # XLA would make two, it can wait for ever. Read when the backend starts, so before any use of JAX.
 os.environ.setdefault("NPROC", "16")
+# Nearly all of the time goes into compiling programs that run once or twice: compile them quickly rather than well.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Files share few programs: without this a worker grows to several GB, and slows down."""
+    yield
+    jax.clear_caches()

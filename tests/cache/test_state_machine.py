@@ -206,7 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pair.check()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=16, deadline=None)
 TestAnyLifeOfRequests = CacheMachine.TestCase
 
 
