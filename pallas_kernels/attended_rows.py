@@ -49,11 +49,13 @@ class Problem:
 
     Attributes:
       ring_shape: (slots, rows of a ring).
+      placed: whether it is told where in the only ring each token's row is.
       tiles: that a token has at most: those of the window, then those of the entries.
       splits: parts of a token's tiles.
     """
 
     ring_shape: tuple[int, ...]
+    placed: bool
     window_tiles: int
     tiles: int
     splits: int
@@ -84,17 +86,21 @@ def part(p, positions, token, split):
 class Rows:
     """Where the rows of a token's tiles lie, in three steps, each of which waits for loads of the one before."""
 
-    def __init__(self, p, token, slots, positions, layer, paged, last):
+    def __init__(self, p, token, slots, positions, layer, places, paged, last):
         self.p, self.token, self.last = p, token, last
         # Vectors, not scalars: the compiler waits for a scalar before it loads the next.
         here, zero = row_tiles.splat(token), row_tiles.splat(jnp.int32(0))
         position, slot = self._take(positions, here), self._take(slots, here)
         num_slots, ring = p.ring_shape
-        exists = (position >= 0) & (slot >= 0) & (slot < num_slots)
+        exists = (position >= 0) & (slot >= 0)
+        if not p.placed:
+            exists &= slot < num_slots
         # Of padding: one that sees nothing.
         self.position = jnp.where(exists, position, NOWHERE)
-        self.slot = jnp.clip(slot, 0, num_slots - 1)
-        self.ring_start = (self._take(layer, zero) * num_slots + self.slot) * ring
+        self.slot = jnp.maximum(slot, 0)
+        self.place = self._take(places, here) if p.placed else self.position
+        of_slot = zero if p.placed else jnp.minimum(self.slot, num_slots - 1)
+        self.ring_start = (self._take(layer, zero) * num_slots + of_slot) * ring
         if p.compressed is not None:
             pool_layer, self.table, *self.indices = paged
             self.pool_start = self._take(pool_layer, zero) * p.compressed.pools[0].shape[1]
@@ -137,9 +143,9 @@ class Rows:
         return found
 
     def _window_row(self, tile, unit):
-        position = self.position - (self.p.window - 1) + self._items(tile, unit)
-        row = self.ring_start + lax.rem(jnp.maximum(position, 0), jnp.int32(self.p.ring_shape[1]))
-        return jnp.where((position >= 0) & (tile < self.last), row, -1)
+        back = (self.p.window - 1) - self._items(tile, unit)
+        row = self.ring_start + lax.rem(jnp.maximum(self.place - back, 0), jnp.int32(self.p.ring_shape[1]))
+        return jnp.where((self.position >= back) & (tile < self.last), row, -1)
 
     def _pool_row(self, entry, block):
         _, count, per_block, _ = self.p.compressed.pools[0].shape

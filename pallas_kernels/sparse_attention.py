@@ -53,6 +53,7 @@ def sparse_attention(
     compressed: Paged | None,
     *,
     window: int,
+    places: jax.Array | None = None,
     kv_format: str = "v4",
     splits: int | None = None,
     interpret: bool = False,
@@ -69,6 +70,8 @@ def sparse_attention(
         `position % ring`.
       compressed: entries, or None.
       window: rows a token sees, itself included; a multiple of 64, at most the ring.
+      places: [T] int32 where in the first slot's ring each token's own row is, the rows of its window before it; None:
+        in its own slot's ring by position. For calls that bring more tokens than a ring has room for.
       kv_format: "v4" or "per_entry", as in `append_swa`. The NaN codes 0x7F and 0xFF are read as +-480.
       splits: parts of a token's rows; None = as many as fill an H100. The result's bits depend on it.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -90,6 +93,10 @@ def sparse_attention(
     if window % TILE:
         raise NotImplementedError(f"the kernel takes windows of a multiple of {TILE} rows, got {window}")
     operands, pools = [slots, positions, layer.reshape(1)], list(rings)
+    if places is not None:
+        check_array("places", places, jnp.int32, tokens)
+        operands.append(places)
+    always = len(operands)
     if compressed is not None:
         check_row_pools(kv_format, *compressed.pools)
         check_array("block_table", compressed.block_table, jnp.int32, None, None)
@@ -99,12 +106,13 @@ def sparse_attention(
             check_array("indices", compressed.indices, jnp.int32, tokens, None)
             operands.append(compressed.indices.reshape(-1))
         if compressed.most == 0:
-            compressed, operands, pools = None, operands[:3], list(rings)
+            compressed, operands, pools = None, operands[:always], list(rings)
     if tokens == 0:
         return q
     tiles = window // TILE + (0 if compressed is None else -(-compressed.most // TILE))
     splits = splits or _splits(tokens * heads // HEADS, tiles)
-    problem = Problem(rings[0].shape[1:3], window // TILE, tiles, splits, compressed, kv_format, interpret)
+    placed = places is not None
+    problem = Problem(rings[0].shape[1:3], placed, window // TILE, tiles, splits, compressed, kv_format, interpret)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if splits > 1:
         shapes = (tokens, splits, heads, ROW_DIM), (tokens, splits, 2, heads)
@@ -146,8 +154,11 @@ def _splits(blocks, tiles):
 def _body(p, q, sinks, *refs):
     refs = list(refs)
     queries, keys, biases, q_ready, full, free, done = refs[-7:]
-    count = 3 if p.compressed is None else 5 if p.compressed.indices is None else 6
-    (slots, positions, layer, *paged), refs = refs[:count], refs[count:-7]
+    slots, positions, layer = refs[:3]
+    places = refs[3] if p.placed else None
+    always = 3 + p.placed
+    count = always + (0 if p.compressed is None else 2 if p.compressed.indices is None else 3)
+    paged, refs = refs[always:count], refs[count:-7]
     rings, refs = refs[:3], refs[3:]
     pools, out = (None, refs) if p.compressed is None else (refs[:3], refs[3:])
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
@@ -157,7 +168,7 @@ def _body(p, q, sinks, *refs):
     @pl.when(warpgroup == LOADER)
     def _():
         plgpu.set_max_registers(LOADING, action="decrease")
-        rows = Rows(p, token, slots, positions, layer, paged, last)
+        rows = Rows(p, token, slots, positions, layer, places, paged, last)
         _gather(p, rows, rings, pools, first, last, keys, biases, full, free)
 
     @pl.when(warpgroup != LOADER)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
-from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds
+from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.rows import check_format
 from pallas_kernels.sparse_attention import Paged, sparse_attention as kernel
@@ -45,10 +45,10 @@ def sparse_attention(
       positions: [T] absolute positions; -1 = padding.
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries of
-        a multiple of 64 heads, rows of 448 + 64 dims in formats "v4" and "per_entry", windows of a multiple of 64
-        tokens, and no `new_kv`. It adds in another order than "xla", which depends on T and K (or the block table's
-        width), never on other tokens, and rounds weights before they are divided by their final maximum: results
-        differ by about one part in 2 ** 8.
+        a multiple of 64 heads, rows of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64
+        tokens. It adds in another order than "xla", which depends on T and K (or the block table's width), never on
+        other tokens, and rounds weights before they are divided by their final maximum: results differ by about one
+        part in 2 ** 8.
 
     Returns:
       [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
@@ -109,26 +109,56 @@ def _attend_dense(q, kv, valid, sinks):
 
 
 def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, *, interpret):
-    if new_kv is not None:
-        raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
     check_format(window.kv_format.name)
+    rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
+    if new_kv is not None:
+        rows, places = _windows_in_a_row(window, new_kv, slots, positions)
+        rings, layer = (rows.nope, rows.rope, rows.scale), jnp.int32(0)
     entries = None
     if compressed is not None:
-        layer = jnp.asarray(compressed.layer, jnp.int32)
-        pools = _pools(compressed)
-        entries = Paged(layer, compressed.block_table, pools, indices, compressed.compress_rate)
+        of_pools = jnp.asarray(compressed.layer, jnp.int32)
+        entries = Paged(of_pools, compressed.block_table, _pools(compressed), indices, compressed.compress_rate)
     return kernel(
         q,
         sinks,
         slots,
         positions,
-        jnp.asarray(window.layer, jnp.int32),
-        _pools(window),
+        layer,
+        rings,
         entries,
         window=window.window,
+        places=places,
         kv_format=window.kv_format.name,
         interpret=interpret,
     )
+
+
+def _windows_in_a_row(view, new_kv, slots, positions):
+    """One ring [1, 1, N, ..] with, request by request, the window before its first token and then its new rows.
+
+    Returns:
+      (Rows, [T] int32 where each token's own row is).
+    """
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    real = (slots >= 0) & (positions >= 0)
+    before, runs = view.window - 1, min(slots.shape[0], view.rows.nope.shape[1])
+    begins = real & (run_bounds(slots)[0] == tokens)
+    places = tokens + before * jnp.cumsum(begins.astype(jnp.int32))
+    first = jnp.nonzero(begins, size=runs, fill_value=-1)[0].astype(jnp.int32)
+    slot, position, place = (jnp.where(first >= 0, take(x, first), -1) for x in (slots, positions, places))
+    back = jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
+    past = position[:, None] - back
+    old = take(view.rows, view.layer, jnp.broadcast_to(slot[:, None], past.shape), jnp.maximum(past, 0) % view.ring)
+    count = slots.shape[0] + runs * before
+    there = jnp.where(past >= 0, place[:, None] - back, count)
+    mine = jnp.where(real, places, count)
+
+    def lay_out(old, new):
+        rows = jnp.zeros((count, old.shape[-1]), old.dtype)
+        rows = rows.at[there].set(old, mode="drop").at[mine].set(new, mode="drop")
+        return rows[None, None]
+
+    return jax.tree.map(lay_out, old, view.kv_format.encode(new_kv, view.rows.rope.shape[-1])), places
 
 
 def _pools(view):

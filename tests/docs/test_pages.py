@@ -103,8 +103,8 @@ def check_uv(arguments: list[str]) -> None:
 
 def check_options(arguments: list[str], text: str) -> None:
     for option in arguments:
-        if option.startswith("--nbmake"):
-            continue  # pytest knows it only where nbmake is installed
+        if option.startswith("--nbmake") or option == "--overwrite":
+            continue  # pytest knows them only where nbmake is installed
         if re.match(r"--?[a-z]", option):
             assert re.search(rf"(?<![\w-]){re.escape(option.split('=')[0])}(?![\w-])", text), f"unknown {option}"
 
