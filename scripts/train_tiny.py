@@ -41,7 +41,7 @@ class TrainTiny:
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 --window-only
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/kjv/best \\
         --needles 1 --length 16384 --rows 4 --steps 600 --learning-rate 5e-4 --select-from 0 --quantise-from 0
-      python scripts/train_tiny.py --text README.md --out /tmp/toy --size toy --rows 4 --length 256 --steps 40
+      python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
 
     Attributes:
       text: the package's bible.data, or any file, taken as bytes.

@@ -248,3 +248,34 @@ def test_the_index_is_complete(release, tmp_path):
     for name, file in index["weight_map"].items():
         if name.endswith(".scale"):
             assert index["weight_map"][name.removesuffix("scale") + "weight"] == file
+
+
+def test_two_thousand_mutated_indexes_give_the_same_values_or_an_error(tmp_path):
+    rng, index = np.random.default_rng(1), tmp_path / "model.safetensors.index.json"
+    shards = {"model-1.safetensors": ["a", "b"], "model-2.safetensors": ["c"]}
+    values = {name: rng.standard_normal(3).astype(np.float32) for names in shards.values() for name in names}
+    for file, names in shards.items():
+        save_file({name: values[name] for name in names}, tmp_path / file)
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    # Room for changes that do no harm.
+    good = json.dumps(dict(metadata="0" * 200, weight_map=weight_map)).encode()
+    interesting = np.frombuffer(b'12,:[]{}"./\\\x00\xff -abc', np.uint8)
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(2000):
+        content = bytearray(good)
+        for position in rng.integers(0, len(content), rng.integers(1, 4)):
+            content[position] = rng.choice(interesting)
+        if rng.random() < 0.1:
+            del content[rng.integers(len(content)) :]
+        index.write_bytes(content)
+        try:
+            found = read_checkpoint(tmp_path)
+        except ValueError as error:
+            assert "model" in str(error)
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert found.keys() <= values.keys()
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor.load(), values[name])
+    assert min(outcomes.values()) > 100, outcomes
