@@ -30,7 +30,7 @@ def interpret_params(interpret: bool):
 def traced_once(*static: str) -> Callable[[Callable], Callable]:
     """Decorates a kernel's public function: a program that calls it with the same shapes again traces it once.
 
-    To lower a kernel takes a second or so, and a model has dozens of layers.
+    To lower a kernel takes seconds, and a model has dozens of layers.
 
     Args:
       static: names of the arguments, beside `interpret`, that are no arrays.

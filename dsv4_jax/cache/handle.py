@@ -88,8 +88,6 @@ class LayerCacheHandle:
             self.batch.positions,
             dtype=self._cache.schema.dtype,
             max_query_tokens=None if self.batch.prefill else self._cache.schema.max_query_tokens,
-            # The kernel's long call has not yet been seen to be right on a GPU.
-            implementation="xla" if self.batch.prefill else None,
         )
         pool = getattr(self._cache, POOL[self.layer.kind])
         parts = {}

@@ -103,8 +103,7 @@ def _query_case(config, kv_format, tokens):
     def call(_, q, *, implementation):
         if implementation == "xla":
             return permute_dims(kv_format.round_index_query(q))
-        scale = getattr(kv_format, "index_global_scale", 1.0)
-        return round_index_query(q, kv_format=kv_format.name, index_scale=scale)
+        return round_index_query(q, kv_format=kv_format.name, index_scale=kv_format.index_global_scale)
 
     nbytes = 4 * tokens * config.index_n_heads * config.index_head_dim
     return Case("index query", f"T={tokens}", nbytes, make, call)

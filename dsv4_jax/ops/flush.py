@@ -140,7 +140,7 @@ def _flush_kernel(compressors, slots, positions, dtype, max_query_tokens, *, int
                 tuple(jax.tree.leaves(pool.rows)),
                 weights.eps,
                 state.overlap,
-                getattr(pool.kv_format, "index_global_scale", 1.0),
+                pool.kv_format.index_global_scale,
             )
         )
     results = []

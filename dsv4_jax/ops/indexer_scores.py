@@ -57,7 +57,7 @@ def _scores_xla(view, q, *token):
 def _scores_kernel(view, q, *token, interpret):
     name = view.kv_format.name
     check_format(name)
-    q = round_index_query(q, kv_format=name, index_scale=_index_scale(view), interpret=interpret)
+    q = round_index_query(q, kv_format=name, index_scale=view.kv_format.index_global_scale, interpret=interpret)
     return score_rounded_kernel(view, q, *token, interpret=interpret)
 
 
@@ -89,10 +89,6 @@ def score_rounded_kernel(view, q, weights, slots, positions, *, interpret=False)
         view.rows.codes,
         view.rows.scale,
         compress_rate=view.compress_rate,
-        global_scale=_index_scale(view),
+        global_scale=view.kv_format.index_global_scale,
         interpret=interpret,
     )
-
-
-def _index_scale(view):
-    return getattr(view.kv_format, "index_global_scale", 1.0)

@@ -19,7 +19,7 @@ from dsv4_jax.checkpoint import read_checkpoint, shard_over
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import release_config
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA
+from tests.paths import DATA, PACKAGED
 
 
 FP8 = DATA / "official_fp8"
@@ -76,6 +76,40 @@ print(json.dumps(report))
 """
 
 
+STEPS = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from dsv4_jax.checkpoint import load_checkpoint, shard_over
+from dsv4_jax.decode import forward
+from dsv4_jax.host import KVCacheManager
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+found = []
+for where in (None, shard_over(mesh)):
+    model = load_checkpoint(sys.argv[1], dtype=jnp.float32, sharding=where)
+    host = KVCacheManager(model.config, dtype=jnp.float32, num_blocks=4, max_requests=1, max_context=256)
+    cache, slot, logits = host.init_cache(), host.admit(), []
+    if where is not None:
+        cache = jax.device_put(cache, everywhere)
+    for ids in ([5, 17, 42], [7]):
+        out, cache = forward(model, cache, host.prepare_forward({slot: ids}))
+        logits.append(np.asarray(out))
+    found.append(logits)
+print(json.dumps([float(np.abs(a - b).max()) for a, b in zip(*found, strict=True)]))
+"""
+
+
+def on_four_devices(script: str, *arguments: Path):
+    flags = re.sub(r"--xla_force_host\S+", "", os.environ.get("XLA_FLAGS", ""))
+    flags = {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def write_large(folder: Path) -> None:
     """official_fp8's tensors with larger matrices, all codes zero: holes in the file, no bytes on the disk."""
     config = dataclasses.replace(DSV4Config.from_hf(FP8), hidden_size=768, moe_intermediate_size=1024)
@@ -109,14 +143,7 @@ def write_large(folder: Path) -> None:
 def report(tmp_path_factory):
     large = tmp_path_factory.mktemp("large")
     write_large(large)
-    flags = re.sub(r"--xla_force_host\S+", "", os.environ.get("XLA_FLAGS", ""))
-    flags = {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SCRIPT, str(FP8), str(large)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | flags, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return on_four_devices(SCRIPT, FP8, large)
 
 
 @pytest.mark.parametrize("weights", ["float32", "stored"])
@@ -128,6 +155,11 @@ def test_parameters_are_cut_over_a_mesh(report, weights):
     whole, piece = found["experts"]
     assert piece == [whole[0] // 4, *whole[1:]]
     assert found["error"] < 1e-5  # float32 sums in other orders
+
+
+@pytest.mark.slow
+def test_a_model_over_a_mesh_takes_the_same_steps():
+    assert max(on_four_devices(STEPS, PACKAGED)) < 1e-5  # float32 sums in other orders; logits are up to 3
 
 
 def test_meshes_of_explicit_axes_are_refused():

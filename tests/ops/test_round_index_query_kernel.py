@@ -19,8 +19,7 @@ def check(name, q, *, interpret):
     fmt = FORMATS[name]
     cpu = jax.device_put(q, jax.devices("cpu")[0])
     want = permute_dims(jax.jit(fmt.round_index_query)(cpu))
-    scale = getattr(fmt, "index_global_scale", 1.0)
-    got = round_index_query(q, kv_format=name, index_scale=scale, interpret=interpret)
+    got = round_index_query(q, kv_format=name, index_scale=fmt.index_global_scale, interpret=interpret)
     bits = (np.asarray(x).view(np.uint16) for x in (got, want))
     np.testing.assert_array_equal(*bits)
 
