@@ -38,7 +38,7 @@ from pallas_kernels.support import interpret_params
 
 
 # (windows that may close, blocks of a cluster that share one): more blocks finish a window sooner.
-BLOCKS = ((14, 8), (30, 4), (264, 2))
+BLOCKS = ((14, 8), (30, 4), (130, 2))
 # Blocks that an H100 holds at once: one a multiprocessor. A cluster of 2 finds room on any two neighbours.
 AT_ONCE = 132
 # Of a block; each has its share of the channels.

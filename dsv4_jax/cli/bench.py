@@ -40,6 +40,7 @@ class Bench:
       ops: which operations (all by default), or step.
       shapes: of which model.
       cache_format: what the cache's bytes mean.
+      only: only cases whose op or shape holds one of these texts.
       calls: calls a median is taken over.
       out: also write the results to this file.
       batches: step: requests in the batch.
@@ -52,6 +53,7 @@ class Bench:
     ops: tyro.conf.Positional[tuple[Op | Literal["step"], ...]] = OPS
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
+    only: tuple[str, ...] = ()
     calls: int = 32
     out: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE", help_behavior_hint="")] = None
     batches: tuple[int, ...] = (1, 8, 32)
@@ -106,6 +108,8 @@ class Bench:
             own = dict(indexer=bench_indexer.cases, attention=bench_attention.cases)
             cases = own.get(op) or functools.partial(bench_cases.cases, op)
             for case in cases(config, kv_format(self.cache_format), small=not gpu):
+                if self.only and not any(text in f"{case.op} {case.shape}" for text in self.only):
+                    continue
                 row = _measure(case, self.calls if gpu else min(self.calls, 4), report)
                 _print_row(row)
                 yield row

@@ -14,8 +14,6 @@ from pallas_kernels.support import why_no_mosaic_gpu
 
 
 KNOWN = ("xla", "mosaic_gpu", "interpret")
-# Ops whose kernel has changed since all of its tests last ran on a GPU: taken only where it is named.
-UNPROVEN = frozenset({"flush", "indexer_scores", "indexer_topk", "sparse_attention"})
 _default: contextvars.ContextVar[str | None] = contextvars.ContextVar("implementation", default=None)
 
 
@@ -53,7 +51,7 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
     if implementation is None:
         name = _default.get()
         if name is None:
-            name = "mosaic_gpu" if why_no_mosaic_gpu() is None and op not in UNPROVEN else "xla"
+            name = "mosaic_gpu" if why_no_mosaic_gpu() is None else "xla"
         if name != "xla" and name in implementations:
             with contextlib.suppress(NotImplementedError):
                 return implementations[name](*args)

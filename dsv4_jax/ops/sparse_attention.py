@@ -82,9 +82,9 @@ def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, position
         kv, valid = _window(window, slots, positions, tokens, starts, new_kv, q.dtype)
         if compressed is not None:
             if indices is None:
-                more = gather_all_compressed_kv(compressed, slots, positions, dtype=q.dtype)
+                more = gather_all_compressed_kv(compressed, slots, positions, dtype=q.dtype, implementation="xla")
             else:
-                more = gather_compressed_kv(compressed, indices, slots, dtype=q.dtype)
+                more = gather_compressed_kv(compressed, indices, slots, dtype=q.dtype, implementation="xla")
             kv, valid = (jnp.concatenate(pair, axis=1) for pair in zip((kv, valid), more, strict=True))
         return _attend_dense(q[0], kv[0], valid[0], sinks)
 
