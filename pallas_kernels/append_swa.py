@@ -24,7 +24,7 @@ from pallas_kernels.rows import (
 from pallas_kernels.support import interpret_params, traced_once
 
 
-@traced_once("kv_format")
+@traced_once("kv_format", writes=True)
 def append_swa(
     kv: jax.Array,
     slots: jax.Array,

@@ -12,7 +12,7 @@ from pallas_kernels.flush_entry import written
 from pallas_kernels.support import traced_once
 
 
-@traced_once("max_query_tokens")
+@traced_once("max_query_tokens", writes=True)
 def flush(
     compressors: tuple[Compressor, ...],
     slots: jax.Array,

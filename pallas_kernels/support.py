@@ -27,12 +27,38 @@ def interpret_params(interpret: bool):
     return plgpu.InterpretGPUParams(detect_races=True) if interpret else False
 
 
-def traced_once(*static: str) -> Callable[[Callable], Callable]:
+def traced_once(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
     """Decorates a kernel's public function: a program that calls it with the same shapes again traces it once.
 
-    To lower a kernel takes seconds, and a model has dozens of layers.
+    To lower a kernel takes seconds, and a model has dozens of layers. Under `jax.vmap` its calls run one after another:
+    a batched kernel gave wrong rows on a GPU.
 
     Args:
       static: names of the arguments, beside `interpret`, that are no arrays.
+      writes: it has `jax.Ref`s among its arguments, and `jax.vmap` does not take it.
     """
-    return functools.partial(jax.jit, static_argnames=(*static, "interpret"))
+
+    def decorate(function):
+        inner = function if writes else _one_by_one(function)
+        return jax.jit(inner, static_argnames=(*static, "interpret"))
+
+    return decorate
+
+
+def _one_by_one(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        @jax.custom_batching.sequential_vmap
+        def on_arrays(*arrays):
+            merged = list(leaves)
+            for i, array in zip(places, arrays, strict=True):
+                merged[i] = array
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            return function(*args, **kwargs)
+
+        return on_arrays(*(leaves[i] for i in places))
+
+    return call

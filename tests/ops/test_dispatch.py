@@ -16,7 +16,6 @@ BOTH = {"xla": lambda x: ("xla", x), "mosaic_gpu": lambda x: ("mosaic_gpu", x) i
 def reason(request, monkeypatch):
     """With a GPU, and without."""
     monkeypatch.setattr(dispatch, "why_no_mosaic_gpu", lambda: request.param)
-    monkeypatch.setattr(dispatch, "UNPROVEN", frozenset({"young"}))
     return request.param
 
 
@@ -43,12 +42,6 @@ def test_a_named_one_runs_or_says_why_not(reason):
         dispatch.run("op", BOTH, "interpret", 2)
     with pytest.raises(ValueError, match="implementation='cuda' is not known; choose None or one of"):
         dispatch.run("op", BOTH, "cuda", 2)
-
-
-def test_an_unproven_kernel_wants_to_be_named(reason):
-    assert dispatch.run("young", BOTH, None, 2) == ("xla", 2)
-    with use_implementation("mosaic_gpu"):
-        assert dispatch.run("young", BOTH, None, 2) == ("mosaic_gpu", 2)
 
 
 def test_a_context_decides_for_ops_that_have_it(reason):

@@ -92,6 +92,30 @@ def test_on_gpu(fmt, tokens, count):
     check(ops.gather_swa_kv, "mosaic_gpu", swa, ints(slots), ints(rng.integers(-1, 1 << 20, tokens)))
 
 
+def by_request(implementation, view):
+    def one(indices, slots):
+        return ops.gather_compressed_kv(view, indices, slots, implementation=implementation)
+
+    return jax.vmap(one)
+
+
+def test_under_vmap_calls_run_one_after_another():
+    """A kernel that is batched gives wrong rows on a GPU."""
+    view = paged(FORMATS["v4"], np.random.default_rng(0), **SMALL)
+    args = ints([[[0, 1]], [[2, -1]]]), ints([[2], [0]])
+    text = str(jax.make_jaxpr(by_request("interpret", view))(*args))
+    assert "length=2" in text
+    jax.tree.map(np.testing.assert_array_equal, by_request("interpret", view)(*args), by_request("xla", view)(*args))
+
+
+@pytest.mark.gpu
+def test_under_vmap_on_gpu():
+    rng = np.random.default_rng(1)
+    view = paged(FORMATS["v4"], rng, layers=3, blocks=1024, entries=4, slots=70, max_blocks=150)
+    args = ints(rng.integers(-1, 610, (32, 1, 512))), ints(rng.integers(-1, 70, (32, 1)))
+    jax.tree.map(np.testing.assert_array_equal, by_request("mosaic_gpu", view)(*args), by_request("xla", view)(*args))
+
+
 @pytest.mark.aot
 def test_compiles_for_h100_without_spills():
     used = registers("""
