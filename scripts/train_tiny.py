@@ -152,7 +152,7 @@ class TrainTiny:
         best = self.out / "best"
         tensors = named_tensors(load_checkpoint(best, dtype=jnp.float32))
         bits = evaluate(recipe, *apart(tensors), held_out)
-        write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS)
+        write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS, begin="<bos>")
         write_card(best, recipe, self.steps, tensors, lines, bits, self.text.name)
         Console().print(f"held-out text: {bits.mean():.4f} bits a byte; the model and its card are in {best}")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dsv4_jax.config import CSA, HCA, LAYER_TYPES, SLIDING, DSV4Config, RopeScaling
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 MODERN = json.loads((DATA / "hf_tiny" / "config.json").read_text())
@@ -93,7 +93,7 @@ def test_eos_token_ids(eos, expected):
 def test_reads_a_folder_or_a_file():
     assert DSV4Config.from_hf(DATA / "hf_tiny") == DSV4Config.from_hf(MODERN)
     assert DSV4Config.from_hf(str(DATA / "hf_tiny" / "config.json")) == DSV4Config.from_hf(MODERN)
-    assert DSV4Config.from_hf(PACKAGED).head_dim == 96
+    assert DSV4Config.from_hf(TINY).head_dim == 96
 
 
 @pytest.mark.parametrize("base", [RAW, MODERN], ids=["raw", "modern"])
@@ -306,7 +306,7 @@ def yarn(dim, low, high):
     [
         (DSV4Config.v4_flash(), (15, 25)),
         (DSV4Config.from_hf(RAW), (0, 1)),  # 8 ln(64 / 2 pi) / (2 ln 160000) = 0.77; the fast border is below 0
-        (DSV4Config.from_hf(PACKAGED), (0, 4)),  # 32 ln(64 / 2 pi) / (2 ln 160000) = 3.1
+        (DSV4Config.from_hf(TINY), (0, 4)),  # 32 ln(64 / 2 pi) / (2 ln 160000) = 3.1
     ],
     ids=["flash", "rope 8", "rope 32"],
 )

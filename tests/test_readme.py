@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
 def test_the_example_runs(capsys):
@@ -11,6 +11,6 @@ def test_the_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert code.count('"path/to/checkpoint"') == 2
     scope = {}
-    exec(code.replace('"path/to/checkpoint"', repr(str(PACKAGED))), scope)
+    exec(code.replace('"path/to/checkpoint"', repr(str(TINY))), scope)
     assert scope["manager"].free_slots == 8
     assert int(scope["cache"].lengths[0]) == 103

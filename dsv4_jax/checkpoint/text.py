@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -31,26 +31,31 @@ def read_tokenizer(path: str | Path) -> Tokenizer | None:
         raise ValueError(f"cannot read {file}: {error}") from None
 
 
-def write_byte_tokenizer(path: str | Path, specials: dict[str, int]) -> None:
+def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: str | None = None) -> None:
     """Writes a tokenizer.json by which a token is a byte: ids 0 to 255 are the bytes of the text in UTF-8.
 
     Args:
         path: the file to write, named tokenizer.json if it is to be found beside a checkpoint's weights.
         specials: ids, 256 or more, of tokens that stand for no byte, such as {"<bos>": 256, "<eos>": 257}. Written
             out in a text they are read as these tokens; decoding leaves them out unless it is asked not to.
+        begin: the one of them that encoding puts before every text; None = none.
 
     Raises:
-        ValueError: a special token is empty, shares its id with another or has that of a byte.
+        ValueError: a special token is empty, shares its id with another or has that of a byte; `begin` is none of them.
     """
     if "" in specials or len(set(specials.values())) < len(specials) or min(specials.values(), default=256) < 256:
         raise ValueError(f"{specials=} must be named, and have ids of their own from 256 on: the others are the bytes'")
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     if clashes := vocabulary.keys() & specials.keys():
         raise ValueError(f"{specials=}: {', '.join(sorted(clashes))} would be taken for a byte; use longer names")
+    if begin is not None and begin not in specials:
+        raise ValueError(f"{begin=} must be one of {specials=}")
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary | specials, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
+    if begin is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(f"{begin} $A", None, [(begin, specials[begin])])
     tokenizer.save(str(path))
 
 

@@ -25,8 +25,8 @@ BLOCK_TOKENS = 128  # a multiple of every compression rate in use
 
 
 def packaged_checkpoint() -> Path:
-    """Folder of the tiny checkpoint that comes with the package."""
-    return Path(str(resources.files("dsv4_jax") / "data" / "tiny"))
+    """Folder of the small trained model that comes with the package."""
+    return Path(str(resources.files("dsv4_jax") / "data" / "king_james"))
 
 
 def read_config(checkpoint: Path) -> "DSV4Config":

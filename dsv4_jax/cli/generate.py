@@ -41,7 +41,7 @@ class Generate:
 
     Prints the prompt and the new text as it comes, or the ids of the new tokens where the checkpoint has no
     tokenizer.json; then how fast they came, how many programs were compiled and what the cache takes. Needs no
-    arguments: a tiny checkpoint comes with the package.
+    arguments: a small model of the King James text comes with the package.
 
     For example:
       dsv4-jax generate
@@ -51,7 +51,7 @@ class Generate:
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
-        Default: the packaged tiny model.
+        Default: the packaged model.
       prompt: the prompt as text; special tokens may be written out. Needs a tokenizer.json in the checkpoint's folder.
         Default with one: In the beginning
       prompt_ids: the prompt as token ids, separated by commas. Default without a tokenizer: 5,17,42
@@ -76,7 +76,7 @@ class Generate:
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
     prompt_ids: Annotated[str | None, tyro.conf.arg(metavar="1,2,3", help_behavior_hint="")] = None
-    max_new_tokens: int = 32
+    max_new_tokens: int = 128
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
     weights: Weights = None

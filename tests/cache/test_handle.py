@@ -13,10 +13,10 @@ from dsv4_jax.host import KVCacheManager
 from dsv4_jax.ops import ClassicalView, IndexerView, SWAView
 from tests.cache.reference import poisoned_cache, random_token, random_weights
 from tests.ops.pools import ints, same_bytes
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
-CONFIG = DSV4Config.from_hf(PACKAGED)
+CONFIG = DSV4Config.from_hf(TINY)
 SIZES = dict(num_blocks=12, max_requests=3, max_context=64, block_tokens=16, max_query_tokens=3)
 SCHEMA = CacheSchema.from_config(CONFIG, **SIZES)
 TABLE = [[7, 2, 11, 0], [4, 9, 1, 6], [3, 10, 5, 8]]

@@ -6,11 +6,11 @@ import pytest
 
 from dsv4_jax.cache import CacheSchema, KVCache, compute_block_budget
 from dsv4_jax.config import CSA, HCA, DSV4Config
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 SIZES = dict(num_blocks=24, max_requests=3, max_context=500)
-CONFIGS = {"tiny": DSV4Config.from_hf(PACKAGED), "flash": DSV4Config.v4_flash(), "pro": DSV4Config.v4_pro()}
+CONFIGS = {"tiny": DSV4Config.from_hf(TINY), "flash": DSV4Config.v4_flash(), "pro": DSV4Config.v4_pro()}
 MIB = 2**20
 
 

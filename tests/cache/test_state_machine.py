@@ -15,13 +15,13 @@ from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.host import CacheFullError, KVCacheManager
 from tests.cache.reference import Reads, ReferenceCache, poisoned_cache, random_token, random_weights
 from tests.ops.pools import same_bytes
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
 def config_of(*kinds):
     """The packaged model with other layers."""
     mlps = ("moe",) * len(kinds)
-    config = DSV4Config.from_hf(PACKAGED)
+    config = DSV4Config.from_hf(TINY)
     return dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds, mlp_layer_types=mlps)
 
 

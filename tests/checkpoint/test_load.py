@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
 from dsv4_jax.checkpoint.keys import detect_naming, weights
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 HF_TINY = DATA / "hf_tiny"
@@ -63,7 +63,7 @@ def hybrid():
 def test_namings_are_detected():
     assert detect_naming(CONFIG, read_checkpoint(HF_TINY)) == "hybrid"
     assert detect_naming(CONFIG, read_checkpoint(HF_TINY / "module_names")) == "module"
-    assert detect_naming(DSV4Config.from_hf(PACKAGED), read_checkpoint(PACKAGED)) == "release"
+    assert detect_naming(DSV4Config.from_hf(TINY), read_checkpoint(TINY)) == "release"
 
 
 def test_the_three_namings_load_the_same_model(hybrid, tmp_path):
@@ -82,8 +82,8 @@ def test_every_tensor_lands_where_its_name_says(hybrid):
 
 def test_the_packaged_checkpoint_holds_the_goldens_weights():
     golden = np.load(DATA / "official_tiny" / "golden.npz")
-    loaded = flat(load_checkpoint(PACKAGED))
-    table = list(weights(DSV4Config.from_hf(PACKAGED), "release"))
+    loaded = flat(load_checkpoint(TINY))
+    table = list(weights(DSV4Config.from_hf(TINY), "release"))
     assert {w.path for w in table} == loaded.keys()
     for weight in table:
         expected = np.concatenate([golden[f"w:{source}"] for source in weight.sources]).reshape(weight.shape)

@@ -19,7 +19,7 @@ from dsv4_jax.checkpoint import read_checkpoint, shard_over
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import release_config
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 FP8 = DATA / "official_fp8"
@@ -159,7 +159,7 @@ def test_parameters_are_cut_over_a_mesh(report, weights):
 
 @pytest.mark.slow
 def test_a_model_over_a_mesh_takes_the_same_steps():
-    assert max(on_four_devices(STEPS, PACKAGED)) < 1e-5  # float32 sums in other orders; logits are up to 3
+    assert max(on_four_devices(STEPS, TINY)) < 1e-5  # float32 sums in other orders; logits are up to 3
 
 
 def test_meshes_of_explicit_axes_are_refused():

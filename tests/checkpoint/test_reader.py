@@ -9,7 +9,7 @@ from hypothesis import example, given, strategies as st
 from safetensors.numpy import save, save_file
 
 from dsv4_jax.checkpoint import read_checkpoint, read_file
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
 RNG = np.random.default_rng(0)
@@ -192,4 +192,4 @@ def test_folders_without_a_checkpoint_are_refused(tmp_path):
 
 
 def test_one_file_may_be_named_directly():
-    assert read_checkpoint(PACKAGED / "model.safetensors").keys() == read_checkpoint(PACKAGED).keys()
+    assert read_checkpoint(TINY / "model.safetensors").keys() == read_checkpoint(TINY).keys()

@@ -16,7 +16,7 @@ from dsv4_jax.checkpoint.save import quantise_fp4, quantise_fp8
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import StoredWeight
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 FP8 = DATA / "official_fp8"
@@ -56,7 +56,7 @@ def test_what_was_read_is_written_back_unchanged(release, tmp_path, shard_bytes)
 
 def test_a_random_model_can_be_shipped_small(tmp_path):
     """Packaged float32 weights: the configuration comes back, files shrink, values are near."""
-    model = load_checkpoint(PACKAGED, dtype=jnp.float32)
+    model = load_checkpoint(TINY, dtype=jnp.float32)
     save_release(model, tmp_path)
     assert DSV4Config.from_hf(tmp_path) == model.config
     again, old = flat(load_checkpoint(tmp_path, dtype=jnp.float32)), flat(model)
@@ -234,7 +234,7 @@ def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path)
 def test_save_refuses_before_it_writes(release, tmp_path):
     with pytest.raises(ValueError, match="shard_bytes=0 must be at least 1"):
         save_release(release, tmp_path / "x", shard_bytes=0)
-    broken = load_checkpoint(PACKAGED)
+    broken = load_checkpoint(TINY)
     broken.model.norm.weight[...] = broken.model.norm.weight[...].at[0].set(jnp.nan)
     with pytest.raises(ValueError, match=r"model\.norm\.weight has NaN or infinite values"):
         save_release(broken, tmp_path / "x")

@@ -32,6 +32,16 @@ def test_specials_stand_for_no_byte(tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>In the\n<eos>"
 
 
+def test_a_token_begins_every_text_if_asked(tmp_path):
+    write_byte_tokenizer(tmp_path / "tokenizer.json", {"<bos>": 256, "<eos>": 257}, begin="<bos>")
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer.encode("In").ids == [256, *b"In"]
+    assert tokenizer.encode("In", add_special_tokens=False).ids == [*b"In"]
+    assert tokenizer.decode([256, *b"In"]) == "In"
+    with pytest.raises(ValueError, match="begin='<pad>' must be one of"):
+        write_byte_tokenizer(tmp_path / "tokenizer.json", {"<bos>": 256}, begin="<pad>")
+
+
 @pytest.mark.parametrize("specials", [{"<eos>": 255}, {"<eos>": 256, "<bos>": 256}, {"": 256}, {"a": 256}, {"Ġ": 300}])
 def test_bad_specials_are_refused(tmp_path, specials):
     with pytest.raises(ValueError, match="specials"):
@@ -84,6 +94,6 @@ def test_other_tokenizers_stream_too(kind):
     assert "\ufffd" not in "".join(pieces)
 
 
-def test_the_packaged_tokenizer_if_any_fits_the_vocabulary():
-    if tokenizer := read_tokenizer(PACKAGED):
-        assert max(tokenizer.get_vocab().values()) < json.loads((PACKAGED / "config.json").read_text())["vocab_size"]
+def test_the_packaged_tokenizer_fits_the_vocabulary():
+    vocabulary = read_tokenizer(PACKAGED).get_vocab().values()
+    assert sorted(vocabulary) == list(range(json.loads((PACKAGED / "config.json").read_text())["vocab_size"]))

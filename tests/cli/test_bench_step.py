@@ -18,9 +18,8 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
         assert row["loop_milliseconds"] > 0
         ratio = 100 * row["floor_milliseconds"] / row["milliseconds"]
         assert row["percent_of_floor"] == pytest.approx(ratio, rel=0.05)
-    # 256 more tokens for two requests: 64 indexer keys of 34 bytes (of its entries the layer still reads 4), and 16
-    # entries of 136 bytes of the HCA layer's.
-    assert rows[1]["floor_bytes"] - rows[0]["floor_bytes"] == 2 * (64 * 34 + 16 * 136)
+    # 256 more tokens for two requests: 64 indexer keys of 34 bytes and as many entries of 200, and 2 of the HCA layer's.
+    assert rows[1]["floor_bytes"] - rows[0]["floor_bytes"] == 2 * (64 * 34 + 64 * 200 + 2 * 200)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -29,10 +28,10 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     [
         (["append", "--plot", "x.png"], "--plot draws steps only: dsv4-jax bench step --plot x.png"),
         (["append", "step"], "step runs alone, not with ['append']"),
-        (["step", "--contexts", "128"], "--contexts 128 must be from 129 to 4096 tokens"),
-        (["step", "--contexts", "5000"], "--contexts 5000 must be from 129 to 4096"),
+        (["step", "--contexts", "128"], "--contexts 128 must be from 129 to 32768 tokens"),
+        (["step", "--contexts", "33000"], "--contexts 33000 must be from 129 to 32768"),
         (["step", "--contexts", "512", "--batches", "0"], "--batches 0 must be at least 1"),
-        (["step", "--contexts", "512", "--layers", "6"], "--layers 6 must be from 0 (all) to 5"),
+        (["step", "--contexts", "512", "--layers", "7"], "--layers 7 must be from 0 (all) to 6"),
     ],
 )
 def test_mistakes_are_explained(refused, options, message):

@@ -1,6 +1,7 @@
 """`dsv4-jax generate`: tokens, report, mistakes."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -9,18 +10,41 @@ import pytest
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
+
+
+IDS = ["--checkpoint", TINY, "--max-new-tokens", "32"]
+# Of the commonest words in any English text, and of the King James text.
+WORDS = set("the of and in a to that is was he unto shall for his not be with they all him them it lord".split())
+
+
+def test_without_arguments_it_writes_english(run):
+    out = run("generate")
+    text = out[: out.index("128 new tokens on")]
+    assert text.startswith("In the beginning ")
+    words = re.findall("[a-z]+", text.lower())[3:]
+    assert len(words) > 15 and sum(word in WORDS for word in words) > len(words) / 4, text
+
+
+@pytest.mark.slow
+def test_chunks_of_a_prompt_do_not_change_the_text(run):
+    text = (DATA.parents[1] / "README.md").read_text()[:700]
+    texts = []
+    for chunk in (1024, 64):
+        options = ["--max-new-tokens", "100", "--ignore-eos", "--chunk", chunk]
+        texts.append(json.loads(run("generate", "--prompt", text, *options, "--json"))["text"])
+    assert texts[0] == texts[1]
 
 
 def test_streams_then_reports(run):
-    out = run("generate", "--ignore-eos")
+    out = run("generate", *IDS, "--ignore-eos")
     tokens, _, table = out.partition("\n")
     tokens = [int(token) for token in tokens.split()]
     assert len(tokens) == 32
     assert "32 new tokens on" in table and "none compiling" in table and "format v4" in table
 
     # All that runs again runs the same programs.
-    report = json.loads(run("generate", "--ignore-eos", "--json"))
+    report = json.loads(run("generate", *IDS, "--ignore-eos", "--json"))
     assert report["tokens"] == tokens
     assert report["compilations"] == 0
     # Every token but the first, which the prompt's step yields.
@@ -28,7 +52,7 @@ def test_streams_then_reports(run):
     assert 0 < 31 / report["tokens_per_second"] < report["seconds"]
     assert isinstance(report["device"], str)
     sizes = dict(num_blocks=1, max_requests=1, max_context=128)
-    schema = CacheSchema.from_config(DSV4Config.from_hf(PACKAGED), **sizes)
+    schema = CacheSchema.from_config(DSV4Config.from_hf(TINY), **sizes)
     assert report["cache_bytes"] == dict(
         per_token=102.0,  # 2 CSA layers of (136 + 34) / 4 and 2 HCA layers of 136 / 16 bytes
         per_request=schema.bytes_per_request,
@@ -37,13 +61,13 @@ def test_streams_then_reports(run):
     )
 
     # The model's end token, 1, is the last one given.
-    stopped = json.loads(run("generate", "--json"))["tokens"]
+    stopped = json.loads(run("generate", *IDS, "--json"))["tokens"]
     assert stopped == tokens[: tokens.index(1) + 1]
     assert len(stopped) < 32
 
 
 def test_compilations_are_counted_and_not_timed(run):
-    draw = ["generate", "--prompt-ids", "5", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
+    draw = ["generate", *IDS, "--prompt-ids", "5", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
     draw += ["--max-new-tokens", "8", "--ignore-eos", "--json"]
     first = json.loads(run(*draw, "--seed", "3"))
     assert first["compilations"] == 1
@@ -77,10 +101,10 @@ def test_on_device_loop_equals_transformers(run):
         (["--prompt-ids", ""], "--prompt-ids is empty"),
         (["--prompt-ids", "1,x"], "--prompt-ids '1,x' must be whole numbers separated by commas"),
         (["--prompt-ids", "1,,2"], "must be whole numbers separated by commas"),
-        (["--prompt-ids", "5,160"], "--prompt-ids[1]=160 is outside the vocabulary: ids go from 0 to 159"),
+        (["--prompt-ids", "5,258"], "--prompt-ids[1]=258 is outside the vocabulary: ids go from 0 to 257"),
         (["--prompt-ids=-1,5"], "--prompt-ids[0]=-1 is outside the vocabulary"),
-        (["--prompt-ids", ",".join(["7"] * 4097)], "max_position_embeddings=4096"),
-        (["--max-new-tokens", "5000"], "a request of 5002 tokens"),
+        (["--prompt-ids", ",".join(["7"] * 32769)], "max_position_embeddings=32768"),
+        (["--max-new-tokens", "40000"], "a request of 40016 tokens"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be at least 1"),
         (["--chunk", "-1"], "--chunk -1 must be at least 1"),
@@ -98,9 +122,9 @@ def test_mistakes_are_explained(refused, options, message):
 
 
 def test_broken_checkpoints_are_explained(refused, tmp_path):
-    shutil.copy(PACKAGED / "config.json", tmp_path)
+    shutil.copy(TINY / "config.json", tmp_path)
     assert "holds neither model.safetensors nor" in refused("generate", "--checkpoint", tmp_path)
-    weights = (PACKAGED / "model.safetensors").read_bytes()
+    weights = (TINY / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[:-100])
     assert "truncated" in refused("generate", "--checkpoint", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 1000)

@@ -7,11 +7,11 @@ import pytest
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 GIB = 2**30
-CONFIGS = dict(v4_flash=DSV4Config.v4_flash(), v4_pro=DSV4Config.v4_pro(), tiny=DSV4Config.from_hf(PACKAGED))
+CONFIGS = dict(v4_flash=DSV4Config.v4_flash(), v4_pro=DSV4Config.v4_pro(), tiny=DSV4Config.from_hf(TINY))
 
 
 def memory_of(config, requests, context, **sizes):
@@ -36,7 +36,7 @@ def memory_of(config, requests, context, **sizes):
 )  # fmt: skip
 def test_exactly_as_many_as_fit(run, name, context, memory, weights, options, sizes):
     config = CONFIGS[name]
-    given = ["--config", PACKAGED if name == "tiny" else name, "--memory", memory, "--context", context]
+    given = ["--config", TINY if name == "tiny" else name, "--memory", memory, "--context", context]
     if weights:
         given += ["--weights", weights]
     report = json.loads(run("plan", *given, *options, "--json"))

@@ -5,12 +5,12 @@ import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.host import KVCacheManager
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
 @pytest.fixture(scope="session")
 def model():
-    return load_checkpoint(PACKAGED, dtype=jnp.bfloat16)
+    return load_checkpoint(TINY, dtype=jnp.bfloat16)
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import CacheFullError, KVCacheManager
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
-CONFIG = DSV4Config.from_hf(PACKAGED)
+CONFIG = DSV4Config.from_hf(TINY)
 BLOCK = 16
 
 

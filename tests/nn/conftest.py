@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from dsv4_jax.config import DSV4Config
-from tests.paths import PACKAGED
+from tests.paths import TINY
 
 
 @pytest.fixture(scope="session")
 def config():
-    return DSV4Config.from_hf(PACKAGED)
+    return DSV4Config.from_hf(TINY)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import CSA, SLIDING
 from tests.oracle.layers import entries, reader, run_layer
-from tests.paths import DATA, PACKAGED
+from tests.paths import DATA, TINY
 
 
 RUNS = {"prefill": [75], "decode21": [21] + [1] * 54}
@@ -22,7 +22,7 @@ def golden():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_checkpoint(PACKAGED, dtype=jnp.bfloat16)
+    return load_checkpoint(TINY, dtype=jnp.bfloat16)
 
 
 @pytest.fixture(scope="module")
