@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import jax.numpy as jnp
 import kjv
 import matplotlib
@@ -35,7 +36,7 @@ class CacheCost:
     and OUT.png.
 
     For example:
-      python scripts/cache_cost.py --checkpoint dsv4_jax/data/kjv --text kjv/usr/lib/bible.data --out cost
+      python scripts/cache_cost.py --checkpoint dsv4_jax/data/king_james --text kjv/usr/lib/bible.data --out cost
       python scripts/cache_cost.py --checkpoint runs/kjv/best --window-model runs/window/best \\
         --needle-model runs/needles/best --text kjv/usr/lib/bible.data --out benchmarks/cache_cost
 
@@ -77,7 +78,14 @@ class CacheCost:
     def _run(self) -> dict[str, Any]:
         held_out = kjv.split(kjv.read_books(self.text))["held_out"]
         report: dict[str, Any] = dict(
-            rows=self.rows, length=self.length, chunk=self.chunk, dtype=self.dtype, text=[], needles=[]
+            device=jax.devices()[0].device_kind,
+            jax=jax.__version__,
+            rows=self.rows,
+            length=self.length,
+            chunk=self.chunk,
+            dtype=self.dtype,
+            text=[],
+            needles=[],
         )
         ids = excerpts(held_out, self.rows, self.length)
         model = self._load(self.checkpoint)
@@ -195,25 +203,32 @@ def plot(path: Path, report: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = dict(zip(FORMATS, ("black", "C0", "C1"), strict=True))
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    names = dict.fromkeys(row["attended"] for row in report["text"])
-    styles = dict(zip(names, ["-", "--", "-.", ":", (0, (1, 4)), (0, (5, 5))], strict=False))
+    # What is attended to decides; the formats lie on top of one another, or should.
+    styles = dict(zip(FORMATS, (dict(ls="-"), dict(ls="--", marker="o"), dict(ls=":", marker="x")), strict=True))
+    columns = 2 if report["needles"] else 1
+    figure, axes = plt.subplots(1, columns, figsize=(1 + 5.5 * columns, 4.5), layout="constrained", squeeze=False)
+    names = list(dict.fromkeys(row["attended"] for row in report["text"]))
     for row in report["text"]:
         values = list(row["by_place"].values())
-        label = f"{row['format']}, {row['attended']}"
-        axes[0].plot(range(len(values)), values, color=colours[row["format"]], ls=styles[row["attended"]], label=label)
-    axes[0].set_xticks(range(len(values)), list(row["by_place"]))
-    axes[0].set(xlabel="bytes before, at least", ylabel="bits per byte")
-    axes[0].legend(fontsize=6)
+        colour = f"C{names.index(row['attended'])}"
+        axes[0, 0].plot(range(len(values)), values, color=colour, lw=1, **styles[row["format"]])
+    for i, name in enumerate(names):
+        axes[0, 0].plot([], [], color=f"C{i}", label=name)
+    for name, style in styles.items():
+        axes[0, 0].plot([], [], color="grey", label=f"cache {name}", **style)
+    axes[0, 0].set_xticks(range(len(values)), list(row["by_place"]))
+    axes[0, 0].set(
+        xlabel="bytes before, at least", ylabel="bits per byte", title="Held-out text, by what is attended to"
+    )
+    axes[0, 0].legend(fontsize=7)
     for row in report["needles"]:
         distances = [int(distance) for distance in row["accuracy"]]
-        values = list(row["accuracy"].values())
-        style = dict(color=colours[row["format"]], ls="-" if row["attended"] == _OWN else ":", marker=".")
-        axes[1].plot(distances, values, label=f"{row['format']}, {row['attended']}", **style)
-    axes[1].set(xlabel="bytes back", ylabel="facts found again", xscale="log", ylim=(-0.02, 1.02))
+        label = f"{row['attended']}, cache {row['format']}"
+        colour = f"C{names.index(row['attended'])}"
+        axes[0, 1].plot(distances, list(row["accuracy"].values()), label=label, color=colour, **styles[row["format"]])
     if report["needles"]:
-        axes[1].legend(fontsize=6)
+        axes[0, 1].set(xlabel="bytes back", ylabel="facts found again", xscale="log", ylim=(-0.02, 1.02))
+        axes[0, 1].legend(fontsize=7)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -35,6 +35,8 @@ KINDS = {
     "projections": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
 }
 REST = "rest"
+# Kernels that a result names one by one.
+LONGEST = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +121,13 @@ class Setting:
                 percent_of_floor=100 * floor / seconds,
                 dispatch_milliseconds=dispatch * 1e3,
                 cache_bytes=manager.schema.memory_bytes(),
-                kernel_milliseconds=kernels,
+                kernel_milliseconds={
+                    kind: round(value, 4) for kind, value in _by_kind(kernels, step.as_text()).items()
+                },
+                longest_kernels=_longest(kernels),
             )
             if kernels:
-                result["gap_milliseconds"] = seconds * 1e3 - sum(kernels.values())
+                result["gap_milliseconds"] = seconds * 1e3 - sum(milliseconds for _, milliseconds in kernels)
             if loop:
                 many = batch(reserve=STEPS - 1)
                 for slot in slots:
@@ -218,21 +223,38 @@ def _dispatch(step, stack, cache, batch, x):
 
 
 def _kernels(step, stack, cache, batch, x):
-    """({kind: milliseconds a step}, cache); nothing where kernels cannot be timed."""
+    """([(name, milliseconds a step)] of all launches, cache); nothing where kernels cannot be timed."""
     if jax.default_backend() != "gpu":
-        return {}, cache
+        return [], cache
+    steps = STEPS // 4
 
     def run():
         nonlocal cache
-        for _ in range(STEPS // 4):
+        for _ in range(steps):
             y, cache = step(stack, cache, batch(), x)
             jax.block_until_ready(y)
 
-    products = _products(step.as_text())
-    kinds = dict.fromkeys([*KINDS, REST], 0.0)
-    for name, milliseconds in timing.kernels(run):
-        kinds[_kind(name, products)] += milliseconds / (STEPS // 4)
-    return {kind: round(value, 4) for kind, value in kinds.items()}, cache
+    return [(name, milliseconds / steps) for name, milliseconds in timing.kernels(run)], cache
+
+
+def _by_kind(kernels, text):
+    """{kind: milliseconds a step}."""
+    products, kinds = _products(text), dict.fromkeys([*KINDS, REST], 0.0)
+    for name, milliseconds in kernels:
+        kinds[_kind(name, products)] += milliseconds
+    return kinds if kernels else {}
+
+
+def _longest(kernels):
+    """Names, launches and milliseconds a step of the kernels that take most time; numbered copies of one are one."""
+    found: dict[str, list[float]] = {}
+    for name, milliseconds in kernels:
+        found.setdefault(re.sub(r"_\d+$", "", name), []).append(milliseconds)
+    steps = STEPS // 4
+    rows = [
+        dict(name=name, launches=len(times) / steps, milliseconds=round(sum(times), 4)) for name, times in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST]
 
 
 def _products(text):

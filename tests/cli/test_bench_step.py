@@ -18,7 +18,7 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
         assert row["loop_milliseconds"] > 0
         ratio = 100 * row["floor_milliseconds"] / row["milliseconds"]
         assert row["percent_of_floor"] == pytest.approx(ratio, rel=0.05)
-    # 256 more tokens for two requests: 64 indexer keys of 34 bytes and as many entries of 200, and 2 of the HCA layer's.
+    # 256 more tokens for two requests: 64 indexer keys of 34 bytes, as many entries of 200, and 2 of the HCA layer.
     assert rows[1]["floor_bytes"] - rows[0]["floor_bytes"] == 2 * (64 * 34 + 64 * 200 + 2 * 200)
     assert picture.read_bytes().startswith(b"\x89PNG")
 

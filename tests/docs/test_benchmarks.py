@@ -8,6 +8,7 @@ import pytest
 
 FILES = {path.name: json.loads(path.read_text()) for path in (Path(__file__).parents[2] / "benchmarks").glob("*.json")}
 PEERS = FILES.pop("peers_h100.json")
+COST = FILES.pop("cache_cost.json")
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -22,3 +23,11 @@ def test_peers_are_compared_at_our_shapes():
         shapes = {peer["shape"] for peer in PEERS["peers"] if peer["op"] == op}
         assert len(shapes & {row["shape"] for row in ours if row["op"] == op}) >= 4, op
     assert PEERS["source"] and all(peer["microseconds"] > 0 and peer["does"] for peer in PEERS["peers"])
+
+
+def test_the_cache_costs_little():
+    """What the page says of the packaged model."""
+    bits = {(row["format"], row["attended"]): row["bits"] for row in COST["text"]}
+    assert COST["device"] and COST["jax"]
+    assert max(abs(bits[name, "top-k"] / bits["plain", "top-k"] - 1) for name in ("v4", "per_entry")) < 0.001
+    assert bits["v4", "top-k"] < 0.98 * bits["v4", "trained with the window only"] < bits["v4", "window"]
