@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, load_request, offload, resume, save_request
 from tests.cache.naive import NaiveRequest, Tables, run_step
@@ -108,10 +109,26 @@ class Life:
         free = length >= request.floor
         start, self.cache = self.manager.truncate(self.cache, slot, length)
         assert start == length if free else start <= length and start % self.schema.block_tokens == 0
-        # The tokens in between are run again by later operations.
-        self.pending[slot] = request.ids[start:length]
+        # Later operations run the tokens in between again, and half of the time go on with other ones.
+        self.pending[slot] = request.ids[start:length] + (self.other_ids(slot, length) if b // 64 % 2 else [])
         request.cut(start)
         request.floor = request.floor if free else start
+
+    def rewind(self, a, b):
+        """Some tokens back by arithmetic alone, and on with others; refused where others read what would be written."""
+        if (slot := self.pick(a)) is None:
+            return False
+        request, block_tokens = self.requests[slot], self.schema.block_tokens
+        length = len(request.ids) - b % (len(request.ids) - request.floor + 1)
+        blocks = self.manager.request(slot).blocks[length // block_tokens :]
+        if any(self.manager.allocator.references(block) > 1 for block in blocks):
+            with pytest.raises(ValueError, match="is shared; use truncate"):
+                self.manager.rewind(slot, len(request.ids) - length)
+            _, self.cache = self.manager.truncate(self.cache, slot, length)
+        else:
+            self.manager.rewind(slot, len(request.ids) - length)
+        request.cut(length)
+        self.pending[slot] = self.other_ids(slot, length)
 
     def evict(self, a, b):
         free, most = self.manager.free_blocks, self.prefix.evictable
@@ -172,6 +189,9 @@ class Life:
         else:
             ids = self.texts[a % 3][: 1 + a // 3 % (self.schema.max_context - 8)].tolist()
         return [*ids, b % 8]
+
+    def other_ids(self, slot, at):
+        return self.texts[(slot + 2) % 3][at : at + 3].tolist()
 
     def next_ids(self, slot, count):
         """What a request runs next: what is pending, else what a text says, seldom with a word of another."""
@@ -239,7 +259,7 @@ class Life:
 
 
 OPERATIONS = {
-    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "evict": 1, "cancel": 3, "offload": 2,
+    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "rewind": 3, "evict": 1, "cancel": 3, "offload": 2,
     "resume": 2, "save": 1, "load": 1,
 }  # fmt: skip
 
