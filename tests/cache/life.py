@@ -259,8 +259,8 @@ class Life:
 
 
 OPERATIONS = {
-    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "rewind": 3, "evict": 1, "cancel": 3, "offload": 2,
-    "resume": 2, "save": 1, "load": 1,
+    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "rewind": 3, "evict": 1, "cancel": 3,
+    "offload": 2, "resume": 2, "save": 1, "load": 1,
 }  # fmt: skip
 
 
