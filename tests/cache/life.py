@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from dsv4_jax.config import CSA, HCA
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, load_request, offload, resume, save_request
 from tests.cache.naive import NaiveRequest, Tables, run_step
 from tests.cache.reference import poisoned_cache
@@ -15,6 +16,7 @@ from tests.cache.reference import poisoned_cache
 
 PREFILL = 32  # tokens of a step that is no decode step
 MUCH = 1 << 30
+POOLS = {CSA: "csa", HCA: "hca"}
 
 
 class Life:
@@ -35,6 +37,8 @@ class Life:
         self.rng = np.random.default_rng(seed)
         self.texts = self.rng.integers(0, self.schema.config.vocab_size, (3, self.schema.max_context))
         self.requests: dict[int, NaiveRequest] = {}
+        self.sealed = {kind: [np.array(x) for x in jax.tree.leaves(getattr(self.cache, POOLS[kind]))] for kind in POOLS}
+        self.sealed_by = {}  # block -> the node whose entries `sealed` has
         self.pending: dict[int, list[int]] = {}  # ids to be run before anything else
         self.histories: list[list[int]] = []  # of requests that ended: some come back
         self.offloaded = []
@@ -220,7 +224,15 @@ class Life:
         assert all(lengths[slot] == self.manager.length(slot) for slot in tokens)
 
     def observe(self, slot):
-        self.prefix.observe(self.cache, slot, self.requests[slot].ids)
+        request = self.requests[slot]
+        self.prefix.observe(self.cache, slot, request.ids)
+        for index, node in enumerate(self.manager.request(slot).sealed):
+            if self.sealed_by.get(node.block) is not node:
+                self.sealed_by[node.block] = node
+                for kind, leaves in request.entries.items():
+                    for want, x in zip(self.sealed[kind], leaves, strict=True):
+                        n = want.shape[2]
+                        want[:, node.block] = x[:, index * n : (index + 1) * n]
 
     # --- the comparison ---
 
@@ -235,10 +247,18 @@ class Life:
             self.compared += compared
             self.differing += sum(wrong.values())
             assert not wrong, f"after {name}: slot {slot} at {len(request.ids)} tokens differs: {wrong}"
+        cached = [node.block for node in self.prefix._nodes.values()]
+        for kind, leaves in self.sealed.items():
+            for have, want in zip(jax.tree.leaves(getattr(pools, POOLS[kind])), leaves, strict=True):
+                have, want = have[:, cached], want[:, cached]
+                self.compared += want.nbytes
+                if have.tobytes() != want.tobytes():
+                    self.differing += int((have.view(np.uint8) != want.view(np.uint8)).sum())
+                    raise AssertionError(f"after {name}: cached blocks differ in {POOLS[kind]}")
         held = np.zeros(self.schema.num_blocks, int)
         for page in self.manager._requests.values():
             np.add.at(held, page.blocks, 1)
-        np.add.at(held, [node.block for node in self.prefix._nodes.values()], 1)
+        np.add.at(held, cached, 1)
         free, references = self.manager.allocator.state()
         assert references == held.tolist()
         assert sorted(free) == np.flatnonzero(held == 0).tolist()
