@@ -227,7 +227,8 @@ class Life:
         request = self.requests[slot]
         self.prefix.observe(self.cache, slot, request.ids)
         for index, node in enumerate(self.manager.request(slot).sealed):
-            if self.sealed_by.get(node.block) is not node:
+            if (before := self.sealed_by.get(node.block)) is not node:
+                assert before is None or not before.alive, f"block {node.block} was sealed twice"
                 self.sealed_by[node.block] = node
                 for kind, leaves in request.entries.items():
                     for want, x in zip(self.sealed[kind], leaves, strict=True):
