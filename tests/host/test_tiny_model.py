@@ -49,7 +49,10 @@ class Runs:
         return request.rows, request.blocks
 
 
-@pytest.fixture(scope="module", params=["v4", "per_entry", "plain"])
+FORMATS = ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per_entry", "plain"))]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
 def cold(request):
     """(model, format, runs in which slot 0 ran cold through IDS and is cached, its logits, its bytes)."""
     dtype = jnp.float32 if request.param == "plain" else jnp.bfloat16
