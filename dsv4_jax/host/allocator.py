@@ -89,6 +89,14 @@ class BlockAllocator:
             raise ValueError(f"{block=} is unknown: ids go from 0 to {self.num_blocks - 1}")
         return self._references[block]
 
+    def state(self) -> tuple[list[int], list[int]]:
+        """(free blocks, references of every block), copies for `restore`."""
+        return list(self._free), list(self._references)
+
+    def restore(self, free: list[int], references: list[int]) -> None:
+        """Goes back to what `state` gave: `free` blocks and `references`."""
+        self._free, self._references = list(free), list(references)
+
     def _check_held(self, block):
         if not self.references(block):
             raise ValueError(f"block {block} is free: it was released before or never acquired")

@@ -1,6 +1,7 @@
-"""The host's book of requests: slots, lengths and blocks; turns tokens into a step's `Batch`."""
+"""The host's side of the cache: turns tokens into a step's `Batch`, copies requests and cuts them short."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
+from dsv4_jax.cache.requests import copy_request, write_request
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.host.allocator import BlockAllocator
-from dsv4_jax.host.errors import CacheFullError
+from dsv4_jax.host.book import Request, RequestBook
+from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.sizes import parse_bytes
 from dsv4_jax.quant import KVFormat
 
@@ -18,16 +20,7 @@ from dsv4_jax.quant import KVFormat
 TokenIds = Sequence[int] | np.ndarray | jax.Array
 
 
-@dataclasses.dataclass
-class _Request:
-    length: int = 0  # tokens held
-    high_water: int = 0  # the longest length so far: how far the rings have been written
-    blocks: list[int] = dataclasses.field(default_factory=list)  # reserved, in order
-    announced: int = 0  # how many of them the device's block table knows
-    fresh: bool = True  # no batch yet: its slot still shows the previous owner
-
-
-class KVCacheManager:
+class KVCacheManager(RequestBook):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
     It knows every length without asking the device, and keeps no arrays: the cache is a pytree that the caller passes
@@ -36,6 +29,7 @@ class KVCacheManager:
     Attributes:
       schema: geometry of the cache.
       allocator: owner of the blocks.
+      reclaim: see `RequestBook`.
     """
 
     def __init__(
@@ -80,39 +74,11 @@ class KVCacheManager:
             num_blocks = min(budget, max_requests * -(-max_context // block_tokens))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
-        self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)
-        self.allocator = BlockAllocator(num_blocks)
-        self._requests: dict[int, _Request] = {}
+        super().__init__(CacheSchema.from_config(config, num_blocks=num_blocks, **sizes))
 
     def init_cache(self) -> KVCache:
         """An empty cache of this geometry, for a manager none of whose requests has run a step."""
         return KVCache.zeros(self.schema)
-
-    @property
-    def free_slots(self) -> int:
-        """How many requests can still be admitted."""
-        return self.schema.max_requests - len(self._requests)
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that no request has reserved."""
-        return self.allocator.num_free
-
-    @property
-    def block_table(self) -> np.ndarray:
-        """[max_requests, max_blocks] int32 copy of the rows that the device holds for admitted slots; -1 = none."""
-        table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
-        for slot, request in self._requests.items():
-            table[slot, : request.announced] = request.blocks[: request.announced]
-        return table
-
-    def length(self, slot: int) -> int:
-        """Tokens a request holds.
-
-        Raises:
-          ValueError: the slot is not admitted.
-        """
-        return self._request(slot).length
 
     def check_ids(self, ids: object, name: str = "prompt_ids") -> np.ndarray:
         """Token ids as an int32 array.
@@ -165,24 +131,9 @@ class KVCacheManager:
                 f"the request needs {needed} tokens, the whole cache holds "
                 f"{schema.num_blocks * schema.block_tokens}: make it larger (memory or num_blocks)"
             )
-        slot = next((s for s in range(schema.max_requests) if s not in self._requests), None)
-        if slot is None:
-            raise CacheFullError(
-                f"1 slot is needed, 0 of {schema.max_requests} are free: release a request, or raise max_requests"
-            )
-        self._requests[slot] = _Request()
+        (slot,) = self.free_slot_numbers()
+        self._requests[slot] = Request()
         return slot
-
-    def allocate(self, slot: int, num_tokens: int) -> None:
-        """Reserves blocks so that a request can take `num_tokens` more tokens whatever others do meanwhile.
-
-        Raises:
-          ValueError: the slot is not admitted, a negative number, or more than `max_context` in all.
-          CacheFullError: not enough blocks are free.
-        """
-        if num_tokens < 0:
-            raise ValueError(f"{num_tokens=} must not be negative")
-        self._reserve({slot: num_tokens})
 
     def prepare_forward(
         self, tokens: Mapping[int, TokenIds], *, reserve: int = 0, prefill_size: int | None = None
@@ -222,7 +173,7 @@ class KVCacheManager:
             padded, prefill = prefill_size, True
             if sum(counts) > prefill_size:
                 raise ValueError(f"{prefill_size=} is less than the step's {sum(counts)} tokens")
-        self._reserve({slot: len(new) + reserve for slot, new in ids.items()})
+        missing = self._missing({slot: len(new) + reserve for slot, new in ids.items()})
         # Each request may open ceil(tokens / block_tokens) blocks: together at most one more each than their sum.
         most_blocks = schema.max_requests * (1 + self._blocks_for(reserve)) + self._blocks_for(padded)
         arrays = dict(
@@ -232,99 +183,140 @@ class KVCacheManager:
             new_blocks=np.full((most_blocks, 3), -1, np.int32),
             reset_slots=np.full((schema.max_requests,), -1, np.int32),
         )
-        at, blocks_at, resets = 0, 0, 0
-        for slot, new in ids.items():
-            request = self._requests[slot]
-            here = slice(at, at := at + len(new))
-            arrays["token_ids"][here] = new
-            arrays["positions"][here] = np.arange(request.length, request.length + len(new))
-            arrays["slots"][here] = slot
-            request.length += len(new)
-            request.high_water = max(request.high_water, request.length)
-            # Of a larger reservation only what this step can reach: that bounds the size of new_blocks.
-            reachable = max(request.announced, self._blocks_for(request.length + reserve))
-            for index in range(request.announced, reachable):
-                arrays["new_blocks"][blocks_at] = slot, index, request.blocks[index]
-                blocks_at += 1
-            request.announced = reachable
-            if request.fresh:
-                arrays["reset_slots"][resets] = slot
-                resets += 1
-                request.fresh = False
-        return Batch(**jax.device_put(arrays), prefill=prefill)
+        at, blocks_at, resets, pages = 0, 0, 0, {}
+        acquired = self._acquire(sum(missing.values()))
+        try:
+            unused = iter(acquired)
+            for slot, new in ids.items():
+                request = self.request(slot)
+                here = slice(at, at := at + len(new))
+                arrays["token_ids"][here] = new
+                arrays["positions"][here] = np.arange(request.length, request.length + len(new))
+                arrays["slots"][here] = slot
+                blocks = request.blocks + list(itertools.islice(unused, missing[slot]))
+                # Of a larger reservation only what this step can reach: that bounds the size of new_blocks.
+                reachable = max(request.announced, self._blocks_for(request.length + len(new) + reserve))
+                for index in range(request.announced, reachable):
+                    arrays["new_blocks"][blocks_at] = slot, index, blocks[index]
+                    blocks_at += 1
+                if request.fresh:
+                    arrays["reset_slots"][resets] = slot
+                    resets += 1
+                pages[slot] = self._grown(
+                    dataclasses.replace(request, blocks=blocks, announced=reachable, fresh=False), len(new)
+                )
+            batch = Batch(**jax.device_put(arrays), prefill=prefill)
+        except BaseException:
+            self.allocator.release(reversed(acquired))
+            raise
+        self._requests |= pages
+        return batch
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
         """One layer's view of the cache for a batch; allocates nothing and may be called inside a traced function."""
         return cache.handle(layer, batch)
 
-    def advance(self, slot: int, num_tokens: int) -> None:
-        """Books tokens that were decoded on the device within the last batch's `reserve`.
+    def fork(self, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
+        """Makes `n` requests that hold the same tokens as a request, which goes on too.
+
+        Full blocks are shared; the open block, the rings and the states are copied here: every child writes rings and
+        states with its first token, so that waiting for the write would save nothing.
+
+        Args:
+          cache: the cache; donated.
+          slot: the request to copy, after a step.
+          n: how many copies.
+
+        Returns:
+          (the new slots, the cache).
 
         Raises:
-          ValueError: the slot is not admitted, a negative number, or more tokens than were reserved for.
+          ValueError: the slot is not admitted, it holds no tokens, or `n` is not positive.
+          CacheFullError: slots or blocks are lacking.
         """
-        request = self._request(slot)
-        if num_tokens < 0:
-            raise ValueError(f"{num_tokens=} must not be negative")
-        room = min(request.announced * self.schema.block_tokens, self.schema.max_context) - request.length
-        if num_tokens > room:
-            raise ValueError(
-                f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
-                "prepare the loop's first batch with a larger reserve"
-            )
-        request.length += num_tokens
-        request.high_water = max(request.high_water, request.length)
-
-    def rewind(self, slot: int, num_tokens: int) -> None:
-        """Forgets a request's last `num_tokens` tokens; its blocks stay reserved.
-
-        The rings keep `max_query_tokens` - 1 rows more than a step reads, so this is as far back as a request can go
-        from the longest it has been.
-
-        Raises:
-          ValueError: the slot is not admitted, a negative number, or further back than the rings reach.
-        """
-        request = self._request(slot)
-        if num_tokens < 0:
-            raise ValueError(f"{num_tokens=} must not be negative")
-        spare = self.schema.max_query_tokens - 1
-        most = request.length - max(0, request.high_water - spare)
-        if num_tokens > most:
-            raise ValueError(
-                f"slot {slot} cannot rewind {num_tokens=}: it holds {request.length}, held up to {request.high_water}, "
-                f"and max_query_tokens={spare + 1} keeps {spare} spare rows, so at most {most} can be forgotten"
-            )
-        request.length -= num_tokens
-
-    def release(self, slot: int) -> None:
-        """Ends a request: its blocks and slot are free. What the device holds of it is never read again.
-
-        Raises:
-          ValueError: the slot is not admitted.
-        """
-        self.allocator.release(self._request(slot).blocks)
-        del self._requests[slot]
-
-    def _request(self, slot):
-        if slot not in self._requests:
-            raise ValueError(f"{slot=} is not admitted; admitted slots: {sorted(self._requests)}")
-        return self._requests[slot]
-
-    def _blocks_for(self, num_tokens):
-        return -(-num_tokens // self.schema.block_tokens)
-
-    def _reserve(self, more):
-        """Reserves blocks for {slot: further tokens}, all or none."""
-        missing = {}
-        for slot, num_tokens in more.items():
-            request = self._request(slot)
-            if request.length + num_tokens > self.schema.max_context:
-                raise ValueError(
-                    f"slot {slot} holds {request.length} tokens and cannot take {num_tokens} more: "
-                    f"max_context={self.schema.max_context}"
+        parent = self.request(slot)
+        if n < 1:
+            raise ValueError(f"{n=} must be at least 1")
+        if not parent.length:
+            raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
+        slots = self.free_slot_numbers(n)
+        full, partial = divmod(parent.length, self.schema.block_tokens)
+        shared = parent.blocks[:full]
+        with self.transaction(n if partial else 0):
+            copies = self.allocator.acquire(n if partial else 0)
+            self.allocator.share(shared * n)
+            for i, child in enumerate(slots):
+                blocks = shared + copies[i : i + 1]
+                self._requests[child] = dataclasses.replace(
+                    parent, blocks=blocks, announced=len(blocks), sealed=list(parent.sealed)
                 )
-            missing[slot] = max(0, self._blocks_for(request.length + num_tokens) - len(request.blocks))
-        blocks = self.allocator.acquire(sum(missing.values()))
-        for slot, count in missing.items():
-            self._requests[slot].blocks += blocks[:count]
-            del blocks[:count]
+            cache = self._copy(cache, slot, slots, parent.blocks[full] if partial else -1, copies)
+        return slots, cache
+
+    def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
+        """Cuts a request down to any length.
+
+        Within the rings' spare rows that is free. Further back the rows that the next token reads are gone: the request
+        then goes back to its last boundary whose snapshot a `PrefixCache` keeps, or to nothing, and the caller brings
+        the tokens from there up to `length` again. Blocks beyond are released; a block that others hold too and that
+        will be written is replaced by a copy.
+
+        Args:
+          cache: the cache; donated.
+          slot: the request.
+          length: tokens to keep, 0 up to what it holds.
+
+        Returns:
+          (start, the cache): the request holds `start` <= `length` tokens; run tokens [start:length] to be at `length`.
+
+        Raises:
+          ValueError: the slot is not admitted, or `length` is negative or more than it holds.
+          CacheFullError: no block is free for a copy.
+          CacheCorruptionError: a `PrefixCache` with `debug` finds the snapshot changed.
+        """
+        request = self.request(slot)
+        if not 0 <= length <= request.length:
+            raise ValueError(f"{length=} must be between 0 and the {request.length} tokens that slot {slot} holds")
+        start, snapshot = length, None
+        if length < request.floor:
+            kept = [node for node in request.sealed if node.length <= length and node.snapshot is not None]
+            start = 0
+            if kept:
+                check_snapshot(self.schema, kept[-1], f"slot {slot}")
+                start, snapshot = kept[-1].length, kept[-1].snapshot
+        full, partial = divmod(start, self.schema.block_tokens)
+        keep, drop = request.blocks[: full + bool(partial)], request.blocks[full + bool(partial) :]
+        written = keep[full:]
+        copies = len(written) if any(self.allocator.references(block) > 1 for block in written) else 0
+        with self.transaction(copies):
+            new = self.allocator.acquire(copies)
+            if copies:
+                keep, drop = keep[:full] + new, written + drop
+            self.allocator.release(drop)
+            self._requests[slot] = dataclasses.replace(
+                request,
+                length=start,
+                floor=request.floor if length >= request.floor else start,
+                blocks=keep,
+                announced=len(keep),
+                fresh=False,
+                sealed=request.sealed[:full],
+            )
+            if copies:
+                cache = self._copy(cache, slot, [slot], written[0], new)
+            else:
+                where = jax.device_put((np.int32(slot), np.int32(start), self.table_row(keep)))
+                cache = write_request(cache, *where, snapshot)
+        return start, cache
+
+    def _copy(self, cache, source, targets, block, copies):
+        """The cache after slots became copies of one, and blocks copies of one, if any."""
+        most = self.schema.max_requests
+        slots, blocks = np.full((2, most), -1, np.int32)
+        slots[: len(targets)], blocks[: len(copies)] = targets, copies
+        table = np.full((most, self.schema.max_blocks), -1, np.int32)
+        for i, target in enumerate(targets):
+            table[i] = self.table_row(self._requests[target].blocks)
+        length = self._requests[targets[0]].length
+        where = jax.device_put((np.int32(source), np.int32(block), np.int32(length), slots, blocks, table))
+        return copy_request(cache, *where)

@@ -393,7 +393,7 @@ class TestRewind:
         manager.rewind(slot, 2)
         manager.prepare_forward({slot: [1]})
         unchanged(manager)
-        with pytest.raises(ValueError, match="rewind num_tokens=3: it holds 19, held up to 20.*at most 2"):
+        with pytest.raises(ValueError, match="rewind num_tokens=3: it holds 19, its rings reach back to 17.*at most 2"):
             manager.rewind(slot, 3)
 
     def test_never_below_nothing(self):

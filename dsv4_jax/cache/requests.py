@@ -1,0 +1,234 @@
+"""Moving a request's bytes: into another slot, out of the cache and back. Jitted functions of fixed shapes.
+
+A byte that a later step can still read is live. Of a request of `length` tokens that may be rewound to `floor`, these
+are the entries up to `length`, the window rows from `floor` - window on, and the compressor rows of the windows that
+are open at `floor` (CSA: and, in the channels that the next window pools, of the one before; dsv4.md 3.2). What is not
+live is read as zeros: nothing of a slot's or a block's earlier owner leaves the cache.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dsv4_jax.cache.pools import CompressorState, KVCache, PagedKVPool
+from dsv4_jax.cache.schema import CSA, HCA
+from dsv4_jax.quant import Rows
+
+
+STATES = {"csa_state": CSA, "csa_index_state": CSA, "hca_state": HCA}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RequestRows:
+    """What a request keeps in its slot, rows in the order of their positions, the newest last.
+
+    Attributes:
+      swa: Rows [layers, n, ...] of every layer.
+      csa_state, csa_index_state, hca_state: CompressorState [layers, n, width], None where the model has no such layer.
+    """
+
+    swa: Rows
+    csa_state: CompressorState | None
+    csa_index_state: CompressorState | None
+    hca_state: CompressorState | None
+
+
+@functools.partial(jax.jit, static_argnames="boundary")
+def read_request(
+    cache: KVCache, slot: Int[Array, ""], length: Int[Array, ""], floor: Int[Array, ""], *, boundary: bool = False
+) -> RequestRows:
+    """The live rows of a slot; the cache is only read.
+
+    Args:
+      cache: the cache.
+      slot: scalar.
+      length: scalar, tokens up to which to read.
+      floor: scalar, the shortest length the request may be rewound to.
+      boundary: `length` = `floor` is a multiple of every compression rate: only the rows that are live then, which are
+        the last window's and the first half of the channels of CSA's last `compress_rate_csa` rows (static).
+
+    Returns:
+      RequestRows of as many rows as the rings have, zeros where not live, or of the boundary's few (no HCA rows).
+    """
+    schema = cache.schema
+    window = schema.config.sliding_window
+    rows, _ = _newest(cache.swa.rows, slot, length, window if boundary else schema.swa_ring, floor - window)
+    states = {}
+    for name, kind in STATES.items():
+        state = getattr(cache, name)
+        states[name] = None
+        if state is None or (boundary and kind == HCA):
+            continue
+        rate, overlap = schema.compress_rate(kind), kind == CSA
+        opened = floor // rate * rate
+        count = rate if boundary else schema.state_ring(kind)
+        state, positions = _newest(state, slot, length, count, opened - rate * overlap)
+        if boundary:
+            states[name] = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], state)
+        elif overlap:
+            # Of the window before the open one only these channels are pooled again.
+            width = state.kv.shape[-1]
+            first_half = jnp.arange(width, dtype=jnp.int32) < width // 2
+            pooled = first_half[None, :] | (positions >= opened)[:, None]
+            states[name] = jax.tree.map(lambda x, pooled=pooled: jnp.where(pooled[None], x, 0), state)
+        else:
+            states[name] = state
+    return RequestRows(rows, **states)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def write_request(
+    cache: KVCache,
+    slot: Int[Array, ""],
+    length: Int[Array, ""],
+    table_row: Int[Array, "blocks"],
+    rows: RequestRows | None,
+) -> KVCache:
+    """The cache after a slot has taken over rows, blocks and length.
+
+    Args:
+      cache: the cache; donated.
+      slot: scalar.
+      length: scalar, the position after the newest row.
+      table_row: [max_blocks] the slot's block ids, -1 = none.
+      rows: what `read_request` gave; None leaves the slot's rows as they are.
+    """
+    cache = dataclasses.replace(
+        cache, block_table=cache.block_table.at[slot].set(table_row), lengths=cache.lengths.at[slot].set(length)
+    )
+    if rows is None:
+        return cache
+
+    def write(pool, new):
+        ring, count, width = pool.shape[2], new.shape[1], new.shape[-1]
+        index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
+        # Layers and rows are both arrays: between them a slice would move the axes.
+        layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
+        return pool.at[layers[:, None], slot, index[None, :], :width].set(new)
+
+    states = {
+        name: jax.tree.map(write, getattr(cache, name), getattr(rows, name))
+        for name in STATES
+        if getattr(rows, name) is not None
+    }
+    swa = dataclasses.replace(cache.swa, rows=jax.tree.map(write, cache.swa.rows, rows.swa))
+    return dataclasses.replace(cache, swa=swa, **states)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def copy_request(
+    cache: KVCache,
+    source: Int[Array, ""],
+    source_block: Int[Array, ""],
+    length: Int[Array, ""],
+    targets: Int[Array, "n"],
+    target_blocks: Int[Array, "n"],
+    table_rows: Int[Array, "n blocks"],
+) -> KVCache:
+    """The cache after slots have become copies of one: all its rows, and one block.
+
+    Args:
+      cache: the cache; donated.
+      source: scalar, the slot that is copied.
+      source_block: scalar, the block that is copied.
+      length: scalar, tokens the copies hold.
+      targets: [n] slots, then -1; may name the source itself, whose block is then replaced by a copy.
+      target_blocks: [n] the block that becomes the copy of `source_block` for each of them; -1 = none.
+      table_rows: [n, max_blocks] the targets' block ids, -1 = none.
+    """
+    rings = (cache.swa, *(getattr(cache, name) for name in STATES))
+    pools = (cache.csa, cache.hca)
+
+    def copy(pool, to, index):
+        # One at a time: a scatter of all copies would first hold them all.
+        row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
+        row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
+        return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
+
+    def one(i, carry):
+        rings, pools = carry
+        rings = jax.tree.map(lambda pool: copy(pool, targets[i], source), rings)
+        return rings, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block), pools)
+
+    count = jnp.sum(targets >= 0, dtype=jnp.int32)
+    rings, pools = jax.lax.fori_loop(0, count, one, (rings, pools))
+    to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
+    return dataclasses.replace(
+        cache,
+        swa=rings[0],
+        csa=pools[0],
+        hca=pools[1],
+        block_table=cache.block_table.at[to].set(table_rows, mode="drop"),
+        lengths=cache.lengths.at[to].set(length, mode="drop"),
+        **dict(zip(STATES, rings[1:], strict=True)),
+    )
+
+
+@jax.jit
+def read_blocks(
+    cache: KVCache, blocks: Int[Array, "n"], first: Int[Array, ""], length: Int[Array, ""]
+) -> dict[str, PagedKVPool]:
+    """The entries of some consecutive blocks of a request; the cache is only read.
+
+    Args:
+      cache: the cache.
+      blocks: [n] block ids; -1 = none.
+      first: scalar, which of the request's blocks the first of them is.
+      length: scalar, tokens the request holds: entries beyond are read as zeros.
+
+    Returns:
+      For "csa" and "hca", where the model has such layers, a PagedKVPool [layers, n, entries a block, ...].
+    """
+    order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+
+    def read(pool, rate):
+        per_block = pool.shape[2]
+        entries = order[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
+        live = (blocks >= 0)[:, None] & (entries < length // rate)
+        return _keep(pool.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), live)
+
+    return {
+        name: jax.tree.map(functools.partial(read, rate=cache.schema.compress_rate(kind)), pool)
+        for name, kind, pool in _pools(cache)
+    }
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PagedKVPool]) -> KVCache:
+    """The cache after blocks have taken over entries.
+
+    Args:
+      cache: the cache; donated.
+      blocks: [n] block ids; -1 writes nothing.
+      rows: what `read_blocks` gave.
+    """
+    to = jnp.where(blocks >= 0, blocks, cache.schema.num_blocks)
+    return dataclasses.replace(
+        cache,
+        **{
+            name: jax.tree.map(lambda pool, new: pool.at[:, to].set(new, mode="drop"), pool, rows[name])
+            for name, _, pool in _pools(cache)
+        },
+    )
+
+
+def _pools(cache):
+    return [(name, kind, pool) for name, kind, pool in (("csa", CSA, cache.csa), ("hca", HCA, cache.hca)) if pool]
+
+
+def _newest(pools: Any, slot, length, count, first):
+    """(the slot's rows [layers, count, ...] up to `length`, zeros before `first` or 0; their positions [count])."""
+    positions = length - count + jnp.arange(count, dtype=jnp.int32)
+    live = positions >= jnp.maximum(first, 0)
+    rows = jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)
+    return rows, positions
+
+
+def _keep(x, live):
+    """x [layers, *live, ...] where `live`, else zeros."""
+    return jnp.where(live.reshape(1, *live.shape, *(1,) * (x.ndim - live.ndim - 1)), x, jnp.zeros((), x.dtype))

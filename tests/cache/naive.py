@@ -1,0 +1,179 @@
+"""A naive model of requests: their token ids, and in plain NumPy every byte that these must have left in a cache.
+
+What a token brings to a layer depends on its id alone here, so ids stand for everything. Nothing in this file knows of
+slots that move, shared blocks, snapshots or files.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.config import CSA, HCA
+from tests.cache.reference import Inputs, random_token, random_weights, store_entry, store_row
+
+
+STATES = {"csa_state": (CSA, False), "csa_index_state": (CSA, True), "hca_state": (HCA, False)}
+AT_ONCE = 32  # windows in a call
+
+
+class Tables:
+    """What each id brings to each layer, and what the format stores of it."""
+
+    def __init__(self, schema: CacheSchema, seed: int):
+        rng = np.random.default_rng(seed)
+        self.schema = schema
+        self.weights = random_weights(schema, rng)
+        tokens = [random_token(schema, rng) for _ in range(schema.config.vocab_size)]
+        self.inputs = jax.tree.map(lambda *rows: np.stack(rows), *tokens)  # by layer: Inputs [ids, width]
+        stored = [jax.vmap(lambda row: store_row(row, schema)[0])(x.window) for x in self.inputs]
+        self.windows = jax.tree.map(lambda *rows: np.stack(rows), *stored)  # Rows [layers, ids, ...]
+        self.layers = {kind: [x for x in schema.layers if x.kind == kind] for kind in (CSA, HCA)}
+        self._states = {name: self._stack(*which) for name, which in STATES.items() if self.layers[which[0]]}
+        pools = KVCache.abstract(schema)
+        self.no_entries = {
+            kind: [np.zeros((x.shape[0], 0, *x.shape[3:]), x.dtype) for x in jax.tree.leaves(pool)]
+            for kind, pool in ((CSA, pools.csa), (HCA, pools.hca))
+        }
+        self._entries = {}
+
+    def _stack(self, kind, index):
+        """(kv [layers, ids, width], gate likewise, position bias [layers, rate, width])."""
+        parts = []
+        for layer in self.layers[kind]:
+            x = self.inputs[layer.layer]
+            kv, gate = (x.index_kv, x.index_gate) if index else (x.kv, x.gate)
+            parts.append((kv, gate, self.weights[layer.layer][index].position_bias))
+        return [np.stack(part) for part in zip(*parts, strict=True)]
+
+    def states(self, name: str, ids: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(kv, gate) [layers, n, width] of tokens."""
+        kv, gate, bias = self._states[name]
+        return kv[:, ids], gate[:, ids] + bias[:, positions % bias.shape[1]]
+
+    def entries(self, kind: str, ids: np.ndarray, start: int) -> list[np.ndarray]:
+        """What windows `start` and later of a request leave, for each leaf of the cache's pool [layers, n, ...]."""
+        rate = self.schema.compress_rate(kind)
+        reach = rate * (2 if kind == CSA else 1)
+        keys = []
+        for end in range((start + 1) * rate, len(ids) + 1, rate):
+            window = np.full((reach,), -1, np.int32)
+            own = ids[max(0, end - reach) : end]
+            window[reach - len(own) :] = own
+            keys.append((kind, end - reach, window.tobytes()))
+        missing = list(dict.fromkeys(key for key in keys if key not in self._entries))
+        if len(self._entries) > 100_000:
+            self._entries = {key: self._entries[key] for key in keys if key in self._entries}
+        for at in range(0, len(missing), AT_ONCE):
+            some = missing[at : at + AT_ONCE]
+            padded = [*some, *[some[0]] * (AT_ONCE - len(some))]
+            windows = np.stack([np.frombuffer(key[2], np.int32) for key in padded])
+            firsts = np.array([key[1] for key in padded], np.int32)
+            leaves = [np.asarray(x) for x in jax.tree.leaves(self._pool(kind, windows, firsts))]
+            for i, key in enumerate(some):
+                self._entries[key] = tuple(x[:, i] for x in leaves)
+        if not keys:
+            return self.no_entries[kind]
+        return [np.stack(leaf, axis=1) for leaf in zip(*(self._entries[key] for key in keys), strict=True)]
+
+    def _pool(self, kind, windows, firsts):
+        """Leaves [layers, n, ...] of the windows' entries, in the order of the leaves of the cache's pool."""
+        layers = []
+        for layer in self.layers[kind]:
+            x, both = self.inputs[layer.layer], []
+            for index, weights in enumerate(self.weights[layer.layer]):
+                kv, gate = (x.index_kv, x.index_gate) if index else (x.kv, x.gate)
+                both.append(_store(kv[windows], gate[windows], firsts, weights, self.schema, kind, bool(index)))
+            layers.append(both)
+        return jax.tree.map(lambda *rows: np.stack(rows), *layers)
+
+
+@functools.partial(jax.jit, static_argnames=("schema", "kind", "index"))
+def _store(kv, gate, firsts, weights, schema, kind, index):
+    def one(kv, gate, first):
+        return store_entry(kv, gate, first, weights, schema, kind, index)[0]
+
+    return jax.vmap(one)(kv, gate, firsts)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def run_step(cache: KVCache, batch, inputs: list[Inputs], weights) -> KVCache:
+    """Writes every layer as a model would. Padding tokens bring NaN."""
+    cache = cache.begin_step(batch)
+    real = (batch.slots >= 0)[:, None]
+    for layer, (table, parts) in enumerate(zip(inputs, weights, strict=True)):
+        x = jax.tree.map(lambda rows: jnp.where(real, rows[batch.token_ids], jnp.nan), table)
+        handle = cache.handle(layer, batch).write_swa(x.window)
+        if parts:
+            index = (x.index_kv, x.index_gate, parts[1]) if len(parts) == 2 else None
+            handle = handle.flush(x.kv, x.gate, parts[0], index=index)
+        cache = handle.cache
+    return cache
+
+
+@dataclasses.dataclass
+class NaiveRequest:
+    """One request: its ids, how far back its rings reach, and the entries of its windows."""
+
+    tables: Tables
+    ids: list[int] = dataclasses.field(default_factory=list)
+    floor: int = 0
+    entries: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self.entries = self.entries or dict(self.tables.no_entries)
+
+    def copy(self) -> "NaiveRequest":
+        return dataclasses.replace(self, ids=list(self.ids), entries=dict(self.entries))
+
+    def extend(self, ids) -> None:
+        self.ids += [int(i) for i in ids]
+        self.floor = max(self.floor, len(self.ids) - (self.tables.schema.max_query_tokens - 1))
+        for kind, old in self.entries.items():
+            if old:
+                new = self.tables.entries(kind, np.array(self.ids, np.int32), old[0].shape[1])
+                self.entries[kind] = [np.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
+
+    def cut(self, length: int) -> None:
+        del self.ids[length:]
+        for kind, old in self.entries.items():
+            self.entries[kind] = [x[:, : length // self.tables.schema.compress_rate(kind)] for x in old]
+
+    def differing_bytes(self, pools: KVCache, slot: int, blocks: np.ndarray) -> tuple[dict[str, int], int]:
+        """(by part of the cache how many live bytes are not what they must be, all live bytes); `pools` in NumPy."""
+        schema, length = self.tables.schema, len(self.ids)
+        ids, wrong, compared = np.array(self.ids, np.int32), {}, 0
+
+        def compare(name, have, want):
+            nonlocal compared
+            compared += want.nbytes
+            assert (have.dtype, have.shape) == (want.dtype, want.shape)
+            if have.tobytes() != want.tobytes():
+                pair = [np.ascontiguousarray(x).view(np.uint8) for x in (have, want)]
+                wrong[name] = wrong.get(name, 0) + int((pair[0] != pair[1]).sum())
+
+        at = np.arange(max(0, self.floor - schema.config.sliding_window), length)
+        for have, want in zip(jax.tree.leaves(pools.swa), jax.tree.leaves(self.tables.windows), strict=True):
+            compare("swa", have[:, slot, at % schema.swa_ring], want[:, ids[at]])
+        for name, (kind, _) in STATES.items():
+            if (state := getattr(pools, name)) is None:
+                continue
+            rate, ring = schema.compress_rate(kind), schema.state_ring(kind)
+            opened = self.floor // rate * rate
+            spans = [(opened, slice(None))]
+            if kind == CSA:  # the window before: its first half of the channels is pooled once more
+                spans.append((max(0, opened - rate), slice(state.kv.shape[-1] // 2)))
+            for first, channels in spans:
+                at = np.arange(first, length)
+                for have, want in zip((state.kv, state.gate), self.tables.states(name, ids[at], at), strict=True):
+                    compare(name, have[:, slot, at % ring, channels], want[..., channels])
+        for kind, name in ((CSA, "csa"), (HCA, "hca")):
+            if not (leaves := self.entries[kind]):
+                continue
+            block, row = np.divmod(np.arange(leaves[0].shape[1]), schema.entries_per_block(kind))
+            for have, want in zip(jax.tree.leaves(getattr(pools, name)), leaves, strict=True):
+                compare(name, have[:, blocks[block], row], want)
+        return wrong, compared
