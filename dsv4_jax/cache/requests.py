@@ -1,9 +1,9 @@
 """Moving a request's bytes: into another slot, out of the cache and back. Jitted functions of fixed shapes.
 
 A byte that a later step can still read is live. Of a request of `length` tokens that may be rewound to `floor`, these
-are the entries up to `length`, the window rows from `floor` - window on, and the compressor rows of the windows that are
-open at `floor` (CSA: and, in the channels that the next window pools, of the one before; dsv4.md 3.2). What is not live
-is read as zeros: nothing of a slot's or a block's earlier owner leaves the cache.
+are the entries up to `length`, the window rows from `floor` - window on, and the compressor rows of the windows that
+are open at `floor` (CSA: and, in the channels that the next window pools, of the one before; dsv4.md 3.2). What is not
+live is read as zeros: nothing of a slot's or a block's earlier owner leaves the cache.
 """
 
 import dataclasses

@@ -2,13 +2,8 @@
 
 from dsv4_jax.host.allocator import BlockAllocator as BlockAllocator
 from dsv4_jax.host.errors import CacheFullError as CacheFullError
+from dsv4_jax.host.files import load_request as load_request, save_request as save_request
 from dsv4_jax.host.manager import KVCacheManager as KVCacheManager
-from dsv4_jax.host.offload import (
-    OffloadedRequest as OffloadedRequest,
-    load_request as load_request,
-    offload as offload,
-    resume as resume,
-    save_request as save_request,
-)
+from dsv4_jax.host.offload import OffloadedRequest as OffloadedRequest, offload as offload, resume as resume
 from dsv4_jax.host.prefix import PrefixCache as PrefixCache, PrefixMetrics as PrefixMetrics
 from dsv4_jax.host.sizes import parse_bytes as parse_bytes

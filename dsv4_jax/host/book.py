@@ -109,6 +109,10 @@ class RequestBook:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {list(self.slots)}")
         return self._requests[slot]
 
+    def enter(self, slot: int, request: Request) -> None:
+        """Writes a request's page; the caller has acquired its blocks."""
+        self._requests[slot] = request
+
     def free_slot_numbers(self, n: int = 1) -> list[int]:
         """The lowest `n` free slots.
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
-from typing import Any
+import heapq
+import itertools
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class PrefixMetrics:
     """What a `PrefixCache` has done and holds.
 
@@ -53,7 +55,6 @@ class SealedBlock:
     Attributes:
       digest: of the tokens up to its end and of what they mean (seed, model, format).
       parent: the block before it; None = it is the first.
-      tokens: [block_tokens] int32 as bytes.
       length: tokens up to its end.
       block: its id; the cache holds one reference.
       children: how many nodes follow it.
@@ -65,7 +66,6 @@ class SealedBlock:
 
     digest: bytes
     parent: "SealedBlock | None"
-    tokens: bytes
     length: int
     block: int
     children: int = 0
@@ -90,6 +90,7 @@ class PrefixCache:
       every: keep the snapshot of every n-th boundary; None keeps those of a request's last boundary and of boundaries
         that were hit.
       max_bytes: that the snapshots may take.
+      bytes_per_snapshot: that one takes.
     """
 
     def __init__(
@@ -105,16 +106,20 @@ class PrefixCache:
           seed: of the hashes: whoever does not know it cannot make two prompts collide.
 
         Raises:
-          ValueError: `every` or `max_bytes` is not positive, or the manager has a prefix cache already.
+          ValueError: `every` is not positive, `max_bytes` holds no snapshot, or the manager has a prefix cache already.
         """
         if every is not None and every < 1:
             raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
-        if max_bytes < 1:
-            raise ValueError(f"{max_bytes=} must be at least 1")
+        abstract = jax.eval_shape(
+            lambda cache: read_request(cache, 0, 0, 0, boundary=True), KVCache.abstract(manager.schema)
+        )
+        self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+        if max_bytes < self.bytes_per_snapshot:
+            raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
         if manager.reclaim is not None:
             raise ValueError("the manager has a prefix cache already")
         self.manager, self.every, self.max_bytes = manager, every, max_bytes
-        self._root = hashlib.blake2b(fingerprint(manager.schema, key) + repr(seed).encode(), digest_size=16).digest()
+        self._root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
         self._nodes: dict[bytes, SealedBlock] = {}
         self._clock = 0
         self._metrics = PrefixMetrics()
@@ -123,7 +128,12 @@ class PrefixCache:
     @property
     def metrics(self) -> PrefixMetrics:
         """What it has done and holds so far."""
-        return self._metrics
+        return dataclasses.replace(self._metrics)
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that no request holds."""
+        return sum(1 for _ in self._by_age())
 
     def admit(self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None) -> tuple[int, int, KVCache]:
         """Admits a request that begins with the longest known prefix of its prompt; at least one token is left to run.
@@ -140,7 +150,28 @@ class PrefixCache:
           TypeError, ValueError: as in `KVCacheManager.admit`.
           CacheFullError: every slot is taken.
         """
-        raise NotImplementedError
+        ids = self.manager.check_ids(prompt_ids)
+        path = self._find(ids[: (len(ids) - 1) // self.manager.schema.block_tokens * self.manager.schema.block_tokens])
+        while path and path[-1].snapshot is None:
+            path.pop()
+        hit = path[-1].length if path else 0
+        with self.manager.transaction():
+            slot = self.manager.admit(ids, num_tokens=num_tokens)
+            if path:
+                blocks = [node.block for node in path]
+                self.manager.allocator.share(blocks)
+                self.manager.enter(slot, Request(hit, hit, blocks, announced=len(blocks), fresh=False, sealed=path))
+                where = (np.int32(slot), np.int32(hit), self.manager.table_row(blocks))
+                cache = write_request(cache, *jax.device_put(where), path[-1].snapshot)
+        metrics = self._metrics
+        metrics.requests += 1
+        metrics.prompt_tokens += len(ids)
+        if path:
+            metrics.hits += 1
+            metrics.hit_tokens += hit
+            path[-1].hits += 1
+            self._use(path[-1])
+        return slot, hit, cache
 
     def observe(self, cache: KVCache, slot: int, tokens: TokenIds) -> None:
         """Learns a request's full blocks, and takes the snapshot of its last boundary if the policy wants it.
@@ -156,7 +187,18 @@ class PrefixCache:
         Raises:
           ValueError: the slot is not admitted, or it holds more full blocks than `tokens`.
         """
-        raise NotImplementedError
+        request, block_tokens = self.manager.request(slot), self.manager.schema.block_tokens
+        full = request.length // block_tokens
+        if len(tokens) < full * block_tokens:
+            raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
+        path = [node for node in request.sealed if node.alive]
+        for index in range(len(path), full):
+            ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
+            path.append(self._seal(path[-1] if path else None, ids, request.blocks[index]))
+        request.sealed = path
+        # What can be rewound to can be read.
+        if path and path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
+            self._take(cache, slot, path)
 
     def evict(self, n_blocks: int) -> int:
         """Gives up to `n_blocks` blocks that no request holds back, the least recently used first.
@@ -167,4 +209,95 @@ class PrefixCache:
         Raises:
           ValueError: a negative number.
         """
-        raise NotImplementedError
+        if n_blocks < 0:
+            raise ValueError(f"{n_blocks=} must not be negative")
+        nodes = list(itertools.islice(self._by_age(), n_blocks))
+        self._remove(nodes)
+        return len(nodes)
+
+    def _reclaim(self, n_blocks):
+        nodes = list(itertools.islice(self._by_age(), n_blocks))
+        if len(nodes) == n_blocks:
+            self._remove(nodes)
+
+    def _find(self, ids):
+        """The nodes of the longest known prefix of whole blocks."""
+        path, digest = [], self._root
+        for block in np.split(ids, range(self.manager.schema.block_tokens, len(ids), self.manager.schema.block_tokens)):
+            digest = _digest(digest, block.tobytes())
+            if digest not in self._nodes:
+                break
+            path.append(self._nodes[digest])
+        return path
+
+    def _seal(self, parent, ids, block):
+        digest = _digest(parent.digest if parent else self._root, ids.tobytes())
+        if digest not in self._nodes:
+            node = SealedBlock(digest, parent, (parent.length if parent else 0) + len(ids), block)
+            self.manager.allocator.share([block])
+            self._nodes[digest] = node
+            self._metrics.blocks += 1
+            if parent:
+                parent.children += 1
+        self._use(self._nodes[digest])
+        return self._nodes[digest]
+
+    def _take(self, cache, slot, path):
+        node, *before = reversed(path)
+        if (self._metrics.snapshots + 1) * self.bytes_per_snapshot > self.max_bytes:
+            self._drop(min((n for n in self._nodes.values() if n.snapshot is not None), key=lambda n: n.used))
+        where = jax.device_put((np.int32(slot), np.int32(node.length)))
+        node.snapshot = read_request(cache, *where, where[1], boundary=True)
+        self._metrics.snapshots += 1
+        self._metrics.snapshot_bytes += self.bytes_per_snapshot
+        if self.every is None:
+            last = next((n for n in before if n.snapshot is not None), None)
+            if last is not None and not last.hits:
+                self._drop(last)
+
+    def _drop(self, node):
+        node.snapshot = None
+        self._metrics.snapshots -= 1
+        self._metrics.snapshot_bytes -= self.bytes_per_snapshot
+        self._metrics.evicted_snapshots += 1
+
+    def _use(self, node):
+        self._clock += 1
+        node.used = self._clock
+
+    def _by_age(self) -> Iterator[SealedBlock]:
+        """Nodes that no request holds, each after those that follow it, the least recently used first."""
+        children = {node.digest: node.children for node in self._nodes.values()}
+        idle = [(n.used, n.digest) for n in self._nodes.values() if not n.children and self._idle(n)]
+        heapq.heapify(idle)
+        while idle:
+            node = self._nodes[heapq.heappop(idle)[1]]
+            yield node
+            if (parent := node.parent) is not None:
+                children[parent.digest] -= 1
+                if not children[parent.digest] and self._idle(parent):
+                    heapq.heappush(idle, (parent.used, parent.digest))
+
+    def _idle(self, node):
+        return self.manager.allocator.references(node.block) == 1
+
+    def _remove(self, nodes):
+        self.manager.allocator.release([node.block for node in nodes])
+        # Only assignments from here on: the tree and the allocator cannot part.
+        for node in nodes:
+            node.alive = False
+            del self._nodes[node.digest]
+            if node.parent is not None:
+                node.parent.children -= 1
+        metrics, snapshots = self._metrics, [node for node in nodes if node.snapshot is not None]
+        metrics.blocks -= len(nodes)
+        metrics.evicted_blocks += len(nodes)
+        metrics.snapshots -= len(snapshots)
+        metrics.snapshot_bytes -= len(snapshots) * self.bytes_per_snapshot
+        metrics.evicted_snapshots += len(snapshots)
+        for node in snapshots:
+            node.snapshot = None
+
+
+def _digest(before: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(before + data, digest_size=32).digest()

@@ -1,0 +1,242 @@
+"""Any operations on any requests, done to a cache and to the naive model, whose bytes are compared after each."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, load_request, offload, resume, save_request
+from tests.cache.naive import NaiveRequest, Tables, run_step
+from tests.cache.reference import poisoned_cache
+
+
+PREFILL = 32  # tokens of a step that is no decode step
+MUCH = 1 << 30
+
+
+class Life:
+    """A cache whose bytes begin as NaN, its manager and prefix cache, and the naive model of all its requests.
+
+    Operations take two numbers that choose what they are done to; those that find nothing to do do nothing.
+    """
+
+    def __init__(self, manager: KVCacheManager, seed: int = 0, every: int | None = 1, snapshots: int = 6):
+        self.manager = manager
+        self.schema = manager.schema
+        self.tables = Tables(self.schema, seed=11)
+        self.device_tables = jax.device_put((self.tables.inputs, self.tables.weights))
+        probe = PrefixCache(manager, key="life", max_bytes=MUCH)
+        manager.reclaim = None
+        self.prefix = PrefixCache(manager, key="life", every=every, max_bytes=snapshots * probe.bytes_per_snapshot)
+        self.cache = poisoned_cache(self.schema)
+        self.rng = np.random.default_rng(seed)
+        self.texts = self.rng.integers(0, self.schema.config.vocab_size, (3, self.schema.max_context))
+        self.requests: dict[int, NaiveRequest] = {}
+        self.pending: dict[int, list[int]] = {}  # ids to be run before anything else
+        self.histories: list[list[int]] = []  # of requests that ended: some come back
+        self.offloaded = []
+        self.saved = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.differing = 0
+        self.done = dict.fromkeys(OPERATIONS, 0)
+        self.refused = 0
+
+    def apply(self, name: str, a: int, b: int) -> None:
+        """One operation, then every byte of every request."""
+        books = self.book()
+        try:
+            if getattr(self, name)(a, b) is not False:
+                self.done[name] += 1
+        except CacheFullError:
+            self.refused += 1
+            assert books == self.book(), f"{name} changed the book and then refused"
+        self.check(name)
+
+    def book(self):
+        """All the manager knows."""
+        requests = {slot: request.copy() for slot, request in self.manager._requests.items()}
+        return requests, self.manager.allocator.state()
+
+    # --- operations; False = there was nothing to do ---
+
+    def admit(self, a, b):
+        ids = self.prompt(a, b)
+        slot, hit, self.cache = self.prefix.admit(self.cache, ids)
+        assert hit % self.schema.block_tokens == 0 and hit < len(ids)
+        self.requests[slot] = NaiveRequest(self.tables)
+        self.requests[slot].extend(ids[:hit])
+        self.requests[slot].floor = hit
+        self.pending[slot] = ids[hit:]
+
+    def chunk(self, a, b):
+        """Some tokens to some requests."""
+        share = PREFILL // max(1, len(self.requests))
+        counts = np.random.default_rng((a, b)).integers(0, share + 1, self.schema.max_requests)
+        return self.step({slot: int(counts[slot]) for slot in self.requests})
+
+    def decode(self, a, b):
+        """One token to every request."""
+        return self.step({slot: 1 for slot in self.requests})
+
+    def draft(self, a, b):
+        """A draft of any length, of which any number of tokens is rejected."""
+        if (slot := self.pick(a)) is None or self.pending[slot]:
+            return False
+        count = min(1 + b % self.schema.max_query_tokens, self.room(slot))
+        if not count or self.step({slot: count}, observe=False) is False:
+            return False
+        rejected = b // 7 % count
+        self.manager.rewind(slot, rejected)
+        self.requests[slot].cut(len(self.requests[slot].ids) - rejected)
+        self.observe(slot)
+
+    def fork(self, a, b):
+        if (slot := self.pick(a)) is None or not self.requests[slot].ids:
+            return False
+        slots, self.cache = self.manager.fork(self.cache, slot, 1 + b % 2)
+        for child in slots:
+            self.requests[child] = self.requests[slot].copy()
+            self.pending[child] = list(self.pending[slot])
+
+    def truncate(self, a, b):
+        if (slot := self.pick(a)) is None:
+            return False
+        request = self.requests[slot]
+        length = b % (len(request.ids) + 1)
+        free = length >= request.floor
+        start, self.cache = self.manager.truncate(self.cache, slot, length)
+        assert start == length if free else start <= length and start % self.schema.block_tokens == 0
+        # The tokens in between are run again by later operations.
+        self.pending[slot] = request.ids[start:length]
+        request.cut(start)
+        request.floor = request.floor if free else start
+
+    def evict(self, a, b):
+        free, most = self.manager.free_blocks, self.prefix.evictable
+        freed = self.prefix.evict(a % 4)
+        assert freed == min(a % 4, most) and self.manager.free_blocks == free + freed
+
+    def cancel(self, a, b):
+        """Ends a request for good, or preempts it: its history may be admitted again."""
+        if (slot := self.pick(a)) is None:
+            return False
+        self.manager.release(slot)
+        if history := self.requests.pop(slot).ids + self.pending.pop(slot):
+            self.histories = [*self.histories[-5:], history]
+
+    def offload(self, a, b):
+        if (slot := self.pick(a)) is None or not self.requests[slot].ids or len(self.offloaded) > 3:
+            return False
+        parked, self.cache = offload(self.manager, self.cache, slot)
+        self.offloaded.append((parked, self.requests.pop(slot), self.pending.pop(slot)))
+
+    def resume(self, a, b):
+        if not self.offloaded:
+            return False
+        parked, request, pending = self.offloaded[a % len(self.offloaded)]
+        slot, self.cache = resume(self.manager, self.cache, parked)
+        self.offloaded.pop(a % len(self.offloaded))
+        self.requests[slot], self.pending[slot] = request, pending
+
+    def save(self, a, b):
+        if (slot := self.pick(a)) is None or not self.requests[slot].ids:
+            return False
+        path = Path(self.folder.name) / f"{b % 3}.safetensors"
+        request = self.requests[slot].copy()
+        save_request(path, self.manager, self.cache, slot, request.ids)
+        self.saved = [kept for kept in self.saved if kept[0] != path] + [(path, request, list(self.pending[slot]))]
+
+    def load(self, a, b):
+        if not self.saved:
+            return False
+        path, request, pending = self.saved[a % len(self.saved)]
+        slot, tokens, self.cache = load_request(path, self.manager, self.cache)
+        assert tokens.tolist() == request.ids
+        self.requests[slot], self.pending[slot] = request.copy(), list(pending)
+
+    # --- their parts ---
+
+    def pick(self, a):
+        slots = sorted(self.requests)
+        return slots[a % len(slots)] if slots else None
+
+    def room(self, slot):
+        return self.schema.max_context - len(self.requests[slot].ids)
+
+    def prompt(self, a, b):
+        """A new prompt, one that others begin with too, or a history with a new tail."""
+        if self.histories and a % 3 == 0:
+            ids = list(self.histories[a // 3 % len(self.histories)])[: self.schema.max_context - 1]
+        else:
+            ids = self.texts[a % 3][: 1 + a // 3 % (self.schema.max_context - 8)].tolist()
+        return [*ids, b % self.schema.config.vocab_size]
+
+    def next_ids(self, slot, count):
+        """What a request runs next: what is pending, else what a text says, seldom something else."""
+        if self.pending[slot]:
+            return self.pending[slot][:count]
+        at = len(self.requests[slot].ids)
+        ids = self.texts[slot % 3][at : at + count].copy()
+        if self.rng.random() < 0.2:
+            ids[self.rng.integers(len(ids))] = self.rng.integers(self.schema.config.vocab_size)
+        return ids.tolist()
+
+    def step(self, counts, observe=True):
+        counts = {slot: min(count, self.room(slot)) for slot, count in counts.items()}
+        tokens = {slot: self.next_ids(slot, count) for slot, count in counts.items() if count}
+        if not tokens:
+            return False
+        batch = self.manager.prepare_forward(tokens, prefill_size=PREFILL)
+        self.cache = run_step(self.cache, batch, *self.device_tables)
+        for slot, ids in tokens.items():
+            self.requests[slot].extend(ids)
+            self.pending[slot] = self.pending[slot][len(ids) :]
+            if observe:
+                self.observe(slot)
+        lengths = np.asarray(self.cache.lengths)
+        assert all(lengths[slot] == self.manager.length(slot) for slot in tokens)
+
+    def observe(self, slot):
+        self.prefix.observe(self.cache, slot, self.requests[slot].ids)
+
+    # --- the comparison ---
+
+    def check(self, name: str) -> None:
+        """Raises AssertionError where the cache, the book or a request is not what it must be."""
+        pools, table = jax.tree.map(np.asarray, self.cache), self.manager.block_table
+        assert set(self.manager.slots) == self.requests.keys()
+        for slot, request in self.requests.items():
+            assert (self.manager.length(slot), self.manager.floor(slot)) == (len(request.ids), request.floor)
+            np.testing.assert_array_equal(pools.block_table[slot], table[slot]) if request.ids else None
+            wrong = request.differing_bytes(pools, slot, table[slot])
+            self.differing += sum(wrong.values())
+            assert not wrong, f"after {name}: slot {slot} at {len(request.ids)} tokens differs: {wrong}"
+        held = np.zeros(self.schema.num_blocks, int)
+        for page in self.manager._requests.values():
+            np.add.at(held, page.blocks, 1)
+        np.add.at(held, [node.block for node in self.prefix._nodes.values()], 1)
+        free, references = self.manager.allocator.state()
+        assert references == held.tolist()
+        assert sorted(free) == np.flatnonzero(held == 0).tolist()
+        metrics = self.prefix.metrics
+        assert metrics.blocks == len(self.prefix._nodes)
+        assert metrics.snapshots == sum(node.snapshot is not None for node in self.prefix._nodes.values())
+        assert metrics.snapshot_bytes <= self.prefix.max_bytes
+
+    def drain(self) -> None:
+        """Ends everything; every slot and block must come back."""
+        for slot in list(self.requests):
+            self.manager.release(slot)
+        self.prefix.evict(self.schema.num_blocks)
+        assert self.manager.free_blocks == self.schema.num_blocks
+        assert self.manager.free_slots == self.schema.max_requests
+        assert dataclasses.astuple(self.prefix.metrics)[4:7] == (0, 0, 0)
+        self.folder.cleanup()
+
+
+OPERATIONS = {
+    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "evict": 1, "cancel": 2, "offload": 1,
+    "resume": 1, "save": 1, "load": 1,
+}  # fmt: skip
