@@ -112,12 +112,12 @@ class Scheduler:
         """Gives slots to waiting requests, in order; the first one that does not fit holds up those behind it."""
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
-            try:
-                slot = self._enter(request)
-            except CacheFullError:
-                if not self.running:
-                    raise
+            # A block more than it needs now, or it might leave again at once.
+            room = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
+            if self.running and not self._fits(request, room):
                 return
+            slot = self._enter(request)
+            self.manager.allocate(slot, room - self.manager.length(slot))
             del self.waiting[0]
             request.slot, request.saved = slot, None
             self.running[slot] = request
@@ -140,22 +140,20 @@ class Scheduler:
                 budget -= len(tokens)
         return turns
 
+    def _fits(self, request, num_tokens):
+        if self.prefix is not None and request.saved is None:
+            return self.prefix.fits(request.tokens, num_tokens)
+        free = self.manager.free_blocks + (0 if self.prefix is None else self.prefix.evictable)
+        return -(-num_tokens // self.manager.schema.block_tokens) <= free
+
     def _enter(self, request):
-        """A slot that holds what is known of the request, with blocks for the rest of its tokens."""
-        manager, tokens = self.manager, request.tokens
+        """A slot that holds what is known of the request."""
         if request.saved is not None:
-            slot, self.cache = resume(manager, self.cache, request.saved)
+            slot, self.cache = resume(self.manager, self.cache, request.saved)
         elif self.prefix is not None:
-            slot, _, self.cache = self.prefix.admit(self.cache, tokens)
+            slot, _, self.cache = self.prefix.admit(self.cache, request.tokens)
         else:
-            slot = manager.admit(tokens)
-        # A block more than it needs now, or it might leave again at once.
-        room = min(request.remaining - 1, manager.schema.block_tokens)
-        try:
-            manager.allocate(slot, len(tokens) - manager.length(slot) + room)
-        except CacheFullError:
-            manager.release(slot)
-            raise
+            slot = self.manager.admit(request.tokens)
         return slot
 
     def _decode(self, request):
