@@ -20,7 +20,7 @@ BUDGET = 20  # with drafts a token and three guesses of three requests, and eigh
 
 
 class Silent:
-    """Guesses nothing: plain decoding in the programs of all tests (test_speculation compares with programs without)."""
+    """Guesses nothing: plain decoding, in the programs that verify drafts."""
 
     def draft(self, tokens, count):
         return []
