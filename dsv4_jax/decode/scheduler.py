@@ -10,7 +10,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.metrics import EngineMetrics
 from dsv4_jax.decode.requests import Finish, Output, Request
 from dsv4_jax.decode.speculation import Drafter
-from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,11 @@ class Scheduler:
             room = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, room):
                 return
-            slot = self._enter(request)
+            try:
+                slot = self._enter(request)
+            except CacheCorruptionError as error:
+                self.end(request, "error", error)
+                continue
             self.manager.allocate(slot, room - self.manager.length(slot))
             del self.waiting[0]
             request.slot, request.saved = slot, None
@@ -198,7 +202,10 @@ class Scheduler:
 
     def _preempt(self, request):
         """Moves a request out of the cache, to be continued later."""
-        saved, self.cache = offload(self.manager, self.cache, request.slot)
+        try:
+            saved, self.cache = offload(self.manager, self.cache, request.slot)
+        except CacheCorruptionError as error:
+            return self.end(request, "error", error)
         del self.running[request.slot]
         request.slot, request.saved = -1, saved
         self.add(request)

@@ -1,7 +1,7 @@
 """The host side: who owns which block and slot. Plain Python and numpy, never traced."""
 
 from dsv4_jax.host.allocator import BlockAllocator as BlockAllocator
-from dsv4_jax.host.errors import CacheFullError as CacheFullError
+from dsv4_jax.host.errors import CacheCorruptionError as CacheCorruptionError, CacheFullError as CacheFullError
 from dsv4_jax.host.files import load_request as load_request, save_request as save_request
 from dsv4_jax.host.manager import KVCacheManager as KVCacheManager
 from dsv4_jax.host.offload import OffloadedRequest as OffloadedRequest, offload as offload, resume as resume

@@ -12,6 +12,9 @@ from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.errors import CacheFullError
 
 
+MOST_BLOCKS = 16
+
+
 @dataclasses.dataclass
 class Request:
     """One request's page of the book.
@@ -82,6 +85,19 @@ class RequestBook:
         row = np.full((self.schema.max_blocks,), -1, np.int32)
         row[: len(blocks)] = blocks
         return row
+
+    def chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Blocks in pieces of one size, so that moving them needs one program and bounded memory on the device.
+
+        Yields:
+          (number of the first, [MOST_BLOCKS] int32 ids, -1 padded; fewer where a request cannot have so many).
+        """
+        size = min(MOST_BLOCKS, self.schema.max_blocks)
+        for first in range(0, len(blocks), size):
+            ids = np.full((size,), -1, np.int32)
+            some = blocks[first : first + size]
+            ids[: len(some)] = some
+            yield first, ids
 
     def length(self, slot: int) -> int:
         """Tokens a request holds.

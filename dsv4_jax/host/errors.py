@@ -6,3 +6,7 @@ class CacheFullError(ValueError):
 
     Releasing a request may help, so a scheduler catches it and waits.
     """
+
+
+class CacheCorruptionError(RuntimeError):
+    """Bytes of the cache that nobody may write have changed; the message names request, layer and block."""

@@ -12,6 +12,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, comput
 from dsv4_jax.cache.requests import copy_request, write_request
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host.book import Request, RequestBook
+from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.sizes import parse_bytes
 from dsv4_jax.quant import KVFormat
 
@@ -279,6 +280,7 @@ class KVCacheManager(RequestBook):
         Raises:
           ValueError: the slot is not admitted, or `length` is negative or more than it holds.
           CacheFullError: no block is free for a copy.
+          CacheCorruptionError: a `PrefixCache` with `debug` finds the snapshot changed.
         """
         request = self.request(slot)
         if not 0 <= length <= request.length:
@@ -286,7 +288,10 @@ class KVCacheManager(RequestBook):
         start, snapshot = length, None
         if length < request.floor:
             kept = [node for node in request.sealed if node.length <= length and node.snapshot is not None]
-            start, snapshot = (kept[-1].length, kept[-1].snapshot) if kept else (0, None)
+            start = 0
+            if kept:
+                check_snapshot(self.schema, kept[-1], f"slot {slot}")
+                start, snapshot = kept[-1].length, kept[-1].snapshot
         full, partial = divmod(start, self.schema.block_tokens)
         keep, drop = request.blocks[: full + bool(partial)], request.blocks[full + bool(partial) :]
         written = keep[full:]

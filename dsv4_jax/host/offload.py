@@ -11,11 +11,9 @@ from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cache.requests import RequestRows, read_blocks, read_request, write_blocks, write_request
 from dsv4_jax.cache.schema import CSA, HCA
 from dsv4_jax.host.book import Request
+from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import identity
 from dsv4_jax.host.manager import KVCacheManager
-
-
-MOST_BLOCKS = 16  # moved by one launch: bounds what lies on the device twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +51,17 @@ def capture(manager: KVCacheManager, cache: KVCache, slot: int, key: str = "") -
 
     Raises:
       ValueError: the slot is not admitted, or holds no tokens yet.
+      CacheCorruptionError: a `PrefixCache` with `debug` finds sealed blocks changed.
     """
     request = manager.request(slot)
     if not request.length:
         raise ValueError(f"slot {slot} holds no tokens yet: there is nothing to keep")
+    check_blocks(manager, cache, request.sealed, f"slot {slot}")
     where = jax.device_put(tuple(map(np.int32, (slot, request.length, request.floor))))
     rows = jax.device_get(read_request(cache, *where))
     blocks = request.blocks[: -(-request.length // manager.schema.block_tokens)]
     parts = []
-    for first, ids in _chunks(manager.schema, blocks):
+    for first, ids in manager.chunks(blocks):
         chunk = read_blocks(cache, *jax.device_put((ids, np.int32(first), np.int32(request.length))))
         parts.append(jax.device_get(chunk))
     joined = jax.tree.map(lambda *chunks: np.concatenate(chunks, axis=1)[:, : len(blocks)], *parts)
@@ -81,6 +81,7 @@ def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[Offload
 
     Raises:
       ValueError: the slot is not admitted, or holds no tokens yet.
+      CacheCorruptionError: a `PrefixCache` with `debug` finds sealed blocks changed.
     """
     offloaded = capture(manager, cache, slot)
     manager.release(slot)
@@ -121,7 +122,7 @@ def resume(
         floor = max(offloaded.floor, length - (schema.max_query_tokens - 1))
         manager.enter(slot, Request(length, floor, blocks, announced=needed, fresh=False))
         chunks = []
-        for first, ids in _chunks(schema, blocks):
+        for first, ids in manager.chunks(blocks):
             part = jax.tree.map(functools.partial(_slice, first=first, count=len(ids)), offloaded.blocks)
             chunks.append(jax.device_put((ids, part)))
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
@@ -133,6 +134,7 @@ def resume(
     return slot, cache
 
 
+@functools.lru_cache
 def rows_struct(schema: CacheSchema) -> RequestRows:
     """Shapes and dtypes of `OffloadedRequest.rows`."""
     return jax.eval_shape(lambda cache: read_request(cache, 0, 0, 0), KVCache.abstract(schema))
@@ -143,16 +145,6 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, Any]:
     cache = KVCache.abstract(schema)
     pools = {name: getattr(cache, name) for name, kind in (("csa", CSA), ("hca", HCA)) if schema.count(kind)}
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype), pools)
-
-
-def _chunks(schema, blocks):
-    """(first, ids [MOST_BLOCKS] or fewer where a request cannot have so many, -1 padded) of consecutive blocks."""
-    size = min(MOST_BLOCKS, schema.max_blocks)
-    for first in range(0, len(blocks), size):
-        ids = np.full((size,), -1, np.int32)
-        some = blocks[first : first + size]
-        ids[: len(some)] = some
-        yield first, ids
 
 
 def _slice(x, first, count):

@@ -12,6 +12,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.requests import RequestRows, read_request, write_request
 from dsv4_jax.host.book import Request
+from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 
@@ -61,6 +62,7 @@ class SealedBlock:
       used: when it was last sealed or hit.
       hits: requests that went on from its snapshot.
       snapshot: what a request's slot held at its end; None = not kept.
+      sums, snapshot_sums: [layers] uint32 checksums of both, for the canary; None = not taken.
       alive: still in the cache.
     """
 
@@ -72,6 +74,8 @@ class SealedBlock:
     used: int = 0
     hits: int = 0
     snapshot: RequestRows | None = None
+    sums: np.ndarray | None = None
+    snapshot_sums: np.ndarray | None = None
     alive: bool = True
 
 
@@ -91,10 +95,19 @@ class PrefixCache:
         that were hit.
       max_bytes: that the snapshots may take.
       bytes_per_snapshot: that one takes.
+      debug: keep checksums of blocks and snapshots, and check them whenever a request begins to read them. Waits for
+        the device.
     """
 
     def __init__(
-        self, manager: KVCacheManager, *, key: str, every: int | None = 1, max_bytes: int = 2**30, seed: int = 0
+        self,
+        manager: KVCacheManager,
+        *,
+        key: str,
+        every: int | None = 1,
+        max_bytes: int = 2**30,
+        seed: int = 0,
+        debug: bool = False,
     ):
         """An empty cache.
 
@@ -104,6 +117,7 @@ class PrefixCache:
           every: see the class.
           max_bytes: see the class.
           seed: of the hashes: whoever does not know it cannot make two prompts collide.
+          debug: see the class.
 
         Raises:
           ValueError: `every` is not positive, `max_bytes` holds no snapshot, or the manager has a prefix cache already.
@@ -118,7 +132,7 @@ class PrefixCache:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
         if manager.reclaim is not None:
             raise ValueError("the manager has a prefix cache already")
-        self.manager, self.every, self.max_bytes = manager, every, max_bytes
+        self.manager, self.every, self.max_bytes, self.debug = manager, every, max_bytes, debug
         self._root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
         self._nodes: dict[bytes, SealedBlock] = {}
         self._clock = 0
@@ -149,6 +163,7 @@ class PrefixCache:
         Raises:
           TypeError, ValueError: as in `KVCacheManager.admit`.
           CacheFullError: every slot is taken.
+          CacheCorruptionError: `debug`, and what was found has changed since it was sealed.
         """
         ids = self.manager.check_ids(prompt_ids)
         path = self._hit(ids)
@@ -157,6 +172,8 @@ class PrefixCache:
             slot = self.manager.admit(ids, num_tokens=num_tokens)
             if path:
                 blocks = [node.block for node in path]
+                check_blocks(self.manager, cache, path, f"slot {slot} (new)")
+                check_snapshot(self.manager.schema, path[-1], f"slot {slot} (new)")
                 self.manager.allocator.share(blocks)
                 self.manager.enter(slot, Request(hit, hit, blocks, announced=len(blocks), fresh=False, sealed=path))
                 where = (np.int32(slot), np.int32(hit), self.manager.table_row(blocks))
@@ -194,6 +211,9 @@ class PrefixCache:
             ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
             path.append(self._seal(path[-1] if path else None, ids, request.blocks[index]))
         request.sealed = path
+        if self.debug and (new := [node for node in path if node.sums is None]):
+            for node, sums in zip(new, block_sums(self.manager, cache, [n.block for n in new]).T, strict=True):
+                node.sums = sums
         # What can be rewound to can be read.
         if path and path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
             self._take(cache, slot, path)
@@ -211,6 +231,23 @@ class PrefixCache:
         path = self._hit(self.manager.check_ids(prompt_ids))
         missing = -(-num_tokens // self.manager.schema.block_tokens) - len(path)
         return missing <= self.manager.free_blocks + self.evictable - sum(map(self._idle, path))
+
+    def check(self, cache: KVCache, slot: int | None = None) -> None:
+        """The canary, for callers that want it more often than at hits: all that was sealed with `debug`.
+
+        Args:
+          cache: after a step; only read.
+          slot: check what this request reads; None = everything that is cached.
+
+        Raises:
+          ValueError: the slot is not admitted.
+          CacheCorruptionError: bytes have changed since they were sealed.
+        """
+        nodes = list(self._nodes.values()) if slot is None else self.manager.request(slot).sealed
+        reader = "a check of everything" if slot is None else f"slot {slot}"
+        check_blocks(self.manager, cache, nodes, reader)
+        for node in nodes:
+            check_snapshot(self.manager.schema, node, reader)
 
     def evict(self, n_blocks: int) -> int:
         """Gives up to `n_blocks` blocks that no request holds back, the least recently used first.
@@ -267,7 +304,9 @@ class PrefixCache:
         if (self._metrics.snapshots + 1) * self.bytes_per_snapshot > self.max_bytes:
             self._drop(min((n for n in self._nodes.values() if n.snapshot is not None), key=lambda n: n.used))
         where = jax.device_put((np.int32(slot), np.int32(node.length)))
-        node.snapshot = read_request(cache, *where, where[1], boundary=True)
+        snapshot = read_request(cache, *where, where[1], boundary=True)
+        sums = snapshot_sums(self.manager.schema, snapshot) if self.debug else None
+        node.snapshot, node.snapshot_sums = snapshot, sums
         self._metrics.snapshots += 1
         self._metrics.snapshot_bytes += self.bytes_per_snapshot
         if self.every is None:

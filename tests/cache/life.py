@@ -39,7 +39,7 @@ class Life:
         self.offloaded = []
         self.saved = []
         self.folder = tempfile.TemporaryDirectory()
-        self.differing = 0
+        self.compared = self.differing = 0  # bytes
         self.done = dict.fromkeys(OPERATIONS, 0)
         self.refused = 0
 
@@ -171,16 +171,17 @@ class Life:
             ids = list(self.histories[a // 3 % len(self.histories)])[: self.schema.max_context - 1]
         else:
             ids = self.texts[a % 3][: 1 + a // 3 % (self.schema.max_context - 8)].tolist()
-        return [*ids, b % self.schema.config.vocab_size]
+        return [*ids, b % 8]
 
     def next_ids(self, slot, count):
-        """What a request runs next: what is pending, else what a text says, seldom something else."""
+        """What a request runs next: what is pending, else what a text says, seldom with a word of another."""
         if self.pending[slot]:
             return self.pending[slot][:count]
         at = len(self.requests[slot].ids)
         ids = self.texts[slot % 3][at : at + count].copy()
         if self.rng.random() < 0.2:
-            ids[self.rng.integers(len(ids))] = self.rng.integers(self.schema.config.vocab_size)
+            changed = self.rng.integers(len(ids))
+            ids[changed] = self.texts[(slot + 1) % 3][at + changed]
         return ids.tolist()
 
     def step(self, counts, observe=True):
@@ -209,8 +210,9 @@ class Life:
         assert set(self.manager.slots) == self.requests.keys()
         for slot, request in self.requests.items():
             assert (self.manager.length(slot), self.manager.floor(slot)) == (len(request.ids), request.floor)
-            np.testing.assert_array_equal(pools.block_table[slot], table[slot]) if request.ids else None
-            wrong = request.differing_bytes(pools, slot, table[slot])
+            assert not request.ids or pools.block_table[slot].tolist() == table[slot].tolist()
+            wrong, compared = request.differing_bytes(pools, slot, table[slot])
+            self.compared += compared
             self.differing += sum(wrong.values())
             assert not wrong, f"after {name}: slot {slot} at {len(request.ids)} tokens differs: {wrong}"
         held = np.zeros(self.schema.num_blocks, int)
@@ -237,6 +239,14 @@ class Life:
 
 
 OPERATIONS = {
-    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "evict": 1, "cancel": 2, "offload": 1,
-    "resume": 1, "save": 1, "load": 1,
+    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "evict": 1, "cancel": 3, "offload": 2,
+    "resume": 2, "save": 1, "load": 1,
 }  # fmt: skip
+
+
+def random_operations(seed: int, n: int):
+    """(name, a, b) for `Life.apply`, n times."""
+    rng, names = np.random.default_rng(seed), list(OPERATIONS)
+    weights = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
+    for _ in range(n):
+        yield names[rng.choice(len(names), p=weights)], *rng.integers(MUCH, size=2).tolist()

@@ -32,21 +32,30 @@ class Tables:
         stored = [jax.vmap(lambda row: store_row(row, schema)[0])(x.window) for x in self.inputs]
         self.windows = jax.tree.map(lambda *rows: np.stack(rows), *stored)  # Rows [layers, ids, ...]
         self.layers = {kind: [x for x in schema.layers if x.kind == kind] for kind in (CSA, HCA)}
+        self._states = {name: self._stack(*which) for name, which in STATES.items() if self.layers[which[0]]}
+        pools = KVCache.abstract(schema)
+        self.no_entries = {
+            kind: [np.zeros((x.shape[0], 0, *x.shape[3:]), x.dtype) for x in jax.tree.leaves(pool)]
+            for kind, pool in ((CSA, pools.csa), (HCA, pools.hca))
+        }
         self._entries = {}
+
+    def _stack(self, kind, index):
+        """(kv [layers, ids, width], gate likewise, position bias [layers, rate, width])."""
+        parts = []
+        for layer in self.layers[kind]:
+            x = self.inputs[layer.layer]
+            kv, gate = (x.index_kv, x.index_gate) if index else (x.kv, x.gate)
+            parts.append((kv, gate, self.weights[layer.layer][index].position_bias))
+        return [np.stack(part) for part in zip(*parts, strict=True)]
 
     def states(self, name: str, ids: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(kv, gate) [layers, n, width] of tokens."""
-        kind, index = STATES[name]
-        rate = self.schema.compress_rate(kind)
-        pairs = []
-        for layer in self.layers[kind]:
-            x, weights = self.inputs[layer.layer], self.weights[layer.layer][index]
-            kv, gate = (x.index_kv, x.index_gate) if index else (x.kv, x.gate)
-            pairs.append((kv[ids], gate[ids] + weights.position_bias[positions % rate]))
-        return tuple(np.stack(part) for part in zip(*pairs, strict=True))
+        kv, gate, bias = self._states[name]
+        return kv[:, ids], gate[:, ids] + bias[:, positions % bias.shape[1]]
 
-    def entries(self, kind: str, ids: np.ndarray, start: int) -> list:
-        """What windows `start` and later of a request with these ids leave: a PagedKVPool-like tuple of leaves each."""
+    def entries(self, kind: str, ids: np.ndarray, start: int) -> list[np.ndarray]:
+        """What windows `start` and later of a request leave, for each leaf of the cache's pool [layers, n, ...]."""
         rate = self.schema.compress_rate(kind)
         reach = rate * (2 if kind == CSA else 1)
         keys = []
@@ -66,7 +75,9 @@ class Tables:
             leaves = [np.asarray(x) for x in jax.tree.leaves(self._pool(kind, windows, firsts))]
             for i, key in enumerate(some):
                 self._entries[key] = tuple(x[:, i] for x in leaves)
-        return [self._entries[key] for key in keys]
+        if not keys:
+            return self.no_entries[kind]
+        return [np.stack(leaf, axis=1) for leaf in zip(*(self._entries[key] for key in keys), strict=True)]
 
     def _pool(self, kind, windows, firsts):
         """Leaves [layers, n, ...] of the windows' entries, in the order of the leaves of the cache's pool."""
@@ -110,32 +121,36 @@ class NaiveRequest:
     tables: Tables
     ids: list[int] = dataclasses.field(default_factory=list)
     floor: int = 0
-    entries: dict[str, list] = dataclasses.field(default_factory=lambda: {CSA: [], HCA: []})
+    entries: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self.entries = self.entries or dict(self.tables.no_entries)
 
     def copy(self) -> "NaiveRequest":
-        entries = {kind: list(entries) for kind, entries in self.entries.items()}
-        return dataclasses.replace(self, ids=list(self.ids), entries=entries)
+        return dataclasses.replace(self, ids=list(self.ids), entries=dict(self.entries))
 
     def extend(self, ids) -> None:
         self.ids += [int(i) for i in ids]
         self.floor = max(self.floor, len(self.ids) - (self.tables.schema.max_query_tokens - 1))
-        array = np.array(self.ids, np.int32)
-        for kind, entries in self.entries.items():
-            if self.tables.layers[kind]:
-                entries += self.tables.entries(kind, array, len(entries))
+        for kind, old in self.entries.items():
+            if old:
+                new = self.tables.entries(kind, np.array(self.ids, np.int32), old[0].shape[1])
+                self.entries[kind] = [np.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
 
     def cut(self, length: int) -> None:
         del self.ids[length:]
-        for kind, entries in self.entries.items():
-            if self.tables.layers[kind]:
-                del entries[length // self.tables.schema.compress_rate(kind) :]
+        for kind, old in self.entries.items():
+            self.entries[kind] = [x[:, : length // self.tables.schema.compress_rate(kind)] for x in old]
 
-    def differing_bytes(self, pools: KVCache, slot: int, blocks: np.ndarray) -> dict[str, int]:
-        """By part of the cache how many live bytes are not what they must be; `pools` in NumPy."""
+    def differing_bytes(self, pools: KVCache, slot: int, blocks: np.ndarray) -> tuple[dict[str, int], int]:
+        """(by part of the cache how many live bytes are not what they must be, all live bytes); `pools` in NumPy."""
         schema, length = self.tables.schema, len(self.ids)
-        ids, wrong = np.array(self.ids, np.int32), {}
+        ids, wrong, compared = np.array(self.ids, np.int32), {}, 0
 
         def compare(name, have, want):
+            nonlocal compared
+            compared += want.nbytes
+            assert (have.dtype, have.shape) == (want.dtype, want.shape)
             if have.tobytes() != want.tobytes():
                 pair = [np.ascontiguousarray(x).view(np.uint8) for x in (have, want)]
                 wrong[name] = wrong.get(name, 0) + int((pair[0] != pair[1]).sum())
@@ -156,10 +171,9 @@ class NaiveRequest:
                 for have, want in zip((state.kv, state.gate), self.tables.states(name, ids[at], at), strict=True):
                     compare(name, have[:, slot, at % ring, channels], want[..., channels])
         for kind, name in ((CSA, "csa"), (HCA, "hca")):
-            if not (entries := self.entries[kind]):
+            if not (leaves := self.entries[kind]):
                 continue
-            number = np.arange(len(entries))
-            block, row = np.divmod(number, schema.entries_per_block(kind))
-            for i, have in enumerate(jax.tree.leaves(getattr(pools, name))):
-                compare(name, have[:, blocks[block], row], np.stack([entry[i] for entry in entries], axis=1))
-        return wrong
+            block, row = np.divmod(np.arange(leaves[0].shape[1]), schema.entries_per_block(kind))
+            for have, want in zip(jax.tree.leaves(getattr(pools, name)), leaves, strict=True):
+                compare(name, have[:, blocks[block], row], want)
+        return wrong, compared

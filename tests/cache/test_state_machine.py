@@ -22,7 +22,10 @@ def config_of(*kinds):
     """The packaged model with other layers."""
     mlps = ("moe",) * len(kinds)
     config = DSV4Config.from_hf(PACKAGED)
-    return dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds, mlp_layer_types=mlps)
+    rate = config.compress_rate_hca if HCA in kinds else 0
+    return dataclasses.replace(
+        config, num_hidden_layers=len(kinds), layer_types=kinds, mlp_layer_types=mlps, compress_rate_hca=rate
+    )
 
 
 # Layer numbers differ from the layers' places in the stacks of their kinds.

@@ -1,0 +1,56 @@
+"""Checksums of stored bytes, layer by layer, computed where the bytes lie."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt32
+
+from dsv4_jax.cache.pools import KVCache
+from dsv4_jax.cache.requests import STATES, RequestRows
+from dsv4_jax.cache.schema import CSA, HCA, CacheSchema
+
+
+@jax.jit
+def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "layers n"]:
+    """[layers of the model, n] checksums of blocks; 0 for layers that store nothing in blocks. One changed byte shows.
+
+    Args:
+      cache: the cache; only read.
+      blocks: [n] block ids; what stands for -1 means nothing.
+    """
+    sums = jnp.zeros((cache.schema.config.num_hidden_layers, blocks.shape[0]), jnp.uint32)
+    for kind, pool in ((CSA, cache.csa), (HCA, cache.hca)):
+        if pool is not None:
+            rows = jax.tree.map(lambda x: x.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), pool)
+            sums = sums.at[_layers(cache.schema, kind)].add(_fold(rows, 2))
+    return sums
+
+
+def checksum_rows(schema: CacheSchema, rows: RequestRows) -> UInt32[Array, "layers"]:
+    """[layers of the model] checksums of what a request keeps in its slot.
+
+    Args:
+      schema: of the cache it comes from.
+      rows: as `read_request` gives them.
+    """
+    sums = _fold(rows.swa, 1)
+    for name, kind in STATES.items():
+        if (state := getattr(rows, name)) is not None:
+            sums = sums.at[_layers(schema, kind)].add(_fold(state, 1))
+    return sums
+
+
+def _layers(schema, kind):
+    return jnp.array([layer.layer for layer in schema.layers if layer.kind == kind], jnp.int32)
+
+
+def _fold(tree, keep):
+    """Sums over all but the first `keep` axes, each value times an odd number that depends on its place."""
+    total = jnp.zeros((), jnp.uint32)
+    for salt, x in enumerate(jax.tree.leaves(tree)):
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        bits = bits.reshape(*x.shape[:keep], -1)
+        place = jnp.arange(bits.shape[-1], dtype=jnp.uint32) + jnp.uint32(salt << 24)
+        # Knuth's multiplicative hash; odd, so that no change of one value is lost modulo 2**32.
+        weight = place * jnp.uint32(2654435761) | jnp.uint32(1)
+        total = total + jnp.sum(bits * weight.reshape((1,) * keep + (-1,)), axis=-1, dtype=jnp.uint32)
+    return total

@@ -1,0 +1,71 @@
+"""Checks that what was sealed is still what it was: for debugging, since it waits for the device."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.cache.checksums import checksum_blocks, checksum_rows
+from dsv4_jax.cache.requests import RequestRows
+from dsv4_jax.host.book import RequestBook
+from dsv4_jax.host.errors import CacheCorruptionError
+
+
+def block_sums(book: RequestBook, cache: KVCache, blocks: list[int]) -> np.ndarray:
+    """[layers, n] uint32 checksums of blocks."""
+    sums = [jax.device_get(checksum_blocks(cache, jax.device_put(ids))) for _, ids in book.chunks(blocks)]
+    return np.concatenate(sums, axis=1)[:, : len(blocks)]
+
+
+def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> np.ndarray:
+    """[layers] uint32 checksums of a snapshot."""
+    return jax.device_get(_checksum_rows(schema, rows))
+
+
+def check_blocks(book: RequestBook, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
+    """Compares sealed blocks with the checksums they got when they were sealed.
+
+    Args:
+      book: of the cache.
+      cache: after a step; only read.
+      nodes: `SealedBlock`s; those without checksums, or evicted since, are passed over.
+      reader: who wants to read them, for the error.
+
+    Raises:
+      CacheCorruptionError: bytes have changed.
+    """
+    nodes = [node for node in nodes if node.alive and node.sums is not None]
+    if not nodes:
+        return
+    have = block_sums(book, cache, [node.block for node in nodes])
+    for node, sums in zip(nodes, have.T, strict=True):
+        if bad := np.flatnonzero(sums != node.sums).tolist():
+            raise CacheCorruptionError(
+                f"{reader}: block {node.block} (tokens {node.length - book.schema.block_tokens} to {node.length - 1}) "
+                f"has changed in layer {bad[0]} since it was sealed; layers with changes: {bad}"
+            )
+
+
+def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
+    """The same for a `SealedBlock`'s snapshot, if it has one with checksums.
+
+    Args:
+      schema: of the cache.
+      node: the `SealedBlock`.
+      reader: who wants to read it, for the error.
+
+    Raises:
+      CacheCorruptionError: bytes have changed.
+    """
+    if node.snapshot is None or node.snapshot_sums is None:
+        return
+    if bad := np.flatnonzero(snapshot_sums(schema, node.snapshot) != node.snapshot_sums).tolist():
+        raise CacheCorruptionError(
+            f"{reader}: the snapshot at {node.length} tokens, behind block {node.block}, has changed in layer {bad[0]} "
+            f"since it was taken; layers with changes: {bad}"
+        )
+
+
+_checksum_rows = jax.jit(checksum_rows, static_argnames="schema")

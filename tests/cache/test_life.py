@@ -1,0 +1,70 @@
+"""Requests forked, cut short, found again, moved out and back: every live byte as if each had run alone."""
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from dsv4_jax.config import CSA, HCA, SLIDING
+from dsv4_jax.host import KVCacheManager
+from tests.cache.life import MUCH, OPERATIONS, Life, random_operations
+from tests.cache.test_state_machine import CONFIG, SMALL, config_of
+
+
+def manager(config=SMALL, **changes):
+    sizes = dict(num_blocks=14, max_requests=4, max_context=64, block_tokens=16, max_query_tokens=3)
+    return KVCacheManager(config, **sizes | changes)
+
+
+class LifeMachine(RuleBasedStateMachine):
+    """All operations in any order; `Life.apply` compares after each."""
+
+    def __init__(self):
+        super().__init__()
+        self.life = Life(manager(), every=self.every)
+
+    every: int | None = 1
+
+    @rule(name=st.sampled_from(sorted(OPERATIONS)), a=st.integers(0, MUCH), b=st.integers(0, MUCH))
+    def operation(self, name, a, b):
+        self.life.apply(name, a, b)
+
+    @rule(steps=st.integers(1, 5))
+    def decode(self, steps):
+        for _ in range(steps):
+            self.life.apply("decode", 0, 0)
+
+    @rule(a=st.integers(0, 2), b=st.integers(0, 3))
+    def same_prompt_again(self, a, b):
+        """The same long text with another end: hits whatever of it is still there."""
+        self.life.apply("admit", a + 3 * 50, b)
+        for _ in range(2):
+            self.life.apply("chunk", 1, b)
+
+    def teardown(self):
+        self.life.drain()
+
+
+LifeMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=24, deadline=None)
+TestAnyLife = LifeMachine.TestCase
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (SMALL, dict(kv_format="per_entry")),
+        (SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1)),
+        pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
+        pytest.param(config_of(CSA, SLIDING), dict(max_query_tokens=6), marks=pytest.mark.slow),
+        pytest.param(config_of(HCA), dict(), marks=pytest.mark.slow),
+        pytest.param(config_of(SLIDING), dict(), marks=pytest.mark.slow),
+    ],
+    ids=["per_entry", "plain", "v4", "no HCA", "only HCA", "only windows"],
+)
+def test_a_life_of_every_operation(config, changes):
+    life = Life(manager(config, **changes), every=None if config is CONFIG else 1)
+    for name, a, b in random_operations(5, 400):
+        life.apply(name, a, b)
+    assert all(life.done.values()), life.done
+    assert life.prefix.metrics.hits and life.prefix.metrics.evicted_snapshots and life.refused
+    life.drain()
