@@ -4,19 +4,18 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.decode.launch import Launcher
 from dsv4_jax.decode.metrics import EngineMetrics, pool_use
 from dsv4_jax.decode.packed import PackedModel, pack
-from dsv4_jax.decode.requests import Output, Request
-from dsv4_jax.decode.sampling import GREEDY, Sampling, SamplingRows
+from dsv4_jax.decode.requests import Output, Request, check_fits
+from dsv4_jax.decode.sampling import GREEDY, Sampling
 from dsv4_jax.decode.scheduler import Scheduler, Turn
 from dsv4_jax.decode.speculation import Drafter, accept
-from dsv4_jax.decode.step import sample_step
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 
@@ -82,15 +81,15 @@ class Engine:
                 f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
                 f"max_query_tokens={spare + 1}"
             )
-        self._rows = schema.max_requests * (1 + draft_tokens)
-        if token_budget < self._rows:
+        rows = schema.max_requests * (1 + draft_tokens)
+        if token_budget < rows:
             raise ValueError(
-                f"{token_budget=} must be at least {self._rows}: {1 + draft_tokens} for each of "
+                f"{token_budget=} must be at least {rows}: {1 + draft_tokens} for each of "
                 f"{schema.max_requests} requests"
             )
         self.manager, self.prefix, self.token_budget = manager, prefix, token_budget
         self.draft_tokens = draft_tokens
-        self._model, self._uniform = pack(model), uniform
+        self._launcher = Launcher(pack(model), manager, rows=rows, token_budget=token_budget, uniform=uniform)
         self._counts = EngineMetrics()
         self._scheduler = Scheduler(
             manager,
@@ -102,7 +101,6 @@ class Engine:
             prefix=prefix,
         )
         self._orders = itertools.count()
-        self._compiled_before = _compiled()
 
     @property
     def cache(self) -> KVCache:
@@ -131,7 +129,7 @@ class Engine:
             self._counts,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            compilations=_compiled() - self._compiled_before,
+            compilations=self._launcher.compilations,
             pools=pool_use(self.manager, self._counts.pools),
             prefix=None if self.prefix is None else self.prefix.metrics,
         )
@@ -171,7 +169,7 @@ class Engine:
             raise ValueError(f"{max_new_tokens=} must be at least 1")
         if priority < 0:
             raise ValueError(f"{priority=} must be at least 0")
-        self._check_fits(len(ids), max_new_tokens)
+        check_fits(self.manager.schema, len(ids), max_new_tokens)
         if id is not None and any(request.id == id for request in self._live()):
             raise ValueError(f"{id=} belongs to a request that has not finished")
         order = next(self._orders)
@@ -188,6 +186,31 @@ class Engine:
         self._scheduler.add(request)
         self._counts.added += 1
         return request
+
+    def fork(self, request: Request, seeds: Sequence[int]) -> list[Request]:
+        """Makes requests that go on from where a request is now, each drawing with its own seed; it goes on too.
+
+        To draw several answers to a prompt, fork when `step(decode=False)` has read it: all first tokens differ then.
+        Full blocks are shared; neither sees what the other gets from here on.
+
+        Args:
+          request: unfinished.
+          seeds: one for each new request.
+
+        Returns:
+          The new requests.
+
+        Raises:
+          ValueError: the request has finished or is not of this engine, or there are no seeds.
+        """
+        self._check_live(request)
+        if not len(seeds):
+            raise ValueError("seeds is empty: give one for each new request")
+        children = [request.child(seed=seed % 2**32, order=next(self._orders)) for seed in seeds]
+        with self._whole():
+            self._scheduler.fork(request, children)
+        self._counts.added += len(children)
+        return children
 
     def cancel(self, request: Request) -> None:
         """Ends a request; it keeps the tokens it has.
@@ -234,7 +257,8 @@ class Engine:
         """Admits what fits, runs one batch, and says what it brought.
 
         Args:
-          decode: False runs prompts only: requests that have read theirs stay where they are.
+          decode: False reads all tokens of each request but its newest, and draws none; a step that finds nothing to
+            do then brings nothing.
 
         Returns:
           What requests got since the last call, in the order they got it; those that failed are among them.
@@ -302,18 +326,8 @@ class Engine:
             self._take(turn, list(itertools.islice(tokens, len(mine))), list(itertools.islice(logprobs, len(mine))))
 
     def _launch(self, tokens, rows):
-        """(the batch of {slot: tokens}, (tokens [R], log-probabilities [R]) drawn after its `rows`)."""
-        schema, running = self.manager.schema, self._scheduler.running
-        batch = self.manager.prepare_forward(
-            tokens, prefill_size=self.token_budget, decode_size=0 if self._uniform else self._rows
-        )
-        wanted = np.full((self._rows,), -1, np.int32)
-        wanted[: len(rows)] = rows
-        requests = [running.get(slot) for slot in range(schema.max_requests)]
-        sampling = SamplingRows.of([GREEDY if request is None else request.sampling for request in requests])
-        seeds = np.array([0 if request is None else request.seed for request in requests], np.uint32)
-        inputs = jax.device_put((wanted, sampling, seeds))
-        *drawn, self._scheduler.cache = sample_step(self._model, self._scheduler.cache, batch, *inputs)
+        scheduler = self._scheduler
+        batch, drawn, scheduler.cache = self._launcher(scheduler.cache, tokens, rows, scheduler.running)
         return batch, drawn
 
     def _take(self, turn: Turn, drawn: list[int], logprobs: list[float]):
@@ -346,18 +360,3 @@ class Engine:
             raise ValueError(f"request {request.id!r} has finished ({request.finish})")
         if request not in self._live():
             raise ValueError(f"request {request.id!r} belongs to another engine")
-
-    def _check_fits(self, prompt, max_new_tokens):
-        schema = self.manager.schema
-        # The last token is drawn, never stored.
-        need, blocks = prompt + max_new_tokens - 1, schema.num_blocks * schema.block_tokens
-        for name, limit in {"max_context": schema.max_context, "the whole cache's": blocks}.items():
-            if need > limit:
-                raise ValueError(
-                    f"a prompt of {prompt} tokens and {max_new_tokens=} need room for {need}, more than {name} {limit}"
-                )
-
-
-def _compiled():
-    program: Any = sample_step  # jax's stubs lack _cache_size
-    return program._cache_size()

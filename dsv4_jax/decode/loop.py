@@ -173,22 +173,16 @@ def generate(
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens)
     try:
         requests = [engine.add(prompt, seed=seed + i, **options) for i, prompt in enumerate(prompts)]
-        # Prompts, and the token after each.
-        while any(request.finish is None and not request.generated for request in requests):
+        # All but the last tokens of the prompts, which are the loop's first input.
+        while engine.waiting or any(manager.length(r.slot) < len(r.prompt) - 1 for r in requests):
             engine.step(decode=False)
         seeds = np.zeros((manager.schema.max_requests,), np.uint32)
-        for request in engine.running:
+        for request in requests:
             seeds[request.slot] = request.seed
-        results = [request.generated for request in requests]
-        if engine.running:
-            steps = max_new_tokens - 1
-            newest = {request.slot: request.tokens[-1:] for request in engine.running}
-            batch = manager.prepare_forward(newest, reserve=steps - 1)
-            sizes = dict(steps=steps, sampling=sampling, stop_tokens=stop_tokens)
-            drawn = jax.device_get(decode_loop(model, engine.cache, batch, jax.device_put(seeds), **sizes)[0])
-            for request in engine.running:
-                results[request.order] += [int(token) for token in drawn[request.slot] if token >= 0]
-        return results
+        batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
+        sizes = dict(steps=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens)
+        drawn = jax.device_get(decode_loop(model, engine.cache, batch, jax.device_put(seeds), **sizes)[0])
+        return [[int(token) for token in drawn[request.slot] if token >= 0] for request in requests]
     finally:
         engine.close()
 

@@ -1,11 +1,13 @@
 """One request of an engine, and what a step tells about it."""
 
+import copy
 import dataclasses
 from collections.abc import Hashable
 from typing import Literal
 
 import numpy as np
 
+from dsv4_jax.cache import CacheSchema
 from dsv4_jax.decode.sampling import Sampling
 from dsv4_jax.host import OffloadedRequest
 
@@ -54,6 +56,13 @@ class Request:
         self._ids = np.concatenate([prompt, np.zeros((max_new_tokens,), np.int32)])
         self._prompt_length = self._length = len(prompt)
         self.saved: OffloadedRequest | None = None
+
+    def child(self, *, seed: int, order: int) -> "Request":
+        """A request that goes on from here with other random bits; its id is its order."""
+        child = copy.copy(self)
+        child.id, child.order, child.seed, child.slot, child.saved = order, order, seed, -1, None
+        child.logprobs, child._ids = list(self.logprobs), self._ids.copy()
+        return child
 
     @property
     def tokens(self) -> np.ndarray:
@@ -106,3 +115,14 @@ class Output:
 
     request: Request
     tokens: list[int]
+
+
+def check_fits(schema: CacheSchema, prompt: int, max_new_tokens: int) -> None:
+    """Raises ValueError if a request of so many tokens could never run."""
+    # The last token is drawn, never stored.
+    need, blocks = prompt + max_new_tokens - 1, schema.num_blocks * schema.block_tokens
+    for name, limit in {"max_context": schema.max_context, "the whole cache's": blocks}.items():
+        if need > limit:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and {max_new_tokens=} need room for {need}, more than {name} {limit}"
+            )

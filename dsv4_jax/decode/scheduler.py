@@ -11,6 +11,7 @@ from dsv4_jax.decode.metrics import EngineMetrics
 from dsv4_jax.decode.requests import Finish, Output, Request
 from dsv4_jax.decode.speculation import Drafter
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host.offload import capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Turn:
     Attributes:
       request: the request.
       tokens: [n] int32, those that follow what the cache holds of it.
-      reads: they are known tokens, of its prompt or from before it started again; not the one just drawn.
+      reads: they are of its prompt, or from before it started again; not the one just drawn.
       draws: a token is drawn after them.
       drafts: how many of them, the last ones, are guesses.
     """
@@ -77,6 +78,28 @@ class Scheduler:
         """Queues a request by its rank."""
         bisect.insort(self.waiting, request, key=lambda request: request.rank)
 
+    def fork(self, request: Request, children: list[Request]) -> None:
+        """Queues requests that hold the same tokens as another; those for which there is room run at once.
+
+        Full blocks are shared. Of those without room the bytes wait in host memory, as of preempted requests.
+        """
+        room, slots = 0, []
+        if request.slot >= 0 and self.manager.length(request.slot):
+            room = min(len(children), self.manager.free_slots)
+            saved = None if room == len(children) else capture(self.manager, self.cache, request.slot)
+            try:
+                slots, self.cache = self.manager.fork(self.cache, request.slot, room) if room else ([], self.cache)
+            except CacheFullError:
+                saved = saved or capture(self.manager, self.cache, request.slot)
+        else:
+            saved = request.saved
+        for child, slot in zip(children, slots, strict=False):
+            child.slot = slot
+            self.running[slot] = child
+        for child in children[len(slots) :]:
+            child.saved = saved
+            self.add(child)
+
     def end(self, request: Request, finish: Finish, error: Exception | None = None) -> None:
         """Forgets a request, running or waiting; its slot and blocks are free."""
         request.finish, request.error, request.saved = finish, error, None
@@ -127,21 +150,21 @@ class Scheduler:
             self.running[slot] = request
 
     def plan(self, *, decode: bool = True) -> list[Turn]:
-        """What the next step runs, blocks reserved: drawn tokens with drafts, then prompts within the budget.
+        """What the next step runs, blocks reserved: newest tokens with drafts, then unread ones within the budget.
 
         Args:
-          decode: False leaves out requests that have read their prompts.
+          decode: False reads all tokens but the newest of each request, and draws none.
         """
         unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.ranked}
-        decoding = [request for request, count in unread.items() if count == 1 and request.generated]
-        turns = [turn for request in decoding if decode and (turn := self._decode(request))]
+        newest = [request for request, count in unread.items() if count == 1]
+        turns = [turn for request in newest if decode and (turn := self._decode(request))]
         budget = self.token_budget - sum(len(turn.tokens) for turn in turns)
-        for request in [request for request in unread if request not in decoding and request.slot >= 0]:
-            start = self.manager.length(request.slot)
-            tokens = request.tokens[start : min(start + budget, self._chunk_end(start, len(request.tokens)))]
-            if len(tokens):
-                turns.append(Turn(request, tokens, reads=True, draws=start + len(tokens) == len(request.tokens)))
-                budget -= len(tokens)
+        for request in [request for request, count in unread.items() if count > 1 and request.slot >= 0]:
+            start, known = self.manager.length(request.slot), len(request.tokens)
+            end = min(start + budget, self._chunk_end(start, known - (not decode)))
+            if end > start:
+                turns.append(Turn(request, request.tokens[start:end], reads=True, draws=end == known))
+                budget -= end - start
         return turns
 
     def _fits(self, request, num_tokens):
@@ -171,7 +194,8 @@ class Scheduler:
         while request.slot >= 0:
             try:
                 self.manager.allocate(request.slot, 1 + len(drafts))
-                return Turn(request, np.concatenate([request.tokens[-1:], drafts]), drafts=len(drafts))
+                tokens = np.concatenate([request.tokens[-1:], drafts])
+                return Turn(request, tokens, reads=not request.generated, drafts=len(drafts))
             except CacheFullError:
                 if len(drafts):
                     drafts = drafts[:0]  # guesses drive nobody out

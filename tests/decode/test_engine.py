@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dsv4_jax.decode import Engine, PromptLookup, Sampling, engine as engine_module, sample_step, scheduler
+from dsv4_jax.decode import Engine, PromptLookup, Sampling, launch, sample_step, scheduler
 from dsv4_jax.host import PrefixCache
 
 
@@ -263,7 +263,7 @@ def live_through(small, manager, monkeypatch, at, late):
     targets = [(manager, name) for name in ("admit", "allocate", "prepare_forward", "rewind", "release")]
     targets += [(manager.allocator, name) for name in ("acquire", "release", "share")]
     targets += [(prefix, name) for name in ("admit", "observe")]
-    targets += [(scheduler, "offload"), (scheduler, "resume"), (engine_module, "sample_step")]
+    targets += [(scheduler, "offload"), (scheduler, "resume"), (launch, "sample_step")]
     with monkeypatch.context() as patch:
         prompts = [PROMPTS[4] + PROMPTS[i] for i in (1, 3, 0)]
         requests = [engine.add(prompt, max_new_tokens=80, sampling=WARM, seed=i) for i, prompt in enumerate(prompts)]
