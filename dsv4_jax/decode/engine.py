@@ -284,7 +284,7 @@ class Engine:
         with self._whole():
             for count in (longest, 1):
                 slot = self.manager.admit(num_tokens=count)
-                batch, _ = self._launch({slot: [0] * count}, [count - 1])
+                batch, _ = self._launch({slot: np.zeros((count,), np.int32)}, [count - 1])
                 sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
                 self.manager.release(slot)
         return sizes

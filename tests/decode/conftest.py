@@ -35,11 +35,16 @@ def small():
 
 @pytest.fixture(scope="session")
 def wide(small):
-    """wide() -> a manager in whose cache three requests have all the blocks they can use, and drafts spare rows."""
+    """wide() -> a manager in whose cache three requests have all the blocks they can use, and drafts spare rows.
 
-    def make(num_blocks=36):
+    wide(n) leaves n blocks free: the geometry, and so the compiled programs, are the same.
+    """
+
+    def make(free=36):
         sizes = dict(max_requests=3, max_context=192, block_tokens=16, max_query_tokens=4)
-        return KVCacheManager(small[1], num_blocks=num_blocks, **sizes)
+        manager = KVCacheManager(small[1], num_blocks=36, **sizes)
+        manager.allocator.acquire(36 - free)
+        return manager
 
     return make
 

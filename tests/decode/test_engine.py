@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from dsv4_jax.decode import Engine, PromptLookup, Sampling, launch, sample_step, scheduler
-from dsv4_jax.host import PrefixCache
+from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
 WARM = Sampling(temperature=1.0)
@@ -47,11 +47,11 @@ def drain(engine, most=400):
     raise AssertionError("the engine does not come to an end")
 
 
-def is_drained(engine):
+def is_drained(engine, blocks=36):
     """Every slot is free, and every block that no prefix cache holds."""
     manager = engine.manager
     held = 0 if engine.prefix is None else engine.prefix.metrics.blocks
-    return manager.free_slots == manager.schema.max_requests and manager.free_blocks == manager.schema.num_blocks - held
+    return manager.free_slots == 3 and manager.free_blocks == blocks - held
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_the_youngest_leaves_and_comes_back_with_the_same_tokens(small, tight):
         left += [r.order for r in engine.waiting if r.saved is not None and (not left or left[-1] != r.order)]
     assert [r.generated for r in requests] == want
     assert engine.metrics.preemptions >= 2 and left[0] == 2 and 0 not in left
-    assert is_drained(engine)
+    assert is_drained(engine, 13)
 
 
 def test_priority_decides_who_is_served_first_and_who_leaves(small, tight):
@@ -276,11 +276,11 @@ def live_through(small, manager, monkeypatch, at, late):
                 engine.step()
             except Fault:
                 faults += 1
-        assert not engine.busy and engine.metrics.restarts == faults and is_drained(engine)
+        assert not engine.busy and engine.metrics.restarts == faults and is_drained(engine, 13)
         for slot in range(3):
             assert slot not in manager.slots
-    prefix.evict(manager.schema.num_blocks)
-    assert manager.free_blocks == manager.schema.num_blocks
+    prefix.evict(36)
+    assert manager.free_blocks == 13
     return [r.generated for r in requests], calls[0], engine.metrics
 
 
@@ -317,10 +317,10 @@ def test_bad_requests_change_nothing(small, roomy, options, message):
     assert len(engine.waiting) == 1 and engine.metrics.added == 1
 
 
-def test_requests_that_cannot_fit_and_strangers_are_refused(small, roomy, tight, wide):
-    engine = make(small, wide(2))
+def test_requests_that_cannot_fit_and_strangers_are_refused(small, roomy, tight):
+    few = KVCacheManager(small[1], num_blocks=2, max_requests=3, max_context=96, max_query_tokens=4, block_tokens=16)
     with pytest.raises(ValueError, match="need room for 33, more than the whole cache's 32"):
-        engine.add([1] * 30, max_new_tokens=4)
+        make(small, few).add([1] * 30, max_new_tokens=4)
     other, engine = make(small, roomy), make(small, tight)
     request = other.add([1], max_new_tokens=1)
     for call in (engine.cancel, lambda request: next(engine.stream(request))):
