@@ -21,7 +21,7 @@ OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Times the cache's operations on this device, beside XLA's version of each; or, with `step`, whole decode steps.
+    """Times the cache's operations on this device, beside XLA's version of each; or whole decode steps, or serving.
 
     Every call has inputs of its own that no cache holds. On a GPU: the median over calls of the summed times of all
     kernels of a call, from the profiler; results are compared with XLA's before they are timed, byte by byte where they
@@ -31,13 +31,18 @@ class Bench:
     A step is that of the model's attention layers, random weights and a full cache: milliseconds, the floor (weights
     and cache read once), and which kinds of kernels take the time. On a CPU: a tiny model's.
 
+    With `serve`, the tiny model serves made-up conversations that share system prompts and send their history again
+    with every turn, without and with a prefix cache: throughput, time to the first token, how many prompt tokens were
+    found, and how many programs were compiled.
+
     For example:
       dsv4-jax bench
       dsv4-jax bench append gather --shapes flash --json h100.json
       dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
+      dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
-      ops: which operations (all by default), or step.
+      ops: which operations (all by default), or step, or serve.
       shapes: of which model.
       cache_format: what the cache's bytes mean.
       only: only cases whose op or shape holds one of these texts.
@@ -47,10 +52,13 @@ class Bench:
       contexts: step: tokens that each request holds.
       layers: step: only the first so many layers, where the whole model does not fit; 0 = all.
       trace: step: write a profile of the steps at the longest context to this folder, for TensorBoard or Perfetto.
-      plot: step: draw time against context to this PNG file.
+      plot: step: draw time against context to this PNG file; serve: time to the first token against tokens sent.
+      conversations: serve: how many.
+      turns: serve: requests of each conversation.
+      drafts: serve: tokens that prompt lookup may guess in a step.
     """
 
-    ops: tyro.conf.Positional[tuple[Op | Literal["step"], ...]] = OPS
+    ops: tyro.conf.Positional[tuple[Op | Literal["step", "serve"], ...]] = OPS
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
     only: tuple[str, ...] = ()
@@ -61,6 +69,9 @@ class Bench:
     layers: int = 0
     trace: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    conversations: int = 12
+    turns: int = 3
+    drafts: int = 0
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
@@ -70,13 +81,18 @@ class Bench:
         from dsv4_jax.cli.common import check_positive
         from dsv4_jax.config import DSV4Config
 
-        check_positive(calls=self.calls)
-        if "step" in self.ops and self.ops != ("step",):
-            raise ValueError(f"step runs alone, not with {[op for op in self.ops if op != 'step']}")
-        if self.plot is not None and self.ops != ("step",):
-            raise ValueError(f"--plot draws steps only: dsv4-jax bench step --plot {self.plot}")
+        check_positive(calls=self.calls, conversations=self.conversations, turns=self.turns)
+        for alone in ("step", "serve"):
+            if alone in self.ops and self.ops != (alone,):
+                raise ValueError(f"{alone} runs alone, not with {[op for op in self.ops if op != alone]}")
+        if self.drafts < 0:
+            raise ValueError(f"--drafts {self.drafts} must be at least 0")
+        if self.plot is not None and self.ops not in (("step",), ("serve",)):
+            raise ValueError(f"--plot draws step or serve: dsv4-jax bench step --plot {self.plot}")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
+        if self.ops == ("serve",):
+            return self._serve()
         config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
         gpu = jax.default_backend() == "gpu"
         report: dict[str, Any] = dict(
@@ -97,6 +113,20 @@ class Bench:
 
             title = f"Attention layers of V4-{self.shapes.capitalize()}, one decode step, {report['device']}"
             bench_step.plot(report["results"], title, self.plot)
+
+    def _serve(self) -> None:
+        import jax
+
+        from dsv4_jax.cli import bench_serve
+
+        workload = bench_serve.Workload(self.conversations, self.turns, self.drafts)
+        rows, device = list(bench_serve.run(workload)), jax.devices()[0].device_kind
+        bench_serve.print_table(rows, workload, device)
+        if self.out is not None:
+            report = dict(device=device, jax=jax.__version__, workload=dataclasses.asdict(workload), results=rows)
+            self.out.write_text(json.dumps(report, indent=1) + "\n")
+        if self.plot is not None:
+            bench_serve.plot(rows, f"{self.conversations} conversations of {self.turns} turns, {device}", self.plot)
 
     def _cases(self, report: dict[str, Any], config: "DSV4Config", gpu: bool) -> Iterator[dict[str, Any]]:
         from dsv4_jax.cli import bench_attention, bench_cases, bench_indexer, timing

@@ -1,6 +1,5 @@
-"""Generating tokens: a stream driven by the host, and many steps inside one program on the device."""
+"""Generating tokens for a list of prompts: a stream driven by the host, and many steps in one program on the device."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -11,42 +10,12 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.decode.engine import Engine
 from dsv4_jax.decode.packed import PackedModel, pack
 from dsv4_jax.decode.sampling import GREEDY, Sampling, sample
-from dsv4_jax.decode.step import decode_step, last_logits, last_tokens
+from dsv4_jax.decode.step import last_logits, last_tokens
 from dsv4_jax.host import CacheFullError, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
-
-
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames="sampling")
-def sample_step(
-    model: DeepseekV4ForCausalLM | PackedModel,
-    cache: KVCache,
-    batch: Batch,
-    seeds: UInt32[Array, "slots"],
-    sampling: Sampling,
-) -> tuple[Int[Array, "slots"], KVCache]:
-    """`decode_step` and the choice of the next token in one program.
-
-    Args:
-      model: the model; `pack` it where many steps run.
-      cache: the cache; donated.
-      batch: from `KVCacheManager.prepare_forward`.
-      seeds: [slots] one seed a request.
-      sampling: how to draw (static).
-
-    Returns:
-      (tokens [slots] int32, -1 for slots that are not in the batch; cache).
-    """
-    return _sample_step(model, cache, batch, seeds, sampling)
-
-
-def _sample_step(model, cache, batch, seeds, sampling):
-    logits, cache = last_logits(model, cache, batch)
-    token = last_tokens(batch, cache.lengths.shape[0])
-    present = token >= 0
-    positions = jnp.where(present, batch.positions[jnp.maximum(token, 0)] + 1, 0)
-    return jnp.where(present, sample(logits, sampling, seeds, positions), -1), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("steps", "sampling", "stop_tokens"))
@@ -86,7 +55,10 @@ def decode_loop(
 
     def advance(carry):
         step, cache, batch, tokens = carry
-        token, cache = _sample_step(model, cache, batch, seeds, sampling)
+        logits, cache = last_logits(model, cache, batch)
+        last = last_tokens(batch, slots)
+        positions = jnp.where(last >= 0, batch.positions[jnp.maximum(last, 0)] + 1, 0)
+        token = jnp.where(last >= 0, sample(logits, sampling, seeds, positions), -1)
         tokens = tokens.at[:, step].set(token)
         mine = token[jnp.maximum(batch.slots, 0)]
         goes_on = (batch.slots >= 0) & jnp.all(mine[:, None] != stops[None, :], axis=1)
@@ -103,18 +75,6 @@ def decode_loop(
     return tokens, cache
 
 
-@dataclasses.dataclass
-class _Request:
-    index: int
-    prompt: list[int]
-    cursor: int = 0  # prompt tokens that are in the cache
-    generated: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def prefilled(self) -> bool:
-        return self.cursor == len(self.prompt)
-
-
 def stream(
     model: DeepseekV4ForCausalLM | PackedModel,
     manager: KVCacheManager,
@@ -126,11 +86,10 @@ def stream(
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
 ) -> Iterator[tuple[int, int]]:
-    """Generates for many prompts, yielding each token as soon as it is known.
+    """Generates for many prompts with an `Engine`, yielding each token as soon as it is known.
 
-    Requests are admitted as slots and blocks come free and released as they end, while others run. Prompts go through
-    the cache at most `chunk` tokens a step, beside the running requests' single tokens. A request's tokens do not
-    depend on which others run.
+    Requests are admitted as slots and blocks come free, while others run. Prompts go through the cache some `chunk`
+    tokens a step, beside the running requests' single tokens. A request's tokens do not depend on which others run.
 
     Args:
       model: the model.
@@ -149,34 +108,20 @@ def stream(
       ValueError: bad prompts or sizes, or a request that could never fit the cache.
     """
     _check(manager, prompts, max_new_tokens, chunk)
-    model, cache = pack(model), manager.init_cache()
-    waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
-    running: dict[int, _Request] = {}
-    seeds = np.zeros((manager.schema.max_requests,), np.uint32)
-    prefill_size = _prefill_size(manager, prompts, chunk)
+    engine = _engine(model, manager, prompts, chunk)
+    options = dict(max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=tuple(stop_tokens))
     try:
-        while waiting or running:
-            _admit(manager, waiting, running, seeds, seed, max_new_tokens)
-            tokens = _next_tokens(running, chunk)
-            batch = manager.prepare_forward(tokens, prefill_size=prefill_size)
-            drawn, cache = sample_step(model, cache, batch, jax.device_put(seeds.copy()), sampling)
-            drawn = jax.device_get(drawn)
-            for slot in tokens:
-                request = running[slot]
-                if not request.prefilled:
-                    request.cursor += len(tokens[slot])
-                if not request.prefilled:
-                    continue
-                token = int(drawn[slot])
-                request.generated.append(token)
-                if token in stop_tokens or len(request.generated) == max_new_tokens:
-                    manager.release(slot)
-                    del running[slot]
-                yield request.index, token
+        for i, prompt in enumerate(prompts):
+            engine.add(prompt, seed=seed + i, **options)
+        while engine.busy:
+            for output in engine.step():
+                if output.request.error is not None:
+                    raise output.request.error
+                for token in output.tokens:
+                    yield output.request.order, token
     finally:
         # Also when the caller stops listening, or a step fails: the manager stays usable.
-        for slot in running:
-            manager.release(slot)
+        engine.close()
 
 
 def _check(manager, prompts, max_new_tokens, chunk):
@@ -193,34 +138,9 @@ def _check(manager, prompts, max_new_tokens, chunk):
             raise ValueError(f"prompts[{i}] of {len(prompt)} tokens and {max_new_tokens=} need {need} > {limit=}")
 
 
-def _admit(manager, waiting, running, seeds, seed, max_new_tokens):
-    """Moves waiting requests to free slots, with the blocks for all their tokens, in order."""
-    while waiting:
-        request = waiting[0]
-        slot = None
-        try:
-            slot = manager.admit(request.prompt)
-            manager.allocate(slot, len(request.prompt) + max_new_tokens - 1)
-        except CacheFullError:
-            if slot is not None:
-                manager.release(slot)
-            if not running:
-                raise
-            return
-        seeds[slot] = (seed + request.index) % 2**32
-        running[slot] = waiting.popleft()
-
-
-def _next_tokens(running, budget):
-    """{slot: tokens} of the next step: every running request's newest token and up to `budget` prompt tokens."""
-    tokens = {}
-    for slot, request in running.items():
-        if request.prefilled:
-            tokens[slot] = request.generated[-1:]
-        elif budget:
-            tokens[slot] = request.prompt[request.cursor : request.cursor + budget]
-            budget -= len(tokens[slot])
-    return tokens
+def _engine(model, manager, prompts, chunk):
+    """Its steps hold a chunk of prompt tokens and, beside it, a token of each other request."""
+    return Engine(model, manager, token_budget=min(chunk, sum(map(len, prompts))) + manager.schema.max_requests - 1)
 
 
 def generate(
@@ -247,47 +167,31 @@ def generate(
       ValueError: as for `stream`, or the prompts do not fit at once.
     """
     _check(manager, prompts, max_new_tokens, chunk)
-    model = pack(model)
-    waiting = collections.deque(_Request(i, [int(t) for t in prompt]) for i, prompt in enumerate(prompts))
-    running: dict[int, _Request] = {}
-    seeds = np.zeros((manager.schema.max_requests,), np.uint32)
+    _check_room(manager, prompts, max_new_tokens)
+    model, stop_tokens = pack(model), tuple(stop_tokens)
+    engine = _engine(model, manager, prompts, chunk)
+    options = dict(max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens)
     try:
-        _admit(manager, waiting, running, seeds, seed, max_new_tokens)
-        if waiting:
-            fit = f"{len(prompts)} prompts do not fit at once ({len(running)} do)"
-            raise CacheFullError(f"{fit}; use stream, or a larger cache")
-        cache = _prefill_all_but_last(model, manager, running, chunk, _prefill_size(manager, prompts, chunk))
-        batch = manager.prepare_forward({s: r.prompt[-1:] for s, r in running.items()}, reserve=max_new_tokens - 1)
-        drawn, _ = decode_loop(
-            model,
-            cache,
-            batch,
-            jax.device_put(seeds),
-            steps=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=tuple(stop_tokens),
-        )
-        drawn = jax.device_get(drawn)
-        results: list[list[int]] = [[] for _ in prompts]
-        for slot, request in running.items():
-            results[request.index] = [int(t) for t in drawn[slot] if t >= 0]
-        return results
+        requests = [engine.add(prompt, seed=seed + i, **options) for i, prompt in enumerate(prompts)]
+        # All but the last tokens of the prompts, which are the loop's first input.
+        while engine.waiting or any(manager.length(r.slot) < len(r.prompt) - 1 for r in requests):
+            engine.step(decode=False)
+        seeds = np.zeros((manager.schema.max_requests,), np.uint32)
+        for request in requests:
+            seeds[request.slot] = request.seed
+        batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
+        sizes = dict(steps=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens)
+        drawn = jax.device_get(decode_loop(model, engine.cache, batch, jax.device_put(seeds), **sizes)[0])
+        return [[int(token) for token in drawn[request.slot] if token >= 0] for request in requests]
     finally:
-        for slot in running:
-            manager.release(slot)
+        engine.close()
 
 
-def _prefill_size(manager, prompts, chunk):
-    """Tokens that no step exceeds: prompts' and, beside them, one of each other request."""
-    return min(chunk, sum(map(len, prompts))) + manager.schema.max_requests - 1
-
-
-def _prefill_all_but_last(model, manager, running, chunk, prefill_size):
-    """A cache that holds every prompt but its last token, which is the loop's first input."""
-    cache = manager.init_cache()
-    while unread := {s: r for s, r in running.items() if r.cursor < len(r.prompt) - 1}:
-        tokens = _next_tokens({s: dataclasses.replace(r, prompt=r.prompt[:-1]) for s, r in unread.items()}, chunk)
-        _, cache = decode_step(model, cache, manager.prepare_forward(tokens, prefill_size=prefill_size))
-        for slot, ids in tokens.items():
-            running[slot].cursor += len(ids)
-    return cache
+def _check_room(manager, prompts, max_new_tokens):
+    """Raises CacheFullError unless all requests fit at once."""
+    slots, blocks, fit = manager.free_slots, manager.free_blocks, 0
+    for prompt in prompts:
+        slots, blocks = slots - 1, blocks - -(-(len(prompt) + max_new_tokens - 1) // manager.schema.block_tokens)
+        if slots < 0 or blocks < 0:
+            raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({fit} do); use stream, or a larger cache")
+        fit += 1

@@ -1,9 +1,12 @@
 """Choosing the next token."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 
@@ -33,44 +36,85 @@ class Sampling:
 GREEDY = Sampling()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+    """How each row's token is drawn: arrays, so that one program serves requests that differ.
+
+    Attributes:
+      temperature: [n] float32, as in `Sampling`.
+      top_k: [n] int32.
+      top_p: [n] float32.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> "SamplingRows":
+        """Numpy arrays with a row for each of `rows`."""
+        return cls(
+            np.array([row.temperature for row in rows], np.float32),
+            np.array([row.top_k for row in rows], np.int32),
+            np.array([row.top_p for row in rows], np.float32),
+        )
+
+    def __getitem__(self, rows) -> "SamplingRows":
+        return jax.tree.map(lambda x: x[rows], self)
+
+
 def sample(
-    logits: Float[Array, "n vocab"], sampling: Sampling, seeds: UInt32[Array, "n"], positions: Int[Array, "n"]
+    logits: Float[Array, "n vocab"],
+    sampling: Sampling | SamplingRows,
+    seeds: UInt32[Array, "n"],
+    positions: Int[Array, "n"],
 ) -> Int[Array, "n"]:
     """Draws one token a row.
 
     The random bits of a row depend on its seed and position only, so a request draws the same tokens in any batch,
-    streamed or in an on-device loop.
+    streamed, in an on-device loop, or checked against drafts.
 
     Args:
       logits: [n, vocab] float32.
-      sampling: temperature, top-k, top-p.
+      sampling: temperature, top-k, top-p: for all rows, or arrays [n] of them.
       seeds: [n] one seed a request.
       positions: [n] position of the token being drawn.
 
     Returns:
       [n] int32 token ids.
     """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        worst = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < worst, -jnp.inf, logits)
-    if sampling.top_p < 1:
-        logits = _nucleus(logits, sampling.top_p)
-    draw = jax.vmap(lambda seed, position, row: jax.random.categorical(_key(seed, position), row))
-    return draw(seeds, positions, logits).astype(jnp.int32)
+    if isinstance(sampling, Sampling):
+        # Constants: what they do not need is removed when the program is compiled.
+        sampling = jax.tree.map(jnp.asarray, SamplingRows.of([sampling] * logits.shape[0]))
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    warm = sampling.temperature > 0
+    cut = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+
+    def draw():
+        scaled = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+        scaled = jax.lax.cond(jnp.any(cut), _keep_best, lambda logits, *_: logits, scaled, sampling)
+        drawn = jax.vmap(lambda seed, position, row: jax.random.categorical(_key(seed, position), row))
+        return jnp.where(warm, drawn(seeds, positions, scaled).astype(jnp.int32), best)
+
+    return jax.lax.cond(jnp.any(warm), draw, lambda: best)
 
 
 def _key(seed, position):
     return jax.random.fold_in(jax.random.key(seed), position)
 
 
-def _nucleus(logits, top_p):
-    """-inf for tokens outside the smallest set of best tokens that holds `top_p` of the probability."""
+def _keep_best(logits, sampling):
+    """-inf for tokens that are not among the `top_k` best, or outside the smallest set of these that holds `top_p`."""
     best_first = jnp.sort(logits, axis=-1, descending=True)
+    last = jnp.clip(sampling.top_k, 1, logits.shape[-1])[:, None] - 1
+    worst = jnp.take_along_axis(best_first, last, axis=-1)
+    worst = jnp.where(sampling.top_k[:, None] > 0, worst, -jnp.inf)
+    best_first = jnp.where(best_first < worst, -jnp.inf, best_first)
     probability = jax.nn.softmax(best_first, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
+    top_p = sampling.top_p[:, None]
     # The best token is always kept: nothing stands before it.
-    worst = jnp.min(jnp.where(before < top_p, best_first, jnp.inf), axis=-1, keepdims=True)
+    nucleus = jnp.min(jnp.where(before < top_p, best_first, jnp.inf), axis=-1, keepdims=True)
+    worst = jnp.maximum(worst, jnp.where(top_p < 1, nucleus, -jnp.inf))
     return jnp.where(logits < worst, -jnp.inf, logits)

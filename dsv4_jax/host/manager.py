@@ -136,7 +136,12 @@ class KVCacheManager(RequestBook):
         return slot
 
     def prepare_forward(
-        self, tokens: Mapping[int, TokenIds], *, reserve: int = 0, prefill_size: int | None = None
+        self,
+        tokens: Mapping[int, TokenIds],
+        *,
+        reserve: int = 0,
+        prefill_size: int | None = None,
+        decode_size: int | None = None,
     ) -> Batch:
         """Builds a step's inputs, reserves the blocks it needs and books its tokens.
 
@@ -149,7 +154,9 @@ class KVCacheManager(RequestBook):
           reserve: further tokens for each of these slots that will be decoded on the device without coming back here:
             their blocks are in the batch too. Book what was decoded with `advance`.
           prefill_size: the one T of all steps that are no decode steps (no request brings more than `max_query_tokens`,
-            all together at most `max_requests`). A caller who bounds them needs only two programs.
+            all together at most `decode_size`). A caller who bounds them needs only two programs.
+          decode_size: beside `prefill_size`, the T of decode steps; default `max_requests`. More makes room for drafted
+            tokens, 0 makes every step one of `prefill_size`.
 
         Returns:
           The batch; the caller runs it. Requests stand in the order of `tokens`.
@@ -166,7 +173,8 @@ class KVCacheManager(RequestBook):
         ids = {slot: self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()}
         schema = self.schema
         counts = [len(new) for new in ids.values()]
-        padded, prefill = schema.max_requests, max(counts) > schema.max_query_tokens
+        padded = schema.max_requests if decode_size is None else decode_size
+        prefill = max(counts) > schema.max_query_tokens
         if prefill_size is None:
             padded = padded if sum(counts) <= padded else 1 << (sum(counts) - 1).bit_length()
         elif prefill or sum(counts) > padded:

@@ -166,9 +166,7 @@ class PrefixCache:
           CacheCorruptionError: `debug`, and what was found has changed since it was sealed.
         """
         ids = self.manager.check_ids(prompt_ids)
-        path = self._find(ids[: (len(ids) - 1) // self.manager.schema.block_tokens * self.manager.schema.block_tokens])
-        while path and path[-1].snapshot is None:
-            path.pop()
+        path = self._hit(ids)
         hit = path[-1].length if path else 0
         with self.manager.transaction():
             slot = self.manager.admit(ids, num_tokens=num_tokens)
@@ -220,6 +218,20 @@ class PrefixCache:
         if path and path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
             self._take(cache, slot, path)
 
+    def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
+        """Whether a request admitted now would find blocks for `num_tokens` tokens; counts as no use.
+
+        Args:
+          prompt_ids: [n] its prompt.
+          num_tokens: that it is to hold.
+
+        Raises:
+          TypeError, ValueError: bad ids.
+        """
+        path = self._hit(self.manager.check_ids(prompt_ids))
+        missing = -(-num_tokens // self.manager.schema.block_tokens) - len(path)
+        return missing <= self.manager.free_blocks + self.evictable - sum(map(self._idle, path))
+
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """The canary, for callers that want it more often than at hits: all that was sealed with `debug`.
 
@@ -256,6 +268,14 @@ class PrefixCache:
         nodes = list(itertools.islice(self._by_age(), n_blocks))
         if len(nodes) == n_blocks:
             self._remove(nodes)
+
+    def _hit(self, ids):
+        """The nodes of the longest known prefix that has a snapshot and leaves a token to run."""
+        block_tokens = self.manager.schema.block_tokens
+        path = self._find(ids[: (len(ids) - 1) // block_tokens * block_tokens])
+        while path and path[-1].snapshot is None:
+            path.pop()
+        return path
 
     def _find(self, ids):
         """The nodes of the longest known prefix of whole blocks."""

@@ -26,7 +26,7 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["append", "--plot", "x.png"], "--plot draws steps only: dsv4-jax bench step --plot x.png"),
+        (["append", "--plot", "x.png"], "--plot draws step or serve: dsv4-jax bench step --plot x.png"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--contexts", "128"], "--contexts 128 must be from 129 to 32768 tokens"),
         (["step", "--contexts", "33000"], "--contexts 33000 must be from 129 to 32768"),

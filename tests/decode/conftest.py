@@ -1,10 +1,15 @@
 """One small model and one geometry for all decode tests: programs compile once per process."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.decode import pack
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import TINY
 
 
@@ -16,3 +21,40 @@ def model():
 @pytest.fixture
 def manager(model):
     return KVCacheManager(model.config, num_blocks=12, max_requests=3, max_context=96, block_tokens=16)
+
+
+@pytest.fixture(scope="session")
+def small():
+    """One layer of each kind and random weights: programs of the engine compile in seconds."""
+    config = DSV4Config.from_hf(TINY)
+    config = dataclasses.replace(
+        config, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
+    )
+    return pack(DeepseekV4ForCausalLM(config)), config
+
+
+@pytest.fixture(scope="session")
+def wide(small):
+    """wide() -> a manager in whose cache three requests have all the blocks they can use, and drafts spare rows.
+
+    wide(n) leaves n blocks free: the geometry, and so the compiled programs, are the same.
+    """
+
+    def make(free=36):
+        sizes = dict(max_requests=3, max_context=192, block_tokens=16, max_query_tokens=4)
+        manager = KVCacheManager(small[1], num_blocks=36, **sizes)
+        manager.allocator.acquire(36 - free)
+        return manager
+
+    return make
+
+
+@pytest.fixture
+def roomy(wide):
+    return wide()
+
+
+@pytest.fixture
+def tight(wide):
+    """Blocks for little more than one long request."""
+    return wide(13)

@@ -1,0 +1,107 @@
+"""What an engine has done, as numbers and as a table."""
+
+import dataclasses
+
+from rich.table import Table
+
+from dsv4_jax.host import KVCacheManager, PrefixMetrics
+
+
+PAGED = ("csa entries", "csa indexer keys", "hca entries")  # the rest is a request's, whatever its length
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolUse:
+    """Use of one part of the cache.
+
+    Attributes:
+      used: bytes that requests and the prefix cache hold now.
+      high_water: most bytes they held after any step.
+      total: bytes of the pool.
+    """
+
+    used: int = 0
+    high_water: int = 0
+    total: int = 0
+
+
+@dataclasses.dataclass
+class EngineMetrics:
+    """What an engine has done since it was made, and holds now.
+
+    Attributes:
+      steps: steps that ran tokens.
+      mixed_steps: of them, those with prompt tokens, whose T is the token budget.
+      prompt_tokens: prompt tokens that ran; prefix hits do not run, requests that start again run again.
+      generated_tokens: tokens that requests got.
+      added, finished, failed, cancelled: requests; finished ones reached a limit or a stop token.
+      running, waiting: requests now.
+      waits: steps a request waited for a slot or blocks, summed over requests.
+      preemptions: requests moved out of the cache for want of blocks.
+      restarts: times every running request started again because a step raised.
+      drafted_tokens: guesses that were verified.
+      accepted_tokens: of them, right ones.
+      compilations: programs compiled for steps.
+      pools: use of each part of the cache, by name.
+      prefix: what the prefix cache did; None without one.
+    """
+
+    steps: int = 0
+    mixed_steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    added: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    running: int = 0
+    waiting: int = 0
+    waits: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    compilations: int = 0
+    pools: dict[str, PoolUse] = dataclasses.field(default_factory=dict)
+    prefix: PrefixMetrics | None = None
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that were right; 0 before the first draft."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    def table(self) -> Table:
+        """All of it for a terminal: `rich.print(metrics.table())`."""
+        table = Table("", "", title="Engine", show_header=False, title_justify="left")
+        table.add_row("steps", f"{self.steps:,} ({self.mixed_steps:,} with prompt tokens)")
+        table.add_row("tokens", f"{self.prompt_tokens:,} of prompts, {self.generated_tokens:,} generated")
+        table.add_row("requests", f"{self.added:,} added, {self.running:,} running, {self.waiting:,} waiting")
+        table.add_row("ended", f"{self.finished:,} finished, {self.cancelled:,} cancelled, {self.failed:,} failed")
+        table.add_row("held up", f"{self.waits:,} waits, {self.preemptions:,} preemptions, {self.restarts:,} restarts")
+        table.add_row("drafts", f"{self.drafted_tokens:,} tokens, {self.acceptance:.1%} accepted")
+        table.add_row("compilations", f"{self.compilations:,}")
+        if self.prefix is not None:
+            found = self.prefix
+            table.add_row(
+                "prefix hits", f"{found.hits:,} of {found.requests:,} requests, {found.hit_rate:.1%} of tokens"
+            )
+            held = f"{found.blocks:,} blocks, {found.snapshots:,} snapshots of {found.snapshot_bytes:,} bytes"
+            table.add_row("prefix cache", held)
+            table.add_row("evicted", f"{found.evicted_blocks:,} blocks, {found.evicted_snapshots:,} snapshots")
+        for name, use in self.pools.items():
+            if use.total:
+                share = f"{use.used / use.total:.0%} of {use.total:,} bytes, at most {use.high_water / use.total:.0%}"
+                table.add_row(name, share)
+        return table
+
+
+def pool_use(manager: KVCacheManager, before: dict[str, PoolUse]) -> dict[str, PoolUse]:
+    """Use of each part of the cache now, with high-water marks that go on from `before`."""
+    schema = manager.schema
+    blocks, slots = schema.num_blocks - manager.free_blocks, schema.max_requests - manager.free_slots
+    pools = {}
+    for name, total in schema.pool_bytes().items():
+        held, of = (blocks, schema.num_blocks) if name in PAGED else (slots, schema.max_requests)
+        used = total * held // of
+        pools[name] = PoolUse(used, max(used, before.get(name, PoolUse()).high_water), total)
+    return pools
