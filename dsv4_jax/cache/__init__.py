@@ -1,6 +1,7 @@
 """The cache: geometry, pools, one layer's handle and a step's inputs."""
 
 from dsv4_jax.cache.batch import Batch as Batch
+from dsv4_jax.cache.checksums import checksum_blocks as checksum_blocks, checksum_rows as checksum_rows
 from dsv4_jax.cache.handle import LayerCacheHandle as LayerCacheHandle
 from dsv4_jax.cache.pools import (
     CompressorState as CompressorState,
@@ -8,6 +9,14 @@ from dsv4_jax.cache.pools import (
     PagedKVPool as PagedKVPool,
     SWAPool as SWAPool,
     init_cache as init_cache,
+)
+from dsv4_jax.cache.requests import (
+    RequestRows as RequestRows,
+    copy_request as copy_request,
+    read_blocks as read_blocks,
+    read_request as read_request,
+    write_blocks as write_blocks,
+    write_request as write_request,
 )
 from dsv4_jax.cache.schema import (
     CacheSchema as CacheSchema,

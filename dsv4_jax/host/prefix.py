@@ -206,16 +206,20 @@ class PrefixCache:
         full = request.length // block_tokens
         if len(tokens) < full * block_tokens:
             raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
-        path = [node for node in request.sealed if node.alive]
-        for index in range(len(path), full):
-            ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
-            path.append(self._seal(path[-1] if path else None, ids, request.blocks[index]))
-        request.sealed = path
+        if not full:
+            return
+        path = request.sealed
+        if len(path) < full or not path[-1].alive:
+            path = [node for node in path if node.alive]
+            for index in range(len(path), full):
+                ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
+                path.append(self._seal(path[-1] if path else None, ids, request.blocks[index]))
+            request.sealed = path
         if self.debug and (new := [node for node in path if node.sums is None]):
             for node, sums in zip(new, block_sums(self.manager, cache, [n.block for n in new]).T, strict=True):
                 node.sums = sums
         # What can be rewound to can be read.
-        if path and path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
+        if path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
             self._take(cache, slot, path)
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
@@ -279,9 +283,9 @@ class PrefixCache:
 
     def _find(self, ids):
         """The nodes of the longest known prefix of whole blocks."""
-        path, digest = [], self._root
-        for block in np.split(ids, range(self.manager.schema.block_tokens, len(ids), self.manager.schema.block_tokens)):
-            digest = _digest(digest, block.tobytes())
+        path, digest, block_tokens = [], self._root, self.manager.schema.block_tokens
+        for start in range(0, len(ids), block_tokens):
+            digest = _digest(digest, ids[start : start + block_tokens].tobytes())
             if digest not in self._nodes:
                 break
             path.append(self._nodes[digest])
