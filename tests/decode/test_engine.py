@@ -145,6 +145,22 @@ def test_priority_decides_who_is_served_first_and_who_leaves(small, tight):
     assert all(r.generated == first.generated for r in slow)
 
 
+def test_a_uniform_engine_has_one_program(small, roomy, wide):
+    """Then not even the last bit of a logit depends on drafts, nor on reading a text again that was generated."""
+    options = dict(max_new_tokens=30, sampling=WARM, seed=6)
+    texts = []
+    for manager, drafter in ((roomy, Silent()), (wide(), PromptLookup())):
+        engine = make(small, manager, drafter=drafter, uniform=True)
+        assert engine.warm_up() == {"mixed": BUDGET}
+        texts.append(engine.add(PROMPTS[1], **options))
+        drain(engine)
+        assert engine.metrics.mixed_steps == engine.metrics.steps
+    again = engine.add(texts[0].tokens[:-10], **options | dict(max_new_tokens=10))
+    drain(engine)
+    assert texts[0].generated == texts[1].generated and texts[0].logprobs == texts[1].logprobs
+    assert again.generated == texts[0].generated[-10:] and again.logprobs == texts[0].logprobs[-10:]
+
+
 def test_stop_tokens_and_limits(small, roomy, alone):
     engine = make(small, roomy)
     stop = alone[0][5]
