@@ -27,6 +27,14 @@ from dsv4_jax.decode import (
     pack as pack,
     stream as stream,
 )
-from dsv4_jax.host import CacheFullError as CacheFullError, KVCacheManager as KVCacheManager
+from dsv4_jax.host import (
+    CacheFullError as CacheFullError,
+    KVCacheManager as KVCacheManager,
+    PrefixCache as PrefixCache,
+    load_request as load_request,
+    offload as offload,
+    resume as resume,
+    save_request as save_request,
+)
 from dsv4_jax.nn import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
 from dsv4_jax.quant import kv_format as kv_format

@@ -109,7 +109,8 @@ class KVCache:
         """An empty cache: zeros, gates at -inf, no block in the table."""
         cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cls.abstract(schema))
         empty = {
-            name: dataclasses.replace(state, gate=jnp.full(state.gate.shape, -jnp.inf))
+            # With a dtype of its own: a weakly typed array would be another program's argument than the next step's.
+            name: dataclasses.replace(state, gate=jnp.full(state.gate.shape, -jnp.inf, jnp.float32))
             for name, state in cache._states().items()
         }
         return dataclasses.replace(cache, block_table=jnp.full(cache.block_table.shape, -1, jnp.int32), **empty)

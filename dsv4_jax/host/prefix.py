@@ -185,7 +185,7 @@ class PrefixCache:
             metrics.hits += 1
             metrics.hit_tokens += hit
             path[-1].hits += 1
-            self._use(path[-1])
+            self._clock = path[-1].used = self._clock + 1
         return slot, hit, cache
 
     def observe(self, cache: KVCache, slot: int, tokens: TokenIds) -> None:
@@ -296,8 +296,9 @@ class PrefixCache:
             self._metrics.blocks += 1
             if parent:
                 parent.children += 1
-        self._use(self._nodes[digest])
-        return self._nodes[digest]
+        node = self._nodes[digest]
+        self._clock = node.used = self._clock + 1
+        return node
 
     def _take(self, cache, slot, path):
         node, *before = reversed(path)
@@ -319,10 +320,6 @@ class PrefixCache:
         self._metrics.snapshots -= 1
         self._metrics.snapshot_bytes -= self.bytes_per_snapshot
         self._metrics.evicted_snapshots += 1
-
-    def _use(self, node):
-        self._clock += 1
-        node.used = self._clock
 
     def _by_age(self) -> Iterator[SealedBlock]:
         """Nodes that no request holds, each after those that follow it, the least recently used first."""

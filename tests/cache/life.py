@@ -6,7 +6,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
+from dsv4_jax.config import CSA, HCA
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, load_request, offload, resume, save_request
 from tests.cache.naive import NaiveRequest, Tables, run_step
 from tests.cache.reference import poisoned_cache
@@ -14,6 +16,7 @@ from tests.cache.reference import poisoned_cache
 
 PREFILL = 32  # tokens of a step that is no decode step
 MUCH = 1 << 30
+POOLS = {CSA: "csa", HCA: "hca"}
 
 
 class Life:
@@ -34,6 +37,8 @@ class Life:
         self.rng = np.random.default_rng(seed)
         self.texts = self.rng.integers(0, self.schema.config.vocab_size, (3, self.schema.max_context))
         self.requests: dict[int, NaiveRequest] = {}
+        self.sealed = {kind: [np.array(x) for x in jax.tree.leaves(getattr(self.cache, POOLS[kind]))] for kind in POOLS}
+        self.sealed_by = {}  # block -> the node whose entries `sealed` has
         self.pending: dict[int, list[int]] = {}  # ids to be run before anything else
         self.histories: list[list[int]] = []  # of requests that ended: some come back
         self.offloaded = []
@@ -108,10 +113,26 @@ class Life:
         free = length >= request.floor
         start, self.cache = self.manager.truncate(self.cache, slot, length)
         assert start == length if free else start <= length and start % self.schema.block_tokens == 0
-        # The tokens in between are run again by later operations.
-        self.pending[slot] = request.ids[start:length]
+        # Later operations run the tokens in between again, and half of the time go on with other ones.
+        self.pending[slot] = request.ids[start:length] + (self.other_ids(slot, length) if b // 64 % 2 else [])
         request.cut(start)
         request.floor = request.floor if free else start
+
+    def rewind(self, a, b):
+        """Some tokens back by arithmetic alone, and on with others; refused where others read what would be written."""
+        if (slot := self.pick(a)) is None:
+            return False
+        request, block_tokens = self.requests[slot], self.schema.block_tokens
+        length = len(request.ids) - b % (len(request.ids) - request.floor + 1)
+        blocks = self.manager.request(slot).blocks[length // block_tokens :]
+        if any(self.manager.allocator.references(block) > 1 for block in blocks):
+            with pytest.raises(ValueError, match="is shared; use truncate"):
+                self.manager.rewind(slot, len(request.ids) - length)
+            _, self.cache = self.manager.truncate(self.cache, slot, length)
+        else:
+            self.manager.rewind(slot, len(request.ids) - length)
+        request.cut(length)
+        self.pending[slot] = self.other_ids(slot, length)
 
     def evict(self, a, b):
         free, most = self.manager.free_blocks, self.prefix.evictable
@@ -173,6 +194,9 @@ class Life:
             ids = self.texts[a % 3][: 1 + a // 3 % (self.schema.max_context - 8)].tolist()
         return [*ids, b % 8]
 
+    def other_ids(self, slot, at):
+        return self.texts[(slot + 2) % 3][at : at + 3].tolist()
+
     def next_ids(self, slot, count):
         """What a request runs next: what is pending, else what a text says, seldom with a word of another."""
         if self.pending[slot]:
@@ -200,7 +224,16 @@ class Life:
         assert all(lengths[slot] == self.manager.length(slot) for slot in tokens)
 
     def observe(self, slot):
-        self.prefix.observe(self.cache, slot, self.requests[slot].ids)
+        request = self.requests[slot]
+        self.prefix.observe(self.cache, slot, request.ids)
+        for index, node in enumerate(self.manager.request(slot).sealed):
+            if (before := self.sealed_by.get(node.block)) is not node:
+                assert before is None or not before.alive, f"block {node.block} was sealed twice"
+                self.sealed_by[node.block] = node
+                for kind, leaves in request.entries.items():
+                    for want, x in zip(self.sealed[kind], leaves, strict=True):
+                        n = want.shape[2]
+                        want[:, node.block] = x[:, index * n : (index + 1) * n]
 
     # --- the comparison ---
 
@@ -215,10 +248,18 @@ class Life:
             self.compared += compared
             self.differing += sum(wrong.values())
             assert not wrong, f"after {name}: slot {slot} at {len(request.ids)} tokens differs: {wrong}"
+        cached = [node.block for node in self.prefix._nodes.values()]
+        for kind, leaves in self.sealed.items():
+            for have, want in zip(jax.tree.leaves(getattr(pools, POOLS[kind])), leaves, strict=True):
+                have, want = have[:, cached], want[:, cached]
+                self.compared += want.nbytes
+                if have.tobytes() != want.tobytes():
+                    self.differing += int((have.view(np.uint8) != want.view(np.uint8)).sum())
+                    raise AssertionError(f"after {name}: cached blocks differ in {POOLS[kind]}")
         held = np.zeros(self.schema.num_blocks, int)
         for page in self.manager._requests.values():
             np.add.at(held, page.blocks, 1)
-        np.add.at(held, [node.block for node in self.prefix._nodes.values()], 1)
+        np.add.at(held, cached, 1)
         free, references = self.manager.allocator.state()
         assert references == held.tolist()
         assert sorted(free) == np.flatnonzero(held == 0).tolist()
@@ -239,8 +280,8 @@ class Life:
 
 
 OPERATIONS = {
-    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "evict": 1, "cancel": 3, "offload": 2,
-    "resume": 2, "save": 1, "load": 1,
+    "admit": 4, "chunk": 6, "decode": 6, "draft": 6, "fork": 2, "truncate": 3, "rewind": 3, "evict": 1, "cancel": 3,
+    "offload": 2, "resume": 2, "save": 1, "load": 1,
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ TestAnyLife = LifeMachine.TestCase
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
-        (SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1)),
+        pytest.param(SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1), marks=pytest.mark.slow),
         pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
         pytest.param(config_of(CSA, SLIDING), dict(max_query_tokens=6), marks=pytest.mark.slow),
         pytest.param(config_of(HCA), dict(), marks=pytest.mark.slow),
@@ -63,7 +63,7 @@ TestAnyLife = LifeMachine.TestCase
 )
 def test_a_life_of_every_operation(config, changes):
     life = Life(manager(config, **changes), every=None if config is CONFIG else 1)
-    for name, a, b in random_operations(5, 400):
+    for name, a, b in random_operations(5, 300):
         life.apply(name, a, b)
     assert all(life.done.values()), life.done
     assert life.prefix.metrics.hits and life.prefix.metrics.evicted_snapshots and life.refused

@@ -42,7 +42,7 @@ def _begin(cache, batch):
 
 def step(manager: KVCacheManager, cache: KVCache, slot: int, tokens: list[int]) -> KVCache:
     """Books tokens and tells the device, as a step does; writes no rows."""
-    return _begin(cache, manager.prepare_forward({slot: tokens}, prefill_size=96))
+    return _begin(cache, manager.prepare_forward({slot: tokens}, prefill_size=max(96, len(tokens))))
 
 
 def book(manager: KVCacheManager):

@@ -1,15 +1,19 @@
-"""Random operations by the million, every live byte compared after each: `python -m tests.soak --help`."""
+"""Random operations on requests by the million, every live byte compared after each."""
 
 import multiprocessing
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import rich
 import rich.progress
 import tyro
 
+
+# The naive model belongs to the tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 EVERY = 256  # operations between two reports
 

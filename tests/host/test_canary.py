@@ -1,0 +1,97 @@
+"""The canary: any changed byte of what was sealed is found when it is read, and named; what may change is not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.host import CacheCorruptionError, PrefixCache
+from dsv4_jax.host.offload import capture
+from tests.host.books import ids, make, random_cache, step
+
+
+@pytest.fixture
+def sealed():
+    """(manager, prefix, cache): slot 0 holds 40 tokens, two of its blocks are sealed, block 2 is open."""
+    manager = make()
+    prefix, cache = PrefixCache(manager, key="", debug=True), random_cache(manager)
+    slot, _, cache = prefix.admit(cache, ids(60))
+    for n in (16, 16, 8):
+        cache = step(manager, cache, slot, ids(n))
+        prefix.observe(cache, slot, ids(60))
+    prefix.check(cache)
+    return manager, prefix, cache
+
+
+def flip(x, *index):
+    """The array with one bit of one value changed."""
+    raw = np.array(x)
+    raw.view(f"uint{8 * raw.dtype.itemsize}")[index] ^= 1
+    return jnp.asarray(raw)
+
+
+# Layer 0 is CSA, layer 1 has windows only, layer 2 is HCA.
+POOLS = [("csa", "entries", "nope", 0), ("csa", "index", "codes", 0), ("hca", "entries", "rope", 2)]
+
+
+@pytest.mark.parametrize(("pool", "part", "leaf", "layer"), POOLS)
+def test_a_changed_block_is_named(sealed, pool, part, leaf, layer):
+    manager, prefix, cache = sealed
+    paged = getattr(cache, pool)
+    rows = getattr(paged, part)
+    index = (0, 1, 0, 5)  # of block 1
+    changed = dataclasses.replace(rows, **{leaf: flip(getattr(rows, leaf), *index)})
+    bad = dataclasses.replace(cache, **{pool: dataclasses.replace(paged, **{part: changed})})
+    message = rf"block 1 \(tokens 16 to 31\) has changed in layer {layer} since it was sealed"
+    with pytest.raises(CacheCorruptionError, match=f"slot 1 .new.: {message}"):
+        prefix.admit(bad, ids(60))
+    with pytest.raises(CacheCorruptionError, match=f"slot 0: {message}"):
+        prefix.check(bad, 0)
+    with pytest.raises(CacheCorruptionError, match=f"slot 0: {message}"):
+        capture(manager, bad, 0)
+    with pytest.raises(CacheCorruptionError, match="a check of everything: block 1"):
+        prefix.check(bad)
+    assert manager.slots == (0,)
+    # Who reads only the first block does not care.
+    assert prefix.admit(bad, ids(20))[1] == 16
+
+
+def test_a_changed_snapshot_is_named(sealed):
+    manager, prefix, cache = sealed
+    node = manager.request(0).sealed[1]
+    swa = node.snapshot.swa
+    node.snapshot = dataclasses.replace(node.snapshot, swa=dataclasses.replace(swa, nope=flip(swa.nope, 1, 2, 3)))
+    message = "the snapshot at 32 tokens, behind block 1, has changed in layer 1"
+    for call in (
+        lambda: prefix.admit(cache, ids(60)),
+        lambda: prefix.check(cache),
+        lambda: manager.truncate(cache, 0, 35),
+    ):
+        with pytest.raises(CacheCorruptionError, match=message):
+            call()
+    assert manager.length(0) == 40
+
+
+def test_what_may_change_is_not_watched(sealed):
+    _, prefix, cache = sealed
+    rows = cache.csa.entries
+    for block in (2, 7):  # open, and free
+        rows = dataclasses.replace(rows, nope=flip(rows.nope, 0, block, 0, 0))
+    cache = dataclasses.replace(cache, csa=dataclasses.replace(cache.csa, entries=rows))
+    cache = dataclasses.replace(cache, swa=jax.tree.map(lambda x: flip(x, 0, 0, 0, 0), cache.swa))
+    prefix.check(cache)
+    prefix.check(cache, 0)
+    assert prefix.admit(cache, ids(60))[1] == 32
+
+
+def test_without_debug_nothing_is_kept_or_read():
+    manager = make()
+    prefix, cache = PrefixCache(manager, key=""), manager.init_cache()
+    slot, _, cache = prefix.admit(cache, ids(20))
+    cache = step(manager, cache, slot, ids(16))
+    prefix.observe(cache, slot, ids(20))
+    (node,) = manager.request(slot).sealed
+    assert node.sums is None and node.snapshot_sums is None and node.snapshot is not None
+    prefix.check(cache)

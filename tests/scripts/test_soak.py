@@ -1,0 +1,10 @@
+"""The soak, short."""
+
+import pytest
+from soak import soak
+
+
+@pytest.mark.slow
+def test_it_counts(capsys):
+    soak(operations=301, processes=2, seed=3)
+    assert "301 operations in" in (out := capsys.readouterr().out) and ", 0 differing bytes" in out
