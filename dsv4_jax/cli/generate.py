@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dsv4_jax.cache import CacheSchema
+    from dsv4_jax.decode import Candidate
 
 _DEFAULT_TEXT = "In the beginning"
 _DEFAULT_IDS = "5,17,42"
@@ -48,6 +49,8 @@ class Generate:
       dsv4-jax generate --checkpoint path/to/folder --prompt "In the beginning" --temperature 0.8 --top-p 0.95
       dsv4-jax generate --prompt-ids 5,17,42 --weights stored
       dsv4-jax generate --checkpoint path/to/folder --cache-format plain --json
+      dsv4-jax generate --temperature 1 --n-best 4
+      dsv4-jax generate --beams 4
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
@@ -69,8 +72,11 @@ class Generate:
       ignore_eos: go on after the model's end token.
       on_device_loop: decode in one program that runs on the device without asking the host between tokens; they are
         printed at the end. Runs a second time where the first one had to compile, to measure the speed.
+      n_best: draw so many answers and order them by their mean log-probability; the prompt is read once. They come at
+        the end, the best first.
+      beams: beam search: keep so many of the likeliest beginnings. Answers as with --n-best.
       as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device,
-        and text where there is a tokenizer.
+        text where there is a tokenizer, and candidates (tokens, logprob, text) of --n-best and --beams.
     """
 
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
@@ -87,6 +93,8 @@ class Generate:
     chunk: int = 256
     ignore_eos: bool = False
     on_device_loop: bool = False
+    n_best: int = 1
+    beams: int = 1
     as_json: JsonFlag = False
 
     def run(self) -> None:
@@ -97,14 +105,16 @@ class Generate:
         from dsv4_jax.decode import Sampling, generate, stream
 
         # All that can be wrong is found before the weights are read.
-        check_positive(max_new_tokens=self.max_new_tokens, chunk=self.chunk)
+        check_positive(max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
         sampling = Sampling(self.temperature, self.top_k, self.top_p)
+        self._check_search()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint)
         tokenizer = read_tokenizer(checkpoint)
         option, prompt = self._read_prompt(tokenizer)
         # The last token is drawn, never stored.
-        manager = make_manager(config, 1, len(prompt) + self.max_new_tokens - 1, self.cache_format, self.dtype)
+        tokens, slots = len(prompt) + self.max_new_tokens - 1, max(self.n_best, self.beams)
+        manager = make_manager(config, slots, tokens, self.cache_format, self.dtype)
         manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()
@@ -120,7 +130,10 @@ class Generate:
         show = _ignore if self.as_json else _show_id if text is None else lambda token: _show_text(text.add(token))
         if text is not None and not self.as_json:
             _show_text("".join(map(text.add, prompt)))
-        if self.on_device_loop:
+        found: list[Candidate] = []
+        if slots > 1:
+            run = _measure_search(lambda: self._search(model, manager, prompt, options), found, show)
+        elif self.on_device_loop:
             run = _measure_loop(lambda: generate(model, manager, [prompt], **options)[0], show)
         else:
             run = _measure_stream(stream(model, manager, [prompt], **options), show)
@@ -128,12 +141,35 @@ class Generate:
         if self.as_json:
             report = _report(run, manager.schema, device)
             if tokenizer is not None:
-                report["text"] = tokenizer.decode([*prompt, *run.tokens])[len(tokenizer.decode(prompt)) :]
+                report["text"] = _text_after(tokenizer, prompt, run.tokens)
+            if found:
+                report["candidates"] = [_describe(candidate, tokenizer, prompt) for candidate in found]
             print(json.dumps(report))
         else:
             if text is not None:
                 _show_text(text.finish())
+            for candidate in map(lambda c: _describe(c, tokenizer, prompt), found[1:]):
+                print("\n" + candidate.get("text", " ".join(map(str, candidate["tokens"]))), end="")
             _print_table(run, manager.schema, device)
+
+    def _check_search(self) -> None:
+        """Raises ValueError where --n-best and --beams do not go with the other options."""
+        if self.n_best > 1 and self.beams > 1:
+            raise ValueError("--n-best and --beams exclude each other: give one of them")
+        if self.n_best > 1 and self.temperature == 0:
+            raise ValueError(f"--n-best {self.n_best} answers would all be the same: give --temperature above 0")
+        if self.beams > 1 and self.temperature > 0:
+            raise ValueError("--beams searches for the likeliest tokens and draws none: leave out --temperature")
+        if self.on_device_loop and max(self.n_best, self.beams) > 1:
+            raise ValueError("--on-device-loop makes one answer: leave out --n-best and --beams")
+
+    def _search(self, model: Any, manager: Any, prompt: list[int], options: dict[str, Any]) -> "list[Candidate]":
+        from dsv4_jax.decode import beam_search, n_best
+
+        if self.n_best > 1:
+            return n_best(model, manager, prompt, n=self.n_best, **options)
+        options = {name: options[name] for name in ("max_new_tokens", "stop_tokens", "chunk")}
+        return beam_search(model, manager, prompt, beams=self.beams, **options)
 
     def _read_prompt(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
         """The option that decides, and token ids."""
@@ -179,11 +215,20 @@ def _ignore(token: int) -> None:
     pass
 
 
+def _text_after(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) -> str:
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
+
+
+def _describe(candidate: "Candidate", tokenizer: "Tokenizer | None", prompt: list[int]) -> dict[str, Any]:
+    text = {} if tokenizer is None else dict(text=_text_after(tokenizer, prompt, candidate.tokens))
+    return dict(tokens=candidate.tokens, logprob=candidate.logprob) | text
+
+
 def _compiled() -> int:
     """Programs that the functions which generate have compiled in this process."""
-    from dsv4_jax.decode import decode_loop, decode_step, sample_step
+    from dsv4_jax.decode import decode_loop, sample_step, top_step
 
-    programs: tuple[Any, ...] = (sample_step, decode_step, decode_loop)  # jax's stubs lack _cache_size
+    programs: tuple[Any, ...] = (sample_step, top_step, decode_loop)  # jax's stubs lack _cache_size
     return sum(program._cache_size() for program in programs)
 
 
@@ -218,6 +263,18 @@ def _measure_loop(generate: Callable[[], list[int]], show: Callable[[int], None]
         generate()
         timed = time.perf_counter() - start
     return _Run(tokens, compilations, seconds, len(tokens), timed, "a whole run, prompt included, none compiling")
+
+
+def _measure_search(
+    search: "Callable[[], list[Candidate]]", found: "list[Candidate]", show: Callable[[int], None]
+) -> _Run:
+    """`_measure_loop` of a search whose candidates come to stand in `found`; the tokens of all of them count."""
+
+    def best() -> list[int]:
+        found[:] = search()
+        return found[0].tokens
+
+    return dataclasses.replace(_measure_loop(best, show), timed_tokens=sum(len(c.tokens) for c in found))
 
 
 def _report(run: _Run, schema: "CacheSchema", device: str) -> dict[str, Any]:

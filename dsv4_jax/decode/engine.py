@@ -278,15 +278,9 @@ class Engine:
         """
         if self._scheduler.running:
             raise ValueError(f"{len(self._scheduler.running)} requests are running: warm up before the first step")
-        schema = self.manager.schema
-        longest = min(schema.max_query_tokens + 1, self.token_budget, schema.max_context)
-        sizes = {}
+        scheduler = self._scheduler
         with self._whole():
-            for count in (longest, 1):
-                slot = self.manager.admit(num_tokens=count)
-                batch, _ = self._launch({slot: np.zeros((count,), np.int32)}, [count - 1])
-                sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
-                self.manager.release(slot)
+            sizes, scheduler.cache = self._launcher.warm_up(scheduler.cache)
         return sizes
 
     # --- one step ---
@@ -316,19 +310,14 @@ class Engine:
         for turn in turns:
             at += len(turn.tokens)
             rows.append(range(at - 1 - turn.drafts, at) if turn.draws else range(0))
-        batch, drawn = self._launch(
-            {turn.request.slot: turn.tokens for turn in turns}, [row for mine in rows for row in mine]
-        )
+        scheduler, brought = self._scheduler, {turn.request.slot: turn.tokens for turn in turns}
+        drawn_after = [row for mine in rows for row in mine]
+        batch, drawn, scheduler.cache = self._launcher(scheduler.cache, brought, drawn_after, scheduler.running)
         tokens, logprobs = (iter(x.tolist()) for x in jax.device_get(drawn))
         self._counts.steps += 1
         self._counts.mixed_steps += batch.prefill
         for turn, mine in zip(turns, rows, strict=True):
             self._take(turn, list(itertools.islice(tokens, len(mine))), list(itertools.islice(logprobs, len(mine))))
-
-    def _launch(self, tokens, rows):
-        scheduler = self._scheduler
-        batch, drawn, scheduler.cache = self._launcher(scheduler.cache, tokens, rows, scheduler.running)
-        return batch, drawn
 
     def _take(self, turn: Turn, drawn: list[int], logprobs: list[float]):
         request, manager, counts = turn.request, self.manager, self._counts

@@ -62,6 +62,16 @@ class Launcher:
         *drawn, cache = sample_step(self._model, cache, batch, *jax.device_put((rows, sampling, seeds)))
         return batch, drawn, cache
 
+    def warm_up(self, cache: KVCache) -> tuple[dict[str, int], KVCache]:
+        """Runs each program once, with a request that then leaves: ({program: its number of tokens}, the cache)."""
+        schema, sizes = self._manager.schema, {}
+        for count in (min(schema.max_query_tokens + 1, self.token_budget, schema.max_context), 1):
+            slot = self._manager.admit(num_tokens=count)
+            batch, _, cache = self(cache, {slot: np.zeros((count,), np.int32)}, [count - 1], {})
+            sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
+            self._manager.release(slot)
+        return sizes, cache
+
 
 def _programs():
     program: Any = sample_step  # jax's stubs lack _cache_size

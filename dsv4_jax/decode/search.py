@@ -64,13 +64,14 @@ def n_best(
       The candidates, that of the highest mean log-probability first.
 
     Raises:
-      ValueError: `n` is below 1, `sampling` is greedy though `n` is not 1, or as for `Engine.add`.
+      ValueError: `n` or `chunk` is below 1, `sampling` is greedy though `n` is not 1, or as for `Engine.add`.
     """
-    if n < 1:
-        raise ValueError(f"{n=} must be at least 1")
+    for name, value in dict(n=n, chunk=chunk).items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     if n > 1 and sampling.temperature == 0:
         raise ValueError(f"{n=} greedy answers would all be the same: give a temperature above 0")
-    engine = Engine(model, manager, token_budget=max(chunk, 1) + manager.schema.max_requests - 1)
+    engine = Engine(model, manager, token_budget=min(chunk, max(1, len(prompt))) + manager.schema.max_requests - 1)
     try:
         first = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop_tokens=stop_tokens)
         while first.slot < 0 or manager.length(first.slot) < len(first.prompt) - 1:
@@ -153,7 +154,7 @@ def beam_search(
     try:
         # The last token is drawn, never stored.
         slots.append(manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1))
-        size = chunk + manager.schema.max_requests
+        size = min(chunk, len(prompt)) + manager.schema.max_requests
         *parts, last = np.split(prompt, range(chunk, len(prompt), chunk))
         for part in parts:
             cache = top_step(model, cache, manager.prepare_forward({slots[0]: part}, prefill_size=size), k=k)[-1]

@@ -68,7 +68,7 @@ def test_streams_then_reports(run):
 
 def test_compilations_are_counted_and_not_timed(run):
     draw = ["generate", *IDS, "--prompt-ids", "5", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
-    draw += ["--max-new-tokens", "8", "--ignore-eos", "--json"]
+    draw += ["--max-new-tokens", "8", "--ignore-eos", "--json", "--cache-format", "per_entry"]
     first = json.loads(run(*draw, "--seed", "3"))
     assert first["compilations"] == 1
     # A prompt of one token is a decode step: nothing compiles after the first token.
@@ -76,7 +76,8 @@ def test_compilations_are_counted_and_not_timed(run):
     compiling = first["seconds"] - 7 / first["tokens_per_second"]
     assert compiling > first["seconds"] / 2
     again = json.loads(run(*draw, "--seed", "3"))
-    other = json.loads(run(*draw, "--seed", "4"))
+    # How tokens are drawn is an input of the program.
+    other = json.loads(run(*draw, "--seed", "4", "--top-k", "7"))
     assert again["tokens"] == first["tokens"] != other["tokens"]
     assert again["compilations"] == other["compilations"] == 0
 
@@ -107,6 +108,12 @@ def test_on_device_loop_equals_transformers(run):
         (["--max-new-tokens", "40000"], "a request of 40016 tokens"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be at least 1"),
+        (["--n-best", "0"], "--n-best 0 must be at least 1"),
+        (["--beams", "-2"], "--beams -2 must be at least 1"),
+        (["--n-best", "2", "--beams", "2"], "--n-best and --beams exclude each other"),
+        (["--n-best", "2"], "--n-best 2 answers would all be the same: give --temperature above 0"),
+        (["--beams", "2", "--temperature", "1"], "leave out --temperature"),
+        (["--beams", "2", "--on-device-loop"], "--on-device-loop makes one answer"),
         (["--chunk", "-1"], "--chunk -1 must be at least 1"),
         (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or positive"),
         (["--temperature", "nan"], "temperature=nan"),
@@ -119,6 +126,19 @@ def test_on_device_loop_equals_transformers(run):
 )
 def test_mistakes_are_explained(refused, options, message):
     assert message in refused("generate", *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--n-best", "--beams"])
+def test_several_answers_the_best_first(run, with_text, option):
+    options = [*with_text, option, "3", "--ignore-eos", *(["--temperature", "1"] if option == "--n-best" else [])]
+    report = json.loads(run("generate", *options, "--json"))
+    found = report["candidates"]
+    assert len({tuple(one["tokens"]) for one in found}) == 3 and report["tokens"] == found[0]["tokens"]
+    assert report["text"] == found[0]["text"] and report["timed_tokens"] == 36
+    assert [one["logprob"] for one in found] == sorted((one["logprob"] for one in found), reverse=True)
+    shown = run("generate", *options)
+    assert shown.startswith("In the beginning" + "\n".join(one["text"] for one in found) + "\n")
 
 
 def test_broken_checkpoints_are_explained(refused, tmp_path):
