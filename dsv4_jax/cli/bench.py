@@ -31,7 +31,7 @@ class Bench:
     A step is that of the model's attention layers, random weights and a full cache: milliseconds, the floor (weights
     and cache read once), and which kinds of kernels take the time. On a CPU: a tiny model's.
 
-    With `serve`, the tiny model serves made-up conversations that share system prompts and send their history again
+    With `serve`, the packaged model serves made-up conversations that share system prompts and send their history again
     with every turn, without and with a prefix cache: throughput, time to the first token, how many prompt tokens were
     found, and how many programs were compiled.
 

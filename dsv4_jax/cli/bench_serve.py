@@ -1,4 +1,4 @@
-"""`dsv4-jax bench serve`: conversations that share system prompts and resend their history, on the tiny model."""
+"""`dsv4-jax bench serve`: conversations that share system prompts and resend their history, on the packaged model."""
 
 import collections
 import dataclasses
@@ -121,7 +121,7 @@ class _Server:
             manager,
             token_budget=TOKEN_BUDGET,
             drafter=PromptLookup() if workload.drafts else None,
-            prefix=PrefixCache(manager, key="packaged tiny model") if cached else None,
+            prefix=PrefixCache(manager, key="packaged model") if cached else None,
         )
         self.replies: dict[tuple[int, int], list[int]] = {}
         self.first_tokens: list[tuple[int, float]] = []  # (tokens sent, seconds until the first came back)
@@ -179,7 +179,7 @@ def _compiled() -> int:
 
 def print_table(rows: list[dict[str, Any]], workload: Workload, device: str) -> None:
     """Both reports side by side."""
-    title = f"{workload.conversations} conversations of {workload.turns} turns, tiny model on {device}, {SLOTS} slots"
+    title = f"{workload.conversations} conversations of {workload.turns} turns, packaged model, {device}, {SLOTS} slots"
     table = Table("", "no prefix cache", "prefix cache", title=title, title_justify="left")
     lines = {
         "requests": lambda row: f"{row['requests']:,}",

@@ -49,7 +49,7 @@ def test_conversations_share_system_prompts_and_fit_their_context():
         (["serve", "--conversations", "0"], "--conversations 0 must be at least 1"),
         (["serve", "--turns", "-1"], "--turns -1 must be at least 1"),
         (["serve", "--drafts", "-1"], "--drafts -1 must be at least 0"),
-        (["serve", "--turns", "100"], "conversations of up to 11648 tokens, max_position_embeddings=4096"),
+        (["serve", "--turns", "300"], "conversations of up to 34048 tokens, max_position_embeddings=32768"),
     ],
 )
 def test_mistakes_are_explained(refused, options, message):
