@@ -4,7 +4,6 @@ A vector over a warpgroup is laid out as in `lanes`. Here each of its warps may 
 exactly what it reads back, so that no thread waits for another.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -282,8 +281,8 @@ def wait_cluster(barrier, *, interpret: bool) -> None:
     go()
 
 
-def put_in_cluster(x: jax.Array, target, blocks: Iterable[int]) -> None:
-    """Writes x [size] to `target` [size], shared memory, of some blocks of the cluster. Not interpreted."""
+def put_in_cluster(x: jax.Array, target, block: int) -> None:
+    """Writes x [size] to `target` [size], shared memory, of a block of the cluster. Not interpreted."""
 
     @plgpu.inline_mgpu(arg_types=(lanes.layout(x.shape[0]), plgpu.RefType()))
     def go(_, x, target):
@@ -291,9 +290,8 @@ def put_in_cluster(x: jax.Array, target, blocks: Iterable[int]) -> None:
         (register,) = x.registers
         at = arith.muli(_thread(), mgpu.utils.c(x.layout.vec_size, ir.IntegerType.get_signless(64)))
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(target), [at], f32)
-        for block in blocks:
-            there = mgpu.utils.get_cluster_ptr(own, mgpu.utils.c(block, i32), generic=False)
-            llvm.store(register, there, alignment=4 * x.layout.vec_size)
+        there = mgpu.utils.get_cluster_ptr(own, mgpu.utils.c(block, i32), generic=False)
+        llvm.store(register, there, alignment=4 * x.layout.vec_size)
 
     go(x, target)
 

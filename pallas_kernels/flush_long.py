@@ -3,9 +3,9 @@
 A window is 8 parts of consecutive rows, whole rows of all channels: long contiguous reads. Of a cluster of n blocks,
 block b pools parts b, b + n, ...; which channels a thread has does not change from the copy to the entry. The rows of
 parts to come, of the next window too, are on their way while a part is pooled; warps wait for nothing but their own
-copies. Only the blocks' largest logits and sums meet: all blocks tell each other their largest logits, weigh their sums
-with them, and the first block adds the sums up and finishes the entry. Sums over parts are taken in the order of one
-tree (`tree_sum`) however many blocks there are, so the bytes do not depend on it.
+copies. The first block is told each part's largest logits and sums, adds them up and finishes the entry: blocks meet
+once a window. Sums over parts are taken in the order of one tree (`tree_sum`) however many blocks there are, so the
+bytes do not depend on it.
 """
 
 import dataclasses
@@ -94,16 +94,13 @@ class Plan:
         return (2 * self.part_rows + self.bias_rows) * self.vector
 
     @property
-    def inbox(self) -> int:
-        """Values: every block's largest logits, sums of weights, weighted sums."""
-        return 3 * self.blocks * self.c.dim if self.blocks > 1 else 0
-
-    @property
     def shared(self) -> dict[str, int]:
-        """Values in shared memory; of all but `sums` and `inbox` a warpgroup has its own share."""
-        own, scratch = 3 * self.parts * self.c.dim, self.c.dim
+        """Values in shared memory; a warpgroup has its own share of `stage` and `scratch`.
+
+        `inbox`: of every part its largest logits, its sums of weights and its weighted sums.
+        """
         stage = self.depth * self.stage * self.warpgroups
-        return dict(stage=stage, own=own, scratch=scratch, sums=4 * self.c.dim, inbox=self.inbox)
+        return dict(stage=stage, scratch=self.c.dim, sums=4 * self.c.dim, inbox=3 * PARTS * self.c.dim)
 
 
 def plan(c: Compressor, tokens: int, most: int) -> Plan:
@@ -139,9 +136,9 @@ class Worker:
     """A warpgroup of a cluster.
 
     Attributes:
-      stage: [depth * plan.stage], own: [3 * parts * vector], this warpgroup's.
+      stage: [depth * plan.stage], this warpgroup's.
       sums: [4 * D], the block's, for sums over channels.
-      inbox: [plan.inbox], the block's; everyone: interpreted, [blocks, plan.inbox] in global memory.
+      inbox: [3 * PARTS * D], the block's; interpreted, one of the cluster in global memory.
       meeting: interpreted, a barrier of the block's warpgroups; cluster: of the cluster's.
     """
 
@@ -149,10 +146,8 @@ class Worker:
     site: Site
     block: Any
     stage: Any
-    own: Any
     sums: Any
-    inbox: Any = None
-    everyone: Any = None
+    inbox: Any
     meeting: Any = None
     cluster: Any = None
 
@@ -166,32 +161,36 @@ class Worker:
         at = lax.rem(k, jnp.int32(p.depth)) * p.stage + begin * p.vector
         return self.stage.at[pl.ds(at, rows * p.vector)]
 
-    def pooled(self, i: int, k):
-        """Of part k: its largest logits (0), sums of weights (1) and weighted sums (2)."""
-        p = self.plan
-        return self.own.at[pl.ds((i * p.parts + k) * p.vector, p.vector)]
-
-    def place(self, i: int, block):
-        """Where in an inbox the same stands of a block."""
-        return (i * self.plan.blocks + block) * self.plan.c.dim + self.site.first
+    def place(self, i: int, part):
+        """Where an inbox has a part's largest logits (0), sums of weights (1) or weighted sums (2)."""
+        return pl.ds((i * PARTS + part) * self.plan.c.dim + self.site.first, self.plan.vector)
 
     def received(self, i: int):
-        """The same from all blocks."""
-        p = self.plan
-        return [lanes.load(self.inbox.at[pl.ds(self.place(i, block), p.vector)]) for block in range(p.blocks)]
+        """The same of all parts."""
+        return [lanes.load(self.inbox.at[self.place(i, part)]) for part in range(PARTS)]
+
+    def arrive(self):
+        """What this thread told is there for blocks that `wait` for it."""
+        if self.plan.blocks > 1:
+            copies.arrive_cluster(self.cluster, interpret=self.site.interpret)
+
+    def wait(self):
+        """Until all threads of the cluster arrived."""
+        if self.plan.blocks > 1:
+            copies.wait_cluster(self.cluster, interpret=self.site.interpret)
 
 
 def launch(c: Compressor, refs, slots: jax.Array, positions: jax.Array, most: int, states: bool, interpret: bool):
     """Stores the entries of the windows that close, and if `states` the state rows."""
     p = plan(c, slots.shape[0], most)
-    scratch: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items() if size}
+    scratch: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
     out: Any = ()
     if interpret:
         # Interpreted blocks meet in global memory.
         scratch |= dict(meeting=plgpu.Barrier(num_arrivals=p.warpgroups))
         if p.blocks > 1:
             del scratch["inbox"]
-            out = jax.ShapeDtypeStruct((p.workers, p.blocks, p.inbox), jnp.float32)
+            out = jax.ShapeDtypeStruct((p.workers, p.shared["inbox"]), jnp.float32)
             scratch |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=p.warpgroups))
 
     def body(slots, positions, *refs, scratch, **shared):
@@ -207,9 +206,8 @@ def launch(c: Compressor, refs, slots: jax.Array, positions: jax.Array, most: in
             interpret=interpret,
         )  # fmt: skip
         if refs:
-            (inboxes,) = refs
-            shared |= dict(everyone=inboxes.at[number], inbox=inboxes.at[number, block])
-        shared |= {name: mine(shared[name]) for name in ("stage", "own")}
+            shared |= dict(inbox=refs[0].at[number])
+        shared |= dict(stage=mine(shared["stage"]))
         writer = block * p.warpgroups + warpgroup
         _run(Worker(p, site, block, **shared), number * p.share, writer, states)
 
@@ -261,7 +259,8 @@ def _run(worker, first, writer, states):
         _entry(worker, window, following, end, count)
         return count + 1, following
 
-    lax.while_loop(lambda carry: carry[1].token < end, one, (jnp.int32(0), window))
+    count, _ = lax.while_loop(lambda carry: carry[1].token < end, one, (jnp.int32(0), window))
+    pl.when(count > 0)(worker.wait)
 
 
 def _find(worker, first, end) -> Window:
@@ -311,10 +310,9 @@ def _entry(worker, window, following, end, count):
     # While the rows are on their way.
     rotation = cos_sin(target.angle)
 
-    def announce():
-        peak = functools.reduce(jnp.maximum, [lanes.load(worker.pooled(0, k)) for k in range(p.parts)])
-        _tell(worker, peak, 0, range(p.blocks))
-        copies.arrive_cluster(worker.cluster, interpret=site.interpret)
+    if p.share > 1:
+        # Until the first block has read what it was told of the window before.
+        pl.when(count > 0)(worker.wait)
 
     def one(k, _):
         same = k + p.depth < p.parts
@@ -327,41 +325,28 @@ def _entry(worker, window, following, end, count):
             pl.when(coming.token < end)(functools.partial(_fetch, worker, coming, part, i))
             copies.commit_copies(interpret=site.interpret)
 
-        def tell(peak):
-            worker.pooled(0, k)[...] = peak
-            if p.blocks > 1:
-                pl.when(k == p.parts - 1)(announce)
-
-        _pool_part(worker, window, k, refill, tell)
+        _pool_part(worker, window, k, refill)
 
     lax.fori_loop(0, p.parts, one, None)
-    peaks = [lanes.load(worker.pooled(0, k)) for k in range(p.parts)]
-    told = peaks
-    if p.blocks > 1:
-        copies.wait_cluster(worker.cluster, interpret=site.interpret)
-        told = worker.received(0)
-    scales = factors(site, peaks, functools.reduce(jnp.maximum, told))
-    sums = [weighted(site, scales, [lanes.load(worker.pooled(i, k)) for k in range(p.parts)]) for i in (1, 2)]
-    if p.blocks > 1:
-        for i, x in enumerate(sums):
-            _tell(worker, x, 1 + i, range(1))
-        copies.arrive_cluster(worker.cluster, interpret=site.interpret)
-        copies.wait_cluster(worker.cluster, interpret=site.interpret)
+    worker.arrive()
+    worker.wait()
 
     @pl.when(worker.block == 0)
     def _():
-        weight, total = [tree_sum(worker.received(i)) for i in (1, 2)] if p.blocks > 1 else sums
-        store_entry(
-            site,
-            target,
-            *rotation,
-            share_of(site, weight, total),
-            functools.partial(_across, worker, count, iter(range(2))),
-        )
+        peaks = worker.received(0)
+        scales = factors(site, peaks, functools.reduce(jnp.maximum, peaks))
+        weight, total = [weighted(site, scales, worker.received(i)) for i in (1, 2)]
+        if p.share > 1:
+            worker.arrive()
+        across = functools.partial(_across, worker, count, iter(range(2)))
+        store_entry(site, target, *rotation, share_of(site, weight, total), across)
+
+    if p.share > 1:
+        pl.when(worker.block != 0)(worker.arrive)
 
 
-def _pool_part(worker, window, k, refill, tell):
-    """What is `pooled` of part k."""
+def _pool_part(worker, window, k, refill):
+    """Puts what is to be known of part k into the first block's inbox."""
     p, site = worker.plan, worker.site
 
     def arrive():
@@ -382,23 +367,22 @@ def _pool_part(worker, window, k, refill, tell):
     logits = [logit(j) for j in range(p.part_rows)]
     refill(0)
     peak = peak_of(logits)
-    tell(peak)
+    _tell(worker, k, 0, peak)
     weights = factors(site, logits, peak)
-    worker.pooled(1, k)[...] = tree_sum(weights)
+    _tell(worker, k, 1, tree_sum(weights))
     arrive()
     values = [lanes.load(worker.staged(k, p.part_rows + p.bias_rows + j, 1)) for j in range(p.part_rows)]
-    worker.pooled(2, k)[...] = weighted(site, weights, values)
+    _tell(worker, k, 2, weighted(site, weights, values))
     refill(1)
 
 
-def _tell(worker, x, i, blocks):
-    """Puts x into the inboxes of `blocks`, for `received(i)`."""
-    at = pl.ds(worker.place(i, worker.block), x.shape[0])
-    if worker.site.interpret:
-        for block in blocks:
-            worker.everyone.at[block, at][...] = x
+def _tell(worker, k, i, x):
+    """Puts x where the first block has `received(i)` of this block's part k."""
+    target = worker.inbox.at[worker.place(i, worker.block + worker.plan.blocks * k)]
+    if worker.plan.blocks == 1 or worker.site.interpret:
+        target[...] = x
     else:
-        copies.put_in_cluster(x, worker.inbox.at[at], blocks)
+        copies.put_in_cluster(x, target, 0)
 
 
 def _across(worker, count, uses, combine, x):
