@@ -39,8 +39,7 @@ class Scheduler:
     A request waits until a slot is free, and blocks for the tokens it has and one block more. It then takes blocks as
     it grows. When none is left the youngest request of the lowest priority leaves the cache: its bytes go to host
     memory and come back unchanged, so that its output cannot depend on it. Running its tokens again would need no host
-    memory, but takes longer than the copy from a few hundred tokens on, and may round a last bit differently where a
-    token that was decoded alone is then read in a chunk.
+    memory, but may round a last bit differently where a token that was decoded alone is then read in a chunk.
 
     Attributes:
       manager: owns slots and blocks.

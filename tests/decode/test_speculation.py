@@ -50,12 +50,16 @@ def plain(request, small, wide):
     return request.param, made.tokens.copy(), again.logprobs
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+# Drawn tokens are verified as greedy ones are: one number of drafts is enough for them.
+@pytest.mark.parametrize(
+    "plain,count",
+    [(Sampling(), 1), (Sampling(), 2), (Sampling(), 3), (WARM, 3)],
+    ids=["greedy-1", "greedy-2", "greedy-3", "sampled-3"],
+    indirect=["plain"],
+)
 def test_every_number_of_drafts_at_every_phase(small, wide, plain, count):
     """For each number of right ones, requests that begin so that together their steps begin at every position."""
     sampling, text, logprobs = plain
-    if sampling is WARM and count < 3:
-        pytest.skip("drawn tokens are verified as greedy ones are: once is enough")
     begun = set()
     for right in range(count + 1):
         engine = engine_of(small, wide(), text, count, right)
