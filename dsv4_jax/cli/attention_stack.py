@@ -101,6 +101,64 @@ def random_cache(manager: KVCacheManager) -> KVCache:
     return make()
 
 
+class Decoding:
+    """A batch of requests that decode in a cache of their own, all of one length.
+
+    Attributes:
+      stack: the weights.
+      manager: book of the cache's requests.
+      requests: batch size.
+      step_text: the compiled step, as XLA prints it; once there was one.
+    """
+
+    def __init__(self, stack: PackedModel, manager: KVCacheManager, requests: int):
+        self.stack, self.manager, self.requests = stack, manager, requests
+        self.step_text = ""
+        self._x = jax.random.normal(jax.random.key(1), (requests, manager.schema.config.hidden_size), jnp.bfloat16)
+        self._cache: KVCache | None = None
+        self._slots: list[int] = []
+        # Compiled, once they ran.
+        self._step: Any = None
+        self._loop: Any = None
+
+    def begin(self, past: int) -> None:
+        """Requests anew, that hold `past` tokens each."""
+        for slot in self._slots:
+            self.manager.release(slot)
+        self._slots = [self.manager.admit() for _ in range(self.requests)]
+        batch = self.batch(reserve=past)
+        self._cache = begin_step(random_cache(self.manager) if self._cache is None else self._cache, batch)
+        for slot in self._slots:
+            self.manager.advance(slot, past - 1)
+
+    def batch(self, reserve: int = 0) -> Batch:
+        """A token of each request, and blocks for `reserve` more."""
+        return self.manager.prepare_forward({slot: [0] for slot in self._slots}, reserve=reserve)
+
+    def step(self, batch: Batch) -> Float[Array, "T D"]:
+        """One decode step's output."""
+        args = self.stack, self._cache, batch, self._x
+        if self._step is None:
+            self._step = stack_step.lower(*args).compile()
+            self.step_text = self._step.as_text() or ""
+        y, self._cache = self._step(*args)
+        return y
+
+    def loop(self, batch: Batch, steps: int) -> Float[Array, "T D"]:
+        """The output of the last of `steps` steps on the device; `batch` has `reserve=steps - 1`."""
+        for slot in self._slots:
+            self.manager.advance(slot, steps - 1)
+        args = self.stack, self._cache, batch, self._x
+        if self._loop is None:
+            self._loop = stack_loop.lower(*args, steps=steps).compile()
+        y, self._cache = self._loop(*args)
+        return y
+
+    def forget(self) -> None:
+        """Gives the cache's memory back until requests begin anew."""
+        self._cache = None
+
+
 def floor_bytes(stack: PackedModel, manager: KVCacheManager, requests: int, context: int) -> int:
     """Bytes that a step has to read: every weight once, and of the cache what its requests attend to."""
     config, schema = manager.schema.config, manager.schema

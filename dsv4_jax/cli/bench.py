@@ -101,7 +101,7 @@ class Bench:
             clock="kernel time, CUPTI, median" if gpu else "wall clock, median",
             shapes=self.shapes,
             cache_format=self.cache_format,
-            copy_bytes_per_second=timing.copy_bandwidth(),
+            copy_bytes_per_second=None if self.ops == ("step",) else timing.copy_bandwidth(),
             results=[],
         )
         for row in self._steps(report, config) if self.ops == ("step",) else self._cases(report, config, gpu):

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from rich.console import Console
+from rich.progress import Progress
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.cli import timing
-from dsv4_jax.cli.attention_stack import AttentionStack, begin_step, floor_bytes, random_cache, stack_loop, stack_step
+from dsv4_jax.cli.attention_stack import AttentionStack, Decoding, floor_bytes
 from dsv4_jax.cli.common import packaged_checkpoint, read_config
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.decode.packed import PackedModel, pack
+from dsv4_jax.decode.packed import pack
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.quant import KVFormat
 
@@ -65,85 +66,69 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """One cache and one batch size.
+class Case:
+    """One batch size at one context.
 
     Attributes:
-      stack: the weights.
-      manager: book of the cache's requests.
-      requests: batch size.
+      decoding: of so many requests.
+      context: tokens that each holds at the end of a measurement.
     """
 
-    stack: PackedModel
-    manager: KVCacheManager
-    requests: int
+    decoding: Decoding
+    context: int
 
-    def measure(
-        self, contexts: tuple[int, ...], copy: float, trace: Path | None, loop: bool
-    ) -> Iterator[dict[str, Any]]:
-        """One result for each context, longest last.
+    def time(self, loop: bool) -> dict[str, float]:
+        """Milliseconds of a step, of its dispatch and, if asked for, of a step of the on-device loop."""
+        decoding = self.decoding
+        decoding.begin(self.context - MARGIN)
+        jax.block_until_ready(decoding.step(decoding.batch()))
+        times = dict(milliseconds=_steps_in_a_row(decoding), dispatch_milliseconds=_dispatch(decoding))
+        if loop:
+            for _ in range(2):  # the first compiles
+                batch = decoding.batch(reserve=STEPS - 1)
+                begin = time.perf_counter()
+                jax.block_until_ready(decoding.loop(batch, STEPS))
+                times["loop_milliseconds"] = (time.perf_counter() - begin) / STEPS
+        return {name: 1e3 * seconds for name, seconds in times.items()}
+
+    def profile(self, times: dict[str, float], copy: float, trace: Path | None) -> dict[str, Any]:
+        """The case's result, with the times of its kernels where they can be had.
 
         Args:
-          contexts: tokens that each request holds at the end of the measurement.
+          times: from `time`.
           copy: bytes a second of a plain copy: the floor is so many bytes read once.
-          trace: folder for a profile of the last context's steps.
-          loop: whether to time the on-device loop too.
+          trace: folder for a profile of the steps.
         """
-        manager, config = self.manager, self.manager.schema.config
-        cache = random_cache(manager)
-        x = jax.random.normal(jax.random.key(1), (self.requests, config.hidden_size), jnp.bfloat16)
-        step = looped = None
-        for context in sorted(contexts):
-            slots = [manager.admit() for _ in range(self.requests)]
-            past = context - MARGIN
-            cache = begin_step(cache, manager.prepare_forward({slot: [0] for slot in slots}, reserve=past))
-            for slot in slots:
-                manager.advance(slot, past - 1)
-
-            def batch(reserve=0, slots=slots):
-                return manager.prepare_forward({slot: [0] for slot in slots}, reserve=reserve)
-
-            if step is None:
-                step = stack_step.lower(self.stack, cache, batch(), x).compile()
-            _, cache = jax.block_until_ready(step(self.stack, cache, batch(), x))
-            seconds, cache = _steps_in_a_row(step, self.stack, cache, batch, x)
-            dispatch, cache = _dispatch(step, self.stack, cache, batch, x)
-            with jax.profiler.trace(str(trace)) if trace and context == max(contexts) else contextlib.nullcontext():
-                kernels, cache = _kernels(step, self.stack, cache, batch, x)
-            nbytes = floor_bytes(self.stack, manager, self.requests, context)
-            floor = nbytes / copy
-            result = dict(
-                requests=self.requests,
-                context=context,
-                milliseconds=seconds * 1e3,
-                floor_bytes=nbytes,
-                floor_milliseconds=floor * 1e3,
-                percent_of_floor=100 * floor / seconds,
-                dispatch_milliseconds=dispatch * 1e3,
-                cache_bytes=manager.schema.memory_bytes(),
-                kernel_milliseconds={
-                    kind: round(value, 4) for kind, value in _by_kind(kernels, step.as_text()).items()
-                },
-                longest_kernels=_longest(kernels),
-            )
-            if kernels:
-                result["gap_milliseconds"] = seconds * 1e3 - sum(milliseconds for _, milliseconds in kernels)
-            if loop:
-                many = batch(reserve=STEPS - 1)
-                for slot in slots:
-                    manager.advance(slot, STEPS - 1)
-                if looped is None:
-                    looped = stack_loop.lower(self.stack, cache, many, x, steps=STEPS).compile()
-                begin = time.perf_counter()
-                _, cache = jax.block_until_ready(looped(self.stack, cache, many, x))
-                result["loop_milliseconds"] = (time.perf_counter() - begin) * 1e3 / STEPS
-            yield {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
-            for slot in slots:
-                manager.release(slot)
+        decoding = self.decoding
+        nbytes = floor_bytes(decoding.stack, decoding.manager, decoding.requests, self.context)
+        floor = 1e3 * nbytes / copy
+        result: dict[str, Any] = dict(
+            requests=decoding.requests,
+            context=self.context,
+            **times,
+            floor_bytes=nbytes,
+            floor_milliseconds=floor,
+            percent_of_floor=100 * floor / times["milliseconds"],
+            cache_bytes=decoding.manager.schema.memory_bytes(),
+            kernel_milliseconds={},
+        )
+        if jax.default_backend() == "gpu":
+            decoding.begin(self.context - MARGIN)
+            with jax.profiler.trace(str(trace)) if trace else contextlib.nullcontext():
+                kernels = _kernels(decoding)
+            kinds = _by_kind(kernels, decoding.step_text)
+            result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
+            result["longest_kernels"] = _longest(kernels)
+            result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
+        return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
 
 
 def run(config: DSV4Config, kv_format: KVFormat, options: Options, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measures and prints every batch size at every context that fits, and yields the results."""
+    """Measures every batch size at every context that fits, then profiles and prints them, and yields the results.
+
+    All times of steps come before the first profile: after one, the host takes up to twice as long for a launch. The
+    rate of a copy comes from a profile, too; it is added to the report.
+    """
     small = jax.default_backend() != "gpu"
     if small:
         config = read_config(packaged_checkpoint())
@@ -153,22 +138,38 @@ def run(config: DSV4Config, kv_format: KVFormat, options: Options, report: dict[
         config = dataclasses.replace(config, num_hidden_layers=layers, **kinds)
     stack = pack(AttentionStack(config, nnx.Rngs(0)))
     weights = sum(leaf.nbytes for leaf in stack.leaves)
-    print(
-        f"{report['device']}, jax {report['jax']}. Attention layers of {'a tiny model' if small else 'V4'}: "
-        f"{config.num_hidden_layers}, {weights / 1e9:.2f} GB. Milliseconds a step; floor: weights and cache read once "
-        f"at {report['copy_bytes_per_second'] / 1e9:,.0f} GB/s.\n\n" + _line(_COLUMNS),
-        flush=True,
-    )
-    for i, requests in enumerate(options.batches):
-        contexts = tuple(c for c in options.contexts if _fits(config, kv_format, weights, requests, c))
+    cases: list[Case] = []
+    for requests in options.batches:
+        contexts = sorted({c for c in options.contexts if _fits(config, kv_format, weights, requests, c)})
         for context in sorted(set(options.contexts) - set(contexts)):
-            print(_line((requests, context, "does not fit this device's memory")))
+            print(f"{requests} requests of {context} tokens do not fit this device's memory")
         if contexts:
             sizes = _sizes(requests, max(contexts), kv_format)
-            setting = Setting(stack, KVCacheManager(config, **sizes), requests)
-            for row in setting.measure(contexts, report["copy_bytes_per_second"], options.trace, loop=i == 0):
-                print(_line(_cells(row)), flush=True)
-                yield row
+            decoding = Decoding(stack, KVCacheManager(config, **sizes), requests)
+            cases += [Case(decoding, context) for context in contexts]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("timing steps, then their kernels", total=2 * len(cases))
+
+        def in_turn():
+            last = {case.decoding: case for case in cases}
+            for case in cases:
+                yield case
+                progress.advance(bar)
+                if case is last[case.decoding]:
+                    case.decoding.forget()
+
+        times = [case.time(loop=case.decoding is cases[0].decoding) for case in in_turn()]
+        copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+        print(
+            f"{report['device']}, jax {report['jax']}. Attention layers of {'a tiny model' if small else 'V4'}: "
+            f"{config.num_hidden_layers}, {weights / 1e9:.2f} GB. Milliseconds a step; floor: weights and cache read "
+            f"once at {copy / 1e9:,.0f} GB/s.\n\n" + _line(_COLUMNS),
+            flush=True,
+        )
+        for case, known in zip(in_turn(), times, strict=True):
+            row = case.profile(known, copy, options.trace if case is cases[-1] else None)
+            print(_line(_cells(row)), flush=True)
+            yield row
 
 
 _COLUMNS = ("batch", "context", "step", "floor", "%", "loop", "dispatch", *KINDS, REST, "gaps")
@@ -200,41 +201,37 @@ def _sizes(requests: int, context: int, kv_format: KVFormat) -> dict[str, Any]:
     )
 
 
-def _steps_in_a_row(step, stack, cache, batch, x):
-    """(seconds a step, cache): the host runs ahead of the device, as a decode loop does."""
+def _steps_in_a_row(decoding: Decoding) -> float:
+    """Seconds a step: the host runs ahead of the device, as a decode loop does."""
     begin = time.perf_counter()
-    y = x
-    for _ in range(STEPS):
-        y, cache = step(stack, cache, batch(), x)
-    jax.block_until_ready(y)
-    return (time.perf_counter() - begin) / STEPS, cache
+    for _ in range(STEPS - 1):
+        decoding.step(decoding.batch())
+    jax.block_until_ready(decoding.step(decoding.batch()))
+    return (time.perf_counter() - begin) / STEPS
 
 
-def _dispatch(step, stack, cache, batch, x):
-    """(median seconds until a call returns, which is before its result is there; cache)."""
+def _dispatch(decoding: Decoding) -> float:
+    """Median seconds until a call returns, which is before its result is there."""
     seconds = []
     for _ in range(STEPS // 2):
-        now = batch()
+        batch = decoding.batch()
         begin = time.perf_counter()
-        y, cache = step(stack, cache, now, x)
+        y = decoding.step(batch)
         seconds.append(time.perf_counter() - begin)
         jax.block_until_ready(y)
-    return statistics.median(seconds), cache
+    return statistics.median(seconds)
 
 
-def _kernels(step, stack, cache, batch, x):
-    """([(name, milliseconds a step)] of all launches, cache); nothing where kernels cannot be timed."""
-    if jax.default_backend() != "gpu":
-        return [], cache
+def _kernels(decoding: Decoding) -> list[tuple[str, float]]:
+    """(name, milliseconds a step) of all launches."""
     steps = STEPS // 4
+    jax.block_until_ready(decoding.step(decoding.batch()))
 
     def run():
-        nonlocal cache
         for _ in range(steps):
-            y, cache = step(stack, cache, batch(), x)
-            jax.block_until_ready(y)
+            jax.block_until_ready(decoding.step(decoding.batch()))
 
-    return [(name, milliseconds / steps) for name, milliseconds in timing.kernels(run)], cache
+    return [(name, milliseconds / steps) for name, milliseconds in timing.kernels(run)]
 
 
 def _by_kind(kernels, text):
@@ -242,7 +239,7 @@ def _by_kind(kernels, text):
     products, kinds = _products(text), dict.fromkeys([*KINDS, REST], 0.0)
     for name, milliseconds in kernels:
         kinds[_kind(name, products)] += milliseconds
-    return kinds if kernels else {}
+    return kinds
 
 
 def _longest(kernels):
