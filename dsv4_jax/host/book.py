@@ -222,7 +222,8 @@ class RequestBook:
         """Forgets a request's last `num_tokens` tokens by arithmetic alone; its blocks stay reserved.
 
         The rings keep `max_query_tokens` - 1 rows more than a step reads, so this is as far back as a request can go
-        from the longest it has been. `truncate` goes anywhere.
+        from the longest it has been. `truncate` goes anywhere. The cache's `lengths` follow with the request's next
+        batch; nothing reads them before.
 
         Raises:
           ValueError: the slot is not admitted, a negative number, further back than the rings reach, or into a block

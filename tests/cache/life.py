@@ -35,6 +35,7 @@ class Life:
         manager.keeper = None
         self.prefix = PrefixCache(manager, key="life", every=every, max_bytes=snapshots * probe.bytes_per_snapshot)
         self.cache = poisoned_cache(self.schema)
+        self.lengths = np.full(self.schema.max_requests, -7, np.int32)
         self.rng = np.random.default_rng(seed)
         self.texts = self.rng.integers(0, self.schema.config.vocab_size, (3, self.schema.max_context))
         self.requests: dict[int, NaiveRequest] = {}
@@ -52,6 +53,8 @@ class Life:
     def apply(self, name: str, a: int, b: int) -> None:
         """One operation, then every byte of every request."""
         books = self.book()
+        # Nothing may read the device's lengths: a rewind leaves them behind.
+        self.cache = dataclasses.replace(self.cache, lengths=jax.device_put(self.lengths))
         try:
             if getattr(self, name)(a, b) is not False:
                 self.done[name] += 1
