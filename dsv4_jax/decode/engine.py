@@ -270,10 +270,10 @@ class Engine:
         return [output for output in outputs if output.tokens or output.request.error is not None]
 
     def warm_up(self) -> dict[str, int]:
-        """Compiles the programs of all steps by running each once; later steps compile nothing.
+        """Compiles all programs by running each once, those that move requests too; later steps compile nothing.
 
         Returns:
-          {program: its number of tokens}.
+          {program of steps: its number of tokens}.
 
         Raises:
           ValueError: requests are running.
@@ -282,7 +282,7 @@ class Engine:
             raise ValueError(f"{len(self._scheduler.running)} requests are running: warm up before the first step")
         scheduler = self._scheduler
         with self._whole():
-            sizes, scheduler.cache = self._launcher.warm_up(scheduler.cache)
+            sizes, scheduler.cache = self._launcher.warm_up(scheduler.cache, self.prefix)
         return sizes
 
     # --- one step ---

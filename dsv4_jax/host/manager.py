@@ -125,7 +125,15 @@ class KVCacheManager(RequestBook):
         return slot
 
     def slot_for(self, prompt_ids: TokenIds | None = None, *, num_tokens: int | None = None) -> int:
-        """The slot that `admit` would give, or what it would raise; changes nothing."""
+        """The slot that `admit` would give; changes nothing.
+
+        Args:
+          prompt_ids: [n] as for `admit`.
+          num_tokens: as for `admit`.
+
+        Raises:
+          TypeError, ValueError, CacheFullError: as `admit` does.
+        """
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"{num_tokens=} must be at least 1")
         needed = max(0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens or 0)

@@ -196,6 +196,17 @@ class PrefixCache:
             if path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
                 self._take(cache, slot, path)
 
+    def warm_up(self, cache: KVCache, slot: int) -> KVCache:
+        """Runs once what takes a snapshot and what a hit restores, so that neither compiles later.
+
+        Args:
+          cache: the cache; donated.
+          slot: whose request then leaves: its bytes are overwritten.
+        """
+        row = self.manager.table_row(self.manager.request(slot).blocks)
+        where, zero, row = jax.device_put((np.int32(slot), np.int32(0), row))
+        return write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
+
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
         """Whether a request admitted now would find blocks for `num_tokens` tokens; counts as no use.
 
