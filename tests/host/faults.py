@@ -33,6 +33,8 @@ class Inject:
 
     def __enter__(self):
         self.before = sys.gettrace()
+        # CPython 3.12 looks only here whether anybody wants to hear of opcodes.
+        sys._getframe().f_trace_opcodes = self.event == "opcode"
         sys.settrace(self.enter)
 
     def __exit__(self, *_):
@@ -45,7 +47,8 @@ class Inject:
         return self.trace
 
     def trace(self, frame, event, _):
-        if event == self.event:
+        # Opcodes without a line are those of a generator that is being forgotten: errors there go nowhere.
+        if event == self.event and frame.f_lineno is not None:
             self.left -= 1
             if self.left < 0:
                 sys.settrace(None)
