@@ -134,10 +134,10 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
     [
         (DECODE, 1, False),
         (HOST, 23, False),
-        pytest.param(DECODE, 1, True, marks=pytest.mark.slow),
+        pytest.param(DECODE, 7, True, marks=pytest.mark.slow),
         pytest.param(HOST, 1, False, marks=pytest.mark.slow),
     ],
-    ids=["decode", "host, some", "decode, opcodes", "host"],
+    ids=["decode", "host, some", "decode, some opcodes", "host"],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_anywhere_leaves_a_whole_engine(lives, name, files, every, opcodes):
