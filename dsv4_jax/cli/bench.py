@@ -126,7 +126,8 @@ class Bench:
             report = dict(device=device, jax=jax.__version__, workload=dataclasses.asdict(workload), results=rows)
             self.out.write_text(json.dumps(report, indent=1) + "\n")
         if self.plot is not None:
-            bench_serve.plot(rows, f"{self.conversations} conversations of {self.turns} turns, {device}", self.plot)
+            title = f"{self.conversations} conversations of {self.turns} turns, {bench_serve.SLOTS} slots, {device}"
+            bench_serve.plot(rows, title, self.plot)
 
     def _cases(self, report: dict[str, Any], config: "DSV4Config", gpu: bool) -> Iterator[dict[str, Any]]:
         from dsv4_jax.cli import bench_attention, bench_cases, bench_indexer, timing

@@ -110,7 +110,7 @@ class Engine:
     @property
     def running(self) -> tuple[Request, ...]:
         """Requests that hold a slot, the first to be served first."""
-        return tuple(self._scheduler.ranked)
+        return tuple(self._scheduler.running)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -120,7 +120,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would find work or bring outputs."""
-        return bool(self._live() or self._scheduler.outputs)
+        return bool(self._scheduler.requests or self._scheduler.news)
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -170,7 +170,7 @@ class Engine:
         if priority < 0:
             raise ValueError(f"{priority=} must be at least 0")
         check_fits(self.manager.schema, len(ids), max_new_tokens)
-        if id is not None and any(request.id == id for request in self._live()):
+        if id is not None and any(request.id == id for request in self._scheduler.requests):
             raise ValueError(f"{id=} belongs to a request that has not finished")
         order = next(self._orders)
         request = Request(
@@ -224,7 +224,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancels everything: all slots are free, and all blocks but those of the prefix cache."""
-        for request in self._live():
+        for request in list(self._scheduler.requests):
             self.cancel(request)
 
     def stream(self, request: Request) -> Iterator[int]:
@@ -261,17 +261,19 @@ class Engine:
             do then brings nothing.
 
         Returns:
-          What requests got since the last call, in the order they got it; those that failed are among them.
+          What requests got since the last call, one output for each; those that failed are among them.
         """
         self._advance(decode)
-        outputs, self._scheduler.outputs = self._scheduler.outputs, []
-        return outputs
+        outputs = [Output(request, request.tokens[start:].tolist()) for request, start in self._scheduler.news.items()]
+        self._scheduler.news = {}
+        # A step that was cut short may have announced what it did not bring.
+        return [output for output in outputs if output.tokens or output.request.error is not None]
 
     def warm_up(self) -> dict[str, int]:
-        """Compiles the programs of all steps by running each once; later steps compile nothing.
+        """Compiles all programs by running each once, those that move requests too; later steps compile nothing.
 
         Returns:
-          {program: its number of tokens}.
+          {program of steps: its number of tokens}.
 
         Raises:
           ValueError: requests are running.
@@ -280,7 +282,7 @@ class Engine:
             raise ValueError(f"{len(self._scheduler.running)} requests are running: warm up before the first step")
         scheduler = self._scheduler
         with self._whole():
-            sizes, scheduler.cache = self._launcher.warm_up(scheduler.cache)
+            sizes, scheduler.cache = self._launcher.warm_up(scheduler.cache, self.prefix)
         return sizes
 
     # --- one step ---
@@ -312,7 +314,9 @@ class Engine:
             rows.append(range(at - 1 - turn.drafts, at) if turn.draws else range(0))
         scheduler, brought = self._scheduler, {turn.request.slot: turn.tokens for turn in turns}
         drawn_after = [row for mine in rows for row in mine]
-        batch, drawn, scheduler.cache = self._launcher(scheduler.cache, brought, drawn_after, scheduler.running)
+        batch, drawn, scheduler.cache = self._launcher(
+            scheduler.cache, brought, drawn_after, {r.slot: r for r in scheduler.running}
+        )
         tokens, logprobs = (iter(x.tolist()) for x in jax.device_get(drawn))
         self._counts.steps += 1
         self._counts.mixed_steps += batch.prefill
@@ -329,9 +333,8 @@ class Engine:
                 return self._scheduler.end(request, "error", error)
             counts.drafted_tokens += turn.drafts
             counts.accepted_tokens += len(new) - 1
-            kept = request.extend(new, logprobs)
-            counts.generated_tokens += len(kept)
-            self._scheduler.outputs.append(Output(request, kept))
+            self._scheduler.news.setdefault(request, known)
+            counts.generated_tokens += len(request.extend(new, logprobs))
             # The newest token is not in the cache yet; wrong guesses, and right ones behind the end, are.
             manager.rewind(request.slot, length - (len(request.tokens) - 1))
         counts.prompt_tokens += len(turn.tokens) if turn.reads else 0
@@ -341,11 +344,8 @@ class Engine:
         if request.finish is not None:
             self._scheduler.end(request, request.finish)
 
-    def _live(self):
-        return [*self._scheduler.waiting, *self._scheduler.running.values()]
-
     def _check_live(self, request):
         if request.finish is not None:
             raise ValueError(f"request {request.id!r} has finished ({request.finish})")
-        if request not in self._live():
+        if request not in self._scheduler.requests:
             raise ValueError(f"request {request.id!r} belongs to another engine")

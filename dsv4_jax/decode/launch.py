@@ -11,7 +11,7 @@ from dsv4_jax.decode.packed import PackedModel
 from dsv4_jax.decode.requests import Request
 from dsv4_jax.decode.sampling import GREEDY, SamplingRows
 from dsv4_jax.decode.step import sample_step
-from dsv4_jax.host import KVCacheManager
+from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 
 
 class Launcher:
@@ -62,14 +62,25 @@ class Launcher:
         *drawn, cache = sample_step(self._model, cache, batch, *jax.device_put((rows, sampling, seeds)))
         return batch, drawn, cache
 
-    def warm_up(self, cache: KVCache) -> tuple[dict[str, int], KVCache]:
-        """Runs each program once, with a request that then leaves: ({program: its number of tokens}, the cache)."""
-        schema, sizes = self._manager.schema, {}
+    def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
+        """Runs each program once, with a request that then leaves: ({program: its number of tokens}, the cache).
+
+        These two, and what moves requests: out of the cache and back, into a fork, from and to a prefix cache.
+        """
+        schema, sizes, manager = self._manager.schema, {}, self._manager
         for count in (min(schema.max_query_tokens + 1, self.token_budget, schema.max_context), 1):
-            slot = self._manager.admit(num_tokens=count)
+            slot = manager.admit(num_tokens=count)
             batch, _, cache = self(cache, {slot: np.zeros((count,), np.int32)}, [count - 1], {})
             sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
-            self._manager.release(slot)
+            if count == 1:
+                saved, cache = offload(manager, cache, slot)
+                slot, cache = resume(manager, cache, saved)
+                if prefix is not None:
+                    cache = prefix.warm_up(cache, slot)
+                if manager.free_slots and manager.free_blocks:  # else nothing can be forked
+                    (child,), cache = manager.fork(cache, slot, 1)
+                    manager.release(child)
+            manager.release(slot)
         return sizes, cache
 
 

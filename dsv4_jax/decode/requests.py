@@ -26,7 +26,6 @@ class Request:
       stop_tokens: it ends after one of these.
       priority: higher ones are served first.
       order: number of the request in its engine; of equal priority the lower one is served first.
-      logprobs: log-probability of each generated token under the model, temperature aside.
       finish: None while it runs or waits; then "length", "stop", "cancelled" or "error".
       error: what went wrong, if `finish` is "error".
       slot: its slot in the cache while it runs, else -1.
@@ -48,12 +47,12 @@ class Request:
         """A request that has not run; `prompt` is [n] int32."""
         self.id, self.max_new_tokens, self.sampling = id, max_new_tokens, sampling
         self.seed, self.stop_tokens, self.priority, self.order = seed, stop_tokens, priority, order
-        self.logprobs: list[float] = []
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.slot = -1
-        # Everything it can ever hold, so that a step copies no history.
+        # Everything it can ever hold, so that a step copies no history. What lies beyond `_length` is not there yet.
         self._ids = np.concatenate([prompt, np.zeros((max_new_tokens,), np.int32)])
+        self._logprobs = np.zeros((max_new_tokens,))
         self._prompt_length = self._length = len(prompt)
         self.saved: OffloadedRequest | None = None
 
@@ -61,7 +60,7 @@ class Request:
         """A request that goes on from here with other random bits; its id is its order."""
         child = copy.copy(self)
         child.id, child.order, child.seed, child.slot, child.saved = order, order, seed, -1, None
-        child.logprobs, child._ids = list(self.logprobs), self._ids.copy()
+        child._ids, child._logprobs = self._ids.copy(), self._logprobs.copy()
         return child
 
     @property
@@ -80,6 +79,11 @@ class Request:
         return self._ids[self._prompt_length : self._length].tolist()
 
     @property
+    def logprobs(self) -> list[float]:
+        """Log-probability of each generated token under the model, temperature aside."""
+        return self._logprobs[: self._length - self._prompt_length].tolist()
+
+    @property
     def remaining(self) -> int:
         """How many tokens it may still get."""
         return len(self._ids) - self._length
@@ -94,23 +98,21 @@ class Request:
         new = tokens[: self.remaining]
         stop = next((i for i, token in enumerate(new) if token in self.stop_tokens), None)
         new = new if stop is None else new[: stop + 1]
-        self._ids[self._length : self._length + len(new)] = new
-        self._length += len(new)
-        self.logprobs += logprobs[: len(new)]
-        if stop is not None:
-            self.finish = "stop"
-        elif not self.remaining:
-            self.finish = "length"
+        length, at = self._length + len(new), self._length - self._prompt_length
+        self._ids[self._length : length] = new
+        self._logprobs[at : at + len(new)] = logprobs[: len(new)]
+        finish = "stop" if stop is not None else "length" if length == len(self._ids) else None
+        self._length, self.finish = length, finish
         return new
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a step brought to one request.
+    """What one request got since it was last told.
 
     Attributes:
       request: the request.
-      tokens: its new ids; several where drafts were right, none where it failed.
+      tokens: its new ids; several where drafts were right, none where it only failed.
     """
 
     request: Request

@@ -1,6 +1,5 @@
 """Who runs: admission, what each request brings to a step, and preemption."""
 
-import bisect
 import dataclasses
 
 import jax
@@ -8,7 +7,7 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.metrics import EngineMetrics
-from dsv4_jax.decode.requests import Finish, Output, Request
+from dsv4_jax.decode.requests import Finish, Request
 from dsv4_jax.decode.speculation import Drafter
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.offload import capture
@@ -44,9 +43,8 @@ class Scheduler:
     Attributes:
       manager: owns slots and blocks.
       cache: as the last step left it.
-      waiting: requests without a slot, the next one first.
-      running: by slot.
-      outputs: what requests got and nobody has been told.
+      requests: unfinished, the one to be served first first. Who runs and who waits follows from their slots.
+      news: those that may have got something, or failed, since `Engine.step` last told, with the length they had.
     """
 
     def __init__(
@@ -64,18 +62,22 @@ class Scheduler:
         self.manager, self.cache, self.metrics = manager, cache, metrics
         self.token_budget, self.drafter, self.draft_tokens = token_budget, drafter, draft_tokens
         self.prefix = prefix
-        self.waiting: list[Request] = []
-        self.running: dict[int, Request] = {}
-        self.outputs: list[Output] = []
+        self.requests: list[Request] = []
+        self.news: dict[Request, int] = {}
 
     @property
-    def ranked(self) -> list[Request]:
-        """Running requests, the one to be served first first."""
-        return sorted(self.running.values(), key=lambda request: request.rank)
+    def running(self) -> list[Request]:
+        """Requests that hold a slot, the one to be served first first."""
+        return [request for request in self.requests if request.slot >= 0]
 
-    def add(self, request: Request) -> None:
-        """Queues a request by its rank."""
-        bisect.insort(self.waiting, request, key=lambda request: request.rank)
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that hold none, the next one first."""
+        return [request for request in self.requests if request.slot < 0]
+
+    def add(self, *requests: Request) -> None:
+        """Takes in requests, with a slot or to wait for one."""
+        self.requests = sorted([*self.requests, *requests], key=lambda request: request.rank)
 
     def fork(self, request: Request, children: list[Request]) -> None:
         """Queues requests that hold the same tokens as another; those for which there is room run at once.
@@ -94,22 +96,20 @@ class Scheduler:
             saved = request.saved
         for child, slot in zip(children, slots, strict=False):
             child.slot = slot
-            self.running[slot] = child
         for child in children[len(slots) :]:
             child.saved = saved
-            self.add(child)
+        self.add(*children)
 
     def end(self, request: Request, finish: Finish, error: Exception | None = None) -> None:
         """Forgets a request, running or waiting; its slot and blocks are free."""
-        request.finish, request.error, request.saved = finish, error, None
-        if request.slot < 0:
-            self.waiting.remove(request)
-        else:
-            self.manager.release(request.slot)
-            del self.running[request.slot]
-            request.slot = -1
         if error is not None:
-            self.outputs.append(Output(request, []))
+            self.news.setdefault(request, len(request.tokens))
+        slot, request.slot = request.slot, -1
+        request.finish, request.error, request.saved = finish, error, None
+        if slot >= 0:
+            self.manager.release(slot)
+        self.requests.remove(request)
+        if error is not None:
             self.metrics.failed += 1
         elif finish == "cancelled":
             self.metrics.cancelled += 1
@@ -117,14 +117,14 @@ class Scheduler:
             self.metrics.finished += 1
 
     def restart(self) -> None:
-        """After an error: no slot is taken, and requests that ran wait, to read again the tokens they have."""
+        """After an error: no slot is taken, and unfinished requests wait, to read again the tokens they have."""
+        self.manager.recount()  # the error may have come while that was done
         for slot in self.manager.slots:
             self.manager.release(slot)
-        stopped, self.running = self.running, {}
-        for request in stopped.values():
+        for request in list(self.requests):
             request.slot = -1
-            if request.finish is None:
-                self.add(request)
+            if request.finish is not None:  # it was about to leave
+                self.end(request, request.finish, request.error)
         if _is_lost(self.cache):
             if self.prefix is not None:
                 self.prefix.evict(self.manager.schema.num_blocks)
@@ -132,8 +132,9 @@ class Scheduler:
 
     def admit(self) -> None:
         """Gives slots to waiting requests, in order; the first one that does not fit holds up those behind it."""
-        while self.waiting and self.manager.free_slots:
-            request = self.waiting[0]
+        for request in self.waiting:
+            if not self.manager.free_slots:
+                return
             # A block more than it needs now, or it might leave again at once.
             room = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, room):
@@ -144,9 +145,7 @@ class Scheduler:
                 self.end(request, "error", error)
                 continue
             self.manager.allocate(slot, room - self.manager.length(slot))
-            del self.waiting[0]
             request.slot, request.saved = slot, None
-            self.running[slot] = request
 
     def plan(self, *, decode: bool = True) -> list[Turn]:
         """What the next step runs, blocks reserved: newest tokens with drafts, then unread ones within the budget.
@@ -154,7 +153,7 @@ class Scheduler:
         Args:
           decode: False reads all tokens but the newest of each request, and draws none.
         """
-        unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.ranked}
+        unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.running}
         newest = [request for request, count in unread.items() if count == 1]
         turns = [turn for request in newest if decode and (turn := self._decode(request))]
         budget = self.token_budget - sum(len(turn.tokens) for turn in turns)
@@ -199,7 +198,7 @@ class Scheduler:
                 if len(drafts):
                     drafts = drafts[:0]  # guesses drive nobody out
                 else:
-                    self._preempt(self.ranked[-1])
+                    self._preempt(self.running[-1])
         return None
 
     def _draft(self, request):
@@ -229,9 +228,7 @@ class Scheduler:
             saved, self.cache = offload(self.manager, self.cache, request.slot)
         except CacheCorruptionError as error:
             return self.end(request, "error", error)
-        del self.running[request.slot]
         request.slot, request.saved = -1, saved
-        self.add(request)
         self.metrics.preemptions += 1
 
 

@@ -1,5 +1,6 @@
 """One compiled step: tokens in, logits and the updated cache out; the cache is donated."""
 
+import dataclasses
 import functools
 
 import jax
@@ -62,6 +63,9 @@ def sample_step(
 ) -> tuple[Int[Array, "rows"], Float[Array, "rows"], KVCache]:
     """Runs the batch's tokens and draws what follows some of them, in one program for every kind of sampling.
 
+    A request's tokens that are drawn after stand side by side. All but the first of them are drafts: where the token
+    drawn before one is another, it and those behind it are forgotten, and the cache's `lengths` do not count them.
+
     Args:
       model: the model; `pack` it where many steps run.
       cache: the cache; donated: use the returned one from here on.
@@ -80,7 +84,30 @@ def sample_step(
     logits, slots = module.logits(hidden[at]), jnp.maximum(batch.slots[at], 0)
     tokens = sample(logits, sampling[slots], seeds[slots], batch.positions[at] + 1)
     drawn = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    cache = dataclasses.replace(cache, lengths=kept_lengths(cache.lengths, batch, rows, tokens))
     return tokens, drawn - jax.nn.logsumexp(logits, axis=1), cache
+
+
+def kept_lengths(
+    lengths: Int[Array, "slots"], batch: Batch, rows: Int[Array, "rows"], tokens: Int[Array, "rows"]
+) -> Int[Array, "slots"]:
+    """[slots] int32 lengths without refused drafts: what the host finds with `accept`, found on the device.
+
+    Args:
+      lengths: [slots] with all tokens of the batch.
+      batch: the batch.
+      rows: [rows] indices of its tokens that are drawn after, those of a request side by side; -1 = none.
+      tokens: [rows] what was drawn.
+    """
+    at, index = jnp.maximum(rows, 0), jnp.arange(rows.shape[0], dtype=jnp.int32)
+    slots = jnp.where(rows >= 0, batch.slots[at], -1)
+    draft = (slots == jnp.roll(slots, 1)) & (index > 0)
+    refused = draft & (batch.token_ids[at] != jnp.roll(tokens, 1))
+    # A row is kept if the last refusal up to it lies before its request's first row.
+    kept = jax.lax.cummax(jnp.where(refused, index, -1)) < jax.lax.cummax(jnp.where(draft, 0, index))
+    to = jnp.where(kept & (slots >= 0), slots, lengths.shape[0])
+    ends = jnp.zeros_like(lengths).at[to].max(batch.positions[at] + 1, mode="drop")
+    return jnp.where(ends > 0, ends, lengths)
 
 
 def last_logits(model, cache, batch):

@@ -6,9 +6,6 @@ from dsv4_jax.host.errors import CacheCorruptionError as CacheCorruptionError, C
 from dsv4_jax.host.files import load_request as load_request, save_request as save_request
 from dsv4_jax.host.manager import KVCacheManager as KVCacheManager
 from dsv4_jax.host.offload import OffloadedRequest as OffloadedRequest, offload as offload, resume as resume
-from dsv4_jax.host.prefix import (
-    PrefixCache as PrefixCache,
-    PrefixMetrics as PrefixMetrics,
-    SealedBlock as SealedBlock,
-)
+from dsv4_jax.host.prefix import PrefixCache as PrefixCache, PrefixMetrics as PrefixMetrics
 from dsv4_jax.host.sizes import parse_bytes as parse_bytes
+from dsv4_jax.host.tree import SealedBlock as SealedBlock

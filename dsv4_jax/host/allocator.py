@@ -1,7 +1,7 @@
 """Who owns which block: a free list and reference counts."""
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dsv4_jax.host.errors import CacheFullError
 
@@ -9,8 +9,13 @@ from dsv4_jax.host.errors import CacheFullError
 class BlockAllocator:
     """Hands out block ids 0 .. num_blocks - 1.
 
-    A block is free, or held by as many owners as its reference count says. Every method either does all it was asked
-    or raises and changes nothing.
+    A block is free, or held by as many owners as its reference count says. Bad arguments raise and change nothing.
+    Counts follow from what the owners know to be theirs: whatever else may have interrupted a method, `recount` makes
+    them right again.
+
+    Attributes:
+      num_blocks: all blocks, free or not.
+      listener: told which blocks `share` and `release` changed; None = nobody is.
     """
 
     def __init__(self, num_blocks: int):
@@ -25,6 +30,7 @@ class BlockAllocator:
         # A stack: the block freed last is handed out next, and the first ones are 0, 1, 2, ...
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
+        self.listener: Callable[[Iterable[int]], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -40,15 +46,19 @@ class BlockAllocator:
         """
         if n < 0:
             raise ValueError(f"{n=} must not be negative")
+        self.check_free(n)
+        blocks = [self._free.pop() for _ in range(n)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def check_free(self, n: int) -> None:
+        """Raises CacheFullError if fewer than `n` blocks are free."""
         if n > self.num_free:
             raise CacheFullError(
                 f"{n} blocks are needed, {self.num_free} of {self.num_blocks} are free: release a request, "
                 "or make the cache larger (memory or num_blocks)"
             )
-        blocks = [self._free.pop() for _ in range(n)]
-        for block in blocks:
-            self._references[block] = 1
-        return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
         """Adds a reference to each block (to a block named twice, two).
@@ -60,6 +70,7 @@ class BlockAllocator:
             self._check_held(block)
         for block in blocks:
             self._references[block] += 1
+        self._tell(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drops a reference of each block; a block without references is free.
@@ -78,6 +89,7 @@ class BlockAllocator:
             self._references[block] -= count
             if not self._references[block]:
                 self._free.append(block)
+        self._tell(drops)
 
     def references(self, block: int) -> int:
         """How many owners a block has; 0 = free.
@@ -90,12 +102,21 @@ class BlockAllocator:
         return self._references[block]
 
     def state(self) -> tuple[list[int], list[int]]:
-        """(free blocks, references of every block), copies for `restore`."""
+        """(free blocks, references of every block), copies."""
         return list(self._free), list(self._references)
 
-    def restore(self, free: list[int], references: list[int]) -> None:
-        """Goes back to what `state` gave: `free` blocks and `references`."""
-        self._free, self._references = list(free), list(references)
+    def recount(self, held: Iterable[int]) -> None:
+        """Counts anew: `held` names each block once for each of its owners. The listener is not told."""
+        references = [0] * self.num_blocks
+        for block in held:
+            references[block] += 1
+        # Those that were taken and are free after all go back in an order of their own: next are the lowest.
+        free = dict.fromkeys([*self._free, *range(self.num_blocks - 1, -1, -1)])
+        self._free, self._references = [block for block in free if not references[block]], references
+
+    def _tell(self, blocks):
+        if self.listener is not None:
+            self.listener(blocks)
 
     def _check_held(self, block):
         if not self.references(block):

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from dsv4_jax.host.errors import CacheFullError
 MOST_BLOCKS = 16
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Request:
-    """One request's page of the book.
+    """One request's page of the book: replaced as a whole, never changed.
 
     Attributes:
       length: tokens held.
@@ -35,26 +36,40 @@ class Request:
     fresh: bool = True
     sealed: list[Any] = dataclasses.field(default_factory=list)
 
-    def copy(self) -> "Request":
-        """A page that can be changed without changing this one."""
-        return dataclasses.replace(self, blocks=list(self.blocks), sealed=list(self.sealed))
+
+class Keeper(Protocol):
+    """Holds blocks beside the requests: what a `PrefixCache` is to the book."""
+
+    def blocks(self) -> Iterable[int]:
+        """Blocks that it holds one reference of."""
+        ...
+
+    def reclaim(self, n_blocks: int) -> None:
+        """Gives up `n_blocks` blocks that no request holds, or none if it has fewer."""
+        ...
+
+    def recount(self) -> None:
+        """Derives anew what follows from what it holds, and from the allocator's counts."""
+        ...
 
 
 class RequestBook:
     """Slots, lengths and blocks; every method either does all it was asked or raises and changes nothing.
 
+    The pages say who holds what, and a method writes all its pages in one assignment, when everything that can fail is
+    done. The allocator's counts follow from the pages (see `change`).
+
     Attributes:
       schema: geometry of the cache.
       allocator: owner of the blocks.
-      reclaim: asked for so many more free blocks before a request is refused; frees all of them or none.
-        A `PrefixCache` puts itself here.
+      keeper: holds blocks too, and gives some up before a request is refused. A `PrefixCache` puts itself here.
     """
 
     def __init__(self, schema: CacheSchema):
         """A book without requests."""
         self.schema = schema
         self.allocator = BlockAllocator(schema.num_blocks)
-        self.reclaim: Callable[[int], object] | None = None
+        self.keeper: Keeper | None = None
         self._requests: dict[int, Request] = {}
 
     @property
@@ -125,9 +140,9 @@ class RequestBook:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {list(self.slots)}")
         return self._requests[slot]
 
-    def enter(self, slot: int, request: Request) -> None:
-        """Writes a request's page; the caller has acquired its blocks."""
-        self._requests[slot] = request
+    def enter(self, pages: Mapping[int, Request]) -> None:
+        """Writes pages by slot, within a `change` that has acquired their blocks: they are valid from here on."""
+        self._requests = {**self._requests, **pages}
 
     def free_slot_numbers(self, n: int = 1) -> list[int]:
         """The lowest `n` free slots.
@@ -143,24 +158,33 @@ class RequestBook:
         return [slot for slot in range(self.schema.max_requests) if slot not in self._requests][:n]
 
     @contextlib.contextmanager
-    def transaction(self, blocks: int = 0) -> Iterator[None]:
-        """Whatever the body does to the book is undone if it fails.
+    def change(self, blocks: int = 0) -> Iterator[None]:
+        """For a body that takes blocks or gives them back: if it fails anywhere, all counts are what the pages say.
 
-        The one launch that donates the cache stands last in the body: before it everything can be undone, behind it
-        nothing can fail. It takes a copy of the book, so it is for what happens now and then, not in every step.
+        Its order: blocks, transfers, the one launch that donates the cache, `enter`. So nothing has to be undone, and
+        no block can be lost: one that is in no page is free.
 
         Args:
           blocks: so many blocks the body will acquire: what is cached is reclaimed for them first, for good.
+
+        Raises:
+          CacheFullError: they are not there.
         """
         self._reclaim(blocks)
-        requests = {slot: request.copy() for slot, request in self._requests.items()}
-        free, references = self.allocator.state()
+        self.allocator.check_free(blocks)
         try:
             yield
         except BaseException:
-            self._requests = requests
-            self.allocator.restore(free, references)
+            self.recount()
             raise
+
+    def recount(self) -> None:
+        """Derives all counts from the pages and from what the keeper holds."""
+        held = [page.blocks for page in self._requests.values()]
+        keeper = self.keeper
+        self.allocator.recount(itertools.chain(*held, () if keeper is None else keeper.blocks()))
+        if keeper is not None:
+            keeper.recount()
 
     def allocate(self, slot: int, num_tokens: int) -> None:
         """Reserves blocks so that a request can take `num_tokens` more tokens whatever others do meanwhile.
@@ -171,8 +195,11 @@ class RequestBook:
         """
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
-        missing = self._missing({slot: num_tokens})
-        self.request(slot).blocks += self._acquire(missing[slot])
+        missing, request = self._missing({slot: num_tokens})[slot], self.request(slot)
+        if missing:
+            with self.change(missing):
+                blocks = request.blocks + self.allocator.acquire(missing)
+                self.enter({slot: dataclasses.replace(request, blocks=blocks)})
 
     def advance(self, slot: int, num_tokens: int) -> None:
         """Books tokens that were decoded on the device within the last batch's `reserve`.
@@ -189,13 +216,14 @@ class RequestBook:
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        self._requests[slot] = self._grown(request, num_tokens)
+        self.enter({slot: self._grown(request, num_tokens)})
 
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets a request's last `num_tokens` tokens by arithmetic alone; its blocks stay reserved.
 
         The rings keep `max_query_tokens` - 1 rows more than a step reads, so this is as far back as a request can go
-        from the longest it has been. `truncate` goes anywhere.
+        from the longest it has been. `truncate` goes anywhere. The cache's `lengths` follow with the request's next
+        batch; nothing reads them before.
 
         Raises:
           ValueError: the slot is not admitted, a negative number, further back than the rings reach, or into a block
@@ -217,8 +245,7 @@ class RequestBook:
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
-        request.length = length
-        del request.sealed[full:]
+        self.enter({slot: dataclasses.replace(request, length=length, sealed=request.sealed[:full])})
 
     def release(self, slot: int) -> None:
         """Ends a request: its blocks and slot are free. What the device holds of it is never read again.
@@ -226,8 +253,10 @@ class RequestBook:
         Raises:
           ValueError: the slot is not admitted.
         """
-        self.allocator.release(self.request(slot).blocks)
-        del self._requests[slot]
+        request = self.request(slot)
+        with self.change():
+            self.allocator.release(request.blocks)
+            self._requests = {other: page for other, page in self._requests.items() if other != slot}
 
     def _grown(self, request, num_tokens):
         length = request.length + num_tokens
@@ -239,12 +268,8 @@ class RequestBook:
 
     def _reclaim(self, n):
         missing = n - self.allocator.num_free
-        if missing > 0 and self.reclaim is not None:
-            self.reclaim(missing)
-
-    def _acquire(self, n):
-        self._reclaim(n)
-        return self.allocator.acquire(n)
+        if missing > 0 and self.keeper is not None:
+            self.keeper.reclaim(missing)
 
     def _missing(self, more):
         """How many blocks each request lacks for {slot: further tokens}."""

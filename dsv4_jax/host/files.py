@@ -8,8 +8,7 @@ that of the whole file with zeros in its own place.
 import hashlib
 import json
 import math
-import os
-import tempfile
+import secrets
 from pathlib import Path
 
 import jax
@@ -158,11 +157,9 @@ def _tensor(blob, start, entry):
 
 
 def _write(path, blob):
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(blob)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        partial.write_bytes(blob)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

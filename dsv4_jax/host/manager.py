@@ -29,7 +29,7 @@ class KVCacheManager(RequestBook):
     Attributes:
       schema: geometry of the cache.
       allocator: owner of the blocks.
-      reclaim: see `RequestBook`.
+      keeper: see `RequestBook`.
     """
 
     def __init__(
@@ -120,6 +120,20 @@ class KVCacheManager(RequestBook):
           TypeError, ValueError: bad ids, or more tokens than `max_context` or all the blocks hold.
           CacheFullError: every slot is taken.
         """
+        slot = self.slot_for(prompt_ids, num_tokens=num_tokens)
+        self.enter({slot: Request()})
+        return slot
+
+    def slot_for(self, prompt_ids: TokenIds | None = None, *, num_tokens: int | None = None) -> int:
+        """The slot that `admit` would give; changes nothing.
+
+        Args:
+          prompt_ids: [n] as for `admit`.
+          num_tokens: as for `admit`.
+
+        Raises:
+          TypeError, ValueError, CacheFullError: as `admit` does.
+        """
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"{num_tokens=} must be at least 1")
         needed = max(0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens or 0)
@@ -131,9 +145,7 @@ class KVCacheManager(RequestBook):
                 f"the request needs {needed} tokens, the whole cache holds "
                 f"{schema.num_blocks * schema.block_tokens}: make it larger (memory or num_blocks)"
             )
-        (slot,) = self.free_slot_numbers()
-        self._requests[slot] = Request()
-        return slot
+        return self.free_slot_numbers()[0]
 
     def prepare_forward(
         self,
@@ -191,10 +203,9 @@ class KVCacheManager(RequestBook):
             new_blocks=np.full((most_blocks, 3), -1, np.int32),
             reset_slots=np.full((schema.max_requests,), -1, np.int32),
         )
-        at, blocks_at, resets, pages = 0, 0, 0, {}
-        acquired = self._acquire(sum(missing.values()))
-        try:
-            unused = iter(acquired)
+        at, blocks_at, resets, pages, acquired = 0, 0, 0, {}, sum(missing.values())
+        with self.change(acquired):
+            unused = iter(self.allocator.acquire(acquired))
             for slot, new in ids.items():
                 request = self.request(slot)
                 here = slice(at, at := at + len(new))
@@ -214,10 +225,7 @@ class KVCacheManager(RequestBook):
                     dataclasses.replace(request, blocks=blocks, announced=reachable, fresh=False), len(new)
                 )
             batch = Batch(**jax.device_put(arrays), prefill=prefill)
-        except BaseException:
-            self.allocator.release(reversed(acquired))
-            raise
-        self._requests |= pages
+            self.enter(pages)
         return batch
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
@@ -250,15 +258,15 @@ class KVCacheManager(RequestBook):
         slots = self.free_slot_numbers(n)
         full, partial = divmod(parent.length, self.schema.block_tokens)
         shared = parent.blocks[:full]
-        with self.transaction(n if partial else 0):
+        with self.change(n if partial else 0):
             copies = self.allocator.acquire(n if partial else 0)
             self.allocator.share(shared * n)
+            pages = {}
             for i, child in enumerate(slots):
                 blocks = shared + copies[i : i + 1]
-                self._requests[child] = dataclasses.replace(
-                    parent, blocks=blocks, announced=len(blocks), sealed=list(parent.sealed)
-                )
-            cache = self._copy(cache, slot, slots, parent.blocks[full] if partial else -1, copies)
+                pages[child] = dataclasses.replace(parent, blocks=blocks, announced=len(blocks))
+            cache = self._copy(cache, slot, pages, parent.blocks[full] if partial else -1, copies)
+            self.enter(pages)
         return slots, cache
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
@@ -296,12 +304,12 @@ class KVCacheManager(RequestBook):
         keep, drop = request.blocks[: full + bool(partial)], request.blocks[full + bool(partial) :]
         written = keep[full:]
         copies = len(written) if any(self.allocator.references(block) > 1 for block in written) else 0
-        with self.transaction(copies):
+        with self.change(copies):
             new = self.allocator.acquire(copies)
             if copies:
                 keep, drop = keep[:full] + new, written + drop
             self.allocator.release(drop)
-            self._requests[slot] = dataclasses.replace(
+            page = dataclasses.replace(
                 request,
                 length=start,
                 floor=request.floor if length >= request.floor else start,
@@ -311,20 +319,21 @@ class KVCacheManager(RequestBook):
                 sealed=request.sealed[:full],
             )
             if copies:
-                cache = self._copy(cache, slot, [slot], written[0], new)
+                cache = self._copy(cache, slot, {slot: page}, written[0], new)
             else:
                 where = jax.device_put((np.int32(slot), np.int32(start), self.table_row(keep)))
                 cache = write_request(cache, *where, snapshot)
+            self.enter({slot: page})
         return start, cache
 
-    def _copy(self, cache, source, targets, block, copies):
-        """The cache after slots became copies of one, and blocks copies of one, if any."""
+    def _copy(self, cache, source, pages, block, copies):
+        """The cache after slots, with these pages, became copies of one, and blocks copies of one, if any."""
         most = self.schema.max_requests
         slots, blocks = np.full((2, most), -1, np.int32)
-        slots[: len(targets)], blocks[: len(copies)] = targets, copies
+        slots[: len(pages)], blocks[: len(copies)] = list(pages), copies
         table = np.full((most, self.schema.max_blocks), -1, np.int32)
-        for i, target in enumerate(targets):
-            table[i] = self.table_row(self._requests[target].blocks)
-        length = self._requests[targets[0]].length
+        for i, page in enumerate(pages.values()):
+            table[i] = self.table_row(page.blocks)
+        (length,) = {page.length for page in pages.values()}
         where = jax.device_put((np.int32(source), np.int32(block), np.int32(length), slots, blocks, table))
         return copy_request(cache, *where)

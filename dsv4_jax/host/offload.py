@@ -116,11 +116,8 @@ def resume(
         raise ValueError(f"the request holds {length} tokens, max_context={schema.max_context}")
     (slot,) = manager.free_slot_numbers()
     needed = -(-length // schema.block_tokens)
-    with manager.transaction(needed):
+    with manager.change(needed):
         blocks = manager.allocator.acquire(needed)
-        # A shorter ring than it came from holds fewer spare rows.
-        floor = max(offloaded.floor, length - (schema.max_query_tokens - 1))
-        manager.enter(slot, Request(length, floor, blocks, announced=needed, fresh=False))
         chunks = []
         for first, ids in manager.chunks(blocks):
             part = jax.tree.map(functools.partial(_slice, first=first, count=len(ids)), offloaded.blocks)
@@ -131,6 +128,9 @@ def resume(
         for ids, part in chunks:
             cache = write_blocks(cache, ids, part)
         cache = write_request(cache, *where)
+        # A shorter ring than it came from holds fewer spare rows.
+        floor = max(offloaded.floor, length - (schema.max_query_tokens - 1))
+        manager.enter({slot: Request(length, floor, blocks, announced=needed, fresh=False)})
     return slot, cache
 
 

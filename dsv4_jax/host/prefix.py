@@ -2,19 +2,18 @@
 
 import dataclasses
 import hashlib
-import heapq
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.requests import RequestRows, read_request, write_request
+from dsv4_jax.cache.requests import read_request, write_request
 from dsv4_jax.host.book import Request
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
+from dsv4_jax.host.tree import BlockTree, SealedBlock
 
 
 @dataclasses.dataclass
@@ -47,36 +46,6 @@ class PrefixMetrics:
     def hit_rate(self) -> float:
         """Share of prompt tokens that were found; 0 before the first request."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-@dataclasses.dataclass(eq=False)
-class SealedBlock:
-    """A full block in the cache: a node of the tree of all token sequences seen.
-
-    Attributes:
-      digest: of the tokens up to its end and of what they mean (seed, model, format).
-      parent: the block before it; None = it is the first.
-      length: tokens up to its end.
-      block: its id; the cache holds one reference.
-      children: how many nodes follow it.
-      used: when it was last sealed or hit.
-      hits: requests that went on from its snapshot.
-      snapshot: what a request's slot held at its end; None = not kept.
-      sums, snapshot_sums: [layers] uint32 checksums of both, for the canary; None = not taken.
-      alive: still in the cache.
-    """
-
-    digest: bytes
-    parent: "SealedBlock | None"
-    length: int
-    block: int
-    children: int = 0
-    used: int = 0
-    hits: int = 0
-    snapshot: RequestRows | None = None
-    sums: np.ndarray | None = None
-    snapshot_sums: np.ndarray | None = None
-    alive: bool = True
 
 
 class PrefixCache:
@@ -130,24 +99,26 @@ class PrefixCache:
         self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
         if max_bytes < self.bytes_per_snapshot:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
-        if manager.reclaim is not None:
+        if manager.keeper is not None:
             raise ValueError("the manager has a prefix cache already")
         self.manager, self.every, self.max_bytes, self.debug = manager, every, max_bytes, debug
         self._root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
-        self._nodes: dict[bytes, SealedBlock] = {}
-        self._clock = 0
+        self._tree = BlockTree(manager.allocator)
+        self._snapshots: set[SealedBlock] = set()  # nodes that have one
         self._metrics = PrefixMetrics()
-        manager.reclaim = self._reclaim
+        manager.keeper = self
 
     @property
     def metrics(self) -> PrefixMetrics:
         """What it has done and holds so far."""
-        return dataclasses.replace(self._metrics)
+        snapshots = len(self._snapshots)
+        held = dict(snapshots=snapshots, snapshot_bytes=snapshots * self.bytes_per_snapshot)
+        return dataclasses.replace(self._metrics, blocks=len(self._tree.nodes), **held)
 
     @property
     def evictable(self) -> int:
-        """Blocks that no request holds."""
-        return sum(1 for _ in self._by_age())
+        """Blocks that `evict` could give up: no request holds them, nor one behind them."""
+        return self._tree.evictable
 
     def admit(self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None) -> tuple[int, int, KVCache]:
         """Admits a request that begins with the longest known prefix of its prompt; at least one token is left to run.
@@ -168,16 +139,18 @@ class PrefixCache:
         ids = self.manager.check_ids(prompt_ids)
         path = self._hit(ids)
         hit = path[-1].length if path else 0
-        with self.manager.transaction():
-            slot = self.manager.admit(ids, num_tokens=num_tokens)
+        slot = self.manager.slot_for(ids, num_tokens=num_tokens)
+        if path:
+            check_blocks(self.manager, cache, path, f"slot {slot} (new)")
+            check_snapshot(self.manager.schema, path[-1], f"slot {slot} (new)")
+        blocks, page = [node.block for node in path], Request()
+        with self.manager.change():
+            self.manager.allocator.share(blocks)
             if path:
-                blocks = [node.block for node in path]
-                check_blocks(self.manager, cache, path, f"slot {slot} (new)")
-                check_snapshot(self.manager.schema, path[-1], f"slot {slot} (new)")
-                self.manager.allocator.share(blocks)
-                self.manager.enter(slot, Request(hit, hit, blocks, announced=len(blocks), fresh=False, sealed=path))
                 where = (np.int32(slot), np.int32(hit), self.manager.table_row(blocks))
                 cache = write_request(cache, *jax.device_put(where), path[-1].snapshot)
+                page = Request(hit, hit, blocks, announced=len(blocks), fresh=False, sealed=path)
+            self.manager.enter({slot: page})
         metrics = self._metrics
         metrics.requests += 1
         metrics.prompt_tokens += len(ids)
@@ -185,7 +158,7 @@ class PrefixCache:
             metrics.hits += 1
             metrics.hit_tokens += hit
             path[-1].hits += 1
-            self._clock = path[-1].used = self._clock + 1
+            self._tree.touch(path[-1])
         return slot, hit, cache
 
     def observe(self, cache: KVCache, slot: int, tokens: TokenIds) -> None:
@@ -208,19 +181,31 @@ class PrefixCache:
             raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
         if not full:
             return
-        path = request.sealed
-        if len(path) < full or not path[-1].alive:
-            path = [node for node in path if node.alive]
-            for index in range(len(path), full):
-                ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
-                path.append(self._seal(path[-1] if path else None, ids, request.blocks[index]))
-            request.sealed = path
-        if self.debug and (new := [node for node in path if node.sums is None]):
-            for node, sums in zip(new, block_sums(self.manager, cache, [n.block for n in new]).T, strict=True):
-                node.sums = sums
-        # What can be rewound to can be read.
-        if path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
-            self._take(cache, slot, path)
+        with self.manager.change():
+            path = request.sealed
+            if len(path) < full or not path[-1].alive:
+                path = [node for node in path if node.alive]
+                for index in range(len(path), full):
+                    ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
+                    path.append(self._seal(path[-1] if path else None, ids, request.blocks[index]))
+                self.manager.enter({slot: dataclasses.replace(request, sealed=path)})
+            if self.debug and (new := [node for node in path if node.sums is None]):
+                for node, sums in zip(new, block_sums(self.manager, cache, [n.block for n in new]).T, strict=True):
+                    node.sums = sums
+            # What can be rewound to can be read.
+            if path[-1].snapshot is None and request.floor <= path[-1].length and full % (self.every or 1) == 0:
+                self._take(cache, slot, path)
+
+    def warm_up(self, cache: KVCache, slot: int) -> KVCache:
+        """Runs once what takes a snapshot and what a hit restores, so that neither compiles later.
+
+        Args:
+          cache: the cache; donated.
+          slot: whose request then leaves: its bytes are overwritten.
+        """
+        row = self.manager.table_row(self.manager.request(slot).blocks)
+        where, zero, row = jax.device_put((np.int32(slot), np.int32(0), row))
+        return write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
         """Whether a request admitted now would find blocks for `num_tokens` tokens; counts as no use.
@@ -234,7 +219,7 @@ class PrefixCache:
         """
         path = self._hit(self.manager.check_ids(prompt_ids))
         missing = -(-num_tokens // self.manager.schema.block_tokens) - len(path)
-        return missing <= self.manager.free_blocks + self.evictable - sum(map(self._idle, path))
+        return missing <= self.manager.free_blocks + self.evictable - sum(not node.busy for node in path)
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """The canary, for callers that want it more often than at hits: all that was sealed with `debug`.
@@ -247,7 +232,7 @@ class PrefixCache:
           ValueError: the slot is not admitted.
           CacheCorruptionError: bytes have changed since they were sealed.
         """
-        nodes = list(self._nodes.values()) if slot is None else self.manager.request(slot).sealed
+        nodes = list(self._tree.nodes.values()) if slot is None else self.manager.request(slot).sealed
         reader = "a check of everything" if slot is None else f"slot {slot}"
         check_blocks(self.manager, cache, nodes, reader)
         for node in nodes:
@@ -264,14 +249,33 @@ class PrefixCache:
         """
         if n_blocks < 0:
             raise ValueError(f"{n_blocks=} must not be negative")
-        nodes = list(itertools.islice(self._by_age(), n_blocks))
-        self._remove(nodes)
-        return len(nodes)
+        count = min(n_blocks, self.evictable)
+        with self.manager.change():
+            for _ in range(count):
+                node = self._tree.oldest
+                if node.snapshot is not None:
+                    self._drop(node)
+                self._tree.remove(node)
+                self._metrics.evicted_blocks += 1
+        return count
 
-    def _reclaim(self, n_blocks):
-        nodes = list(itertools.islice(self._by_age(), n_blocks))
-        if len(nodes) == n_blocks:
-            self._remove(nodes)
+    # --- as the manager's keeper ---
+
+    def blocks(self) -> Iterable[int]:
+        """Blocks that it holds one reference of."""
+        return [node.block for node in self._tree.nodes.values() if node.alive]
+
+    def reclaim(self, n_blocks: int) -> None:
+        """Gives up `n_blocks` blocks that no request holds, or none if it has fewer."""
+        if n_blocks <= self.evictable:
+            self.evict(n_blocks)
+
+    def recount(self) -> None:
+        """Derives anew what follows from the nodes that are alive, and from the allocator's counts."""
+        self._tree.recount()
+        self._snapshots = {node for node in self._tree.nodes.values() if node.snapshot is not None}
+
+    # --- its parts ---
 
     def _hit(self, ids):
         """The nodes of the longest known prefix that has a snapshot and leaves a token to run."""
@@ -286,34 +290,30 @@ class PrefixCache:
         path, digest, block_tokens = [], self._root, self.manager.schema.block_tokens
         for start in range(0, len(ids), block_tokens):
             digest = _digest(digest, ids[start : start + block_tokens].tobytes())
-            if digest not in self._nodes:
+            if digest not in self._tree.nodes:
                 break
-            path.append(self._nodes[digest])
+            path.append(self._tree.nodes[digest])
         return path
 
     def _seal(self, parent, ids, block):
         digest = _digest(parent.digest if parent else self._root, ids.tobytes())
-        if digest not in self._nodes:
+        if (node := self._tree.nodes.get(digest)) is not None:
+            self._tree.touch(node)
+        else:
             node = SealedBlock(digest, parent, (parent.length if parent else 0) + len(ids), block)
             self.manager.allocator.share([block])
-            self._nodes[digest] = node
-            self._metrics.blocks += 1
-            if parent:
-                parent.children += 1
-        node = self._nodes[digest]
-        self._clock = node.used = self._clock + 1
+            self._tree.add(node)
         return node
 
     def _take(self, cache, slot, path):
         node, *before = reversed(path)
-        if (self._metrics.snapshots + 1) * self.bytes_per_snapshot > self.max_bytes:
-            self._drop(min((n for n in self._nodes.values() if n.snapshot is not None), key=lambda n: n.used))
+        if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:
+            self._drop(min(self._snapshots, key=lambda node: node.used))
         where = jax.device_put((np.int32(slot), np.int32(node.length)))
         snapshot = read_request(cache, *where, where[1], boundary=True)
         sums = snapshot_sums(self.manager.schema, snapshot) if self.debug else None
         node.snapshot, node.snapshot_sums = snapshot, sums
-        self._metrics.snapshots += 1
-        self._metrics.snapshot_bytes += self.bytes_per_snapshot
+        self._snapshots.add(node)
         if self.every is None:
             last = next((n for n in before if n.snapshot is not None), None)
             if last is not None and not last.hits:
@@ -321,42 +321,8 @@ class PrefixCache:
 
     def _drop(self, node):
         node.snapshot = None
-        self._metrics.snapshots -= 1
-        self._metrics.snapshot_bytes -= self.bytes_per_snapshot
+        self._snapshots.discard(node)
         self._metrics.evicted_snapshots += 1
-
-    def _by_age(self) -> Iterator[SealedBlock]:
-        """Nodes that no request holds, each after those that follow it, the least recently used first."""
-        children = {node.digest: node.children for node in self._nodes.values()}
-        idle = [(n.used, n.digest) for n in self._nodes.values() if not n.children and self._idle(n)]
-        heapq.heapify(idle)
-        while idle:
-            node = self._nodes[heapq.heappop(idle)[1]]
-            yield node
-            if (parent := node.parent) is not None:
-                children[parent.digest] -= 1
-                if not children[parent.digest] and self._idle(parent):
-                    heapq.heappush(idle, (parent.used, parent.digest))
-
-    def _idle(self, node):
-        return self.manager.allocator.references(node.block) == 1
-
-    def _remove(self, nodes):
-        self.manager.allocator.release([node.block for node in nodes])
-        # Only assignments from here on: the tree and the allocator cannot part.
-        for node in nodes:
-            node.alive = False
-            del self._nodes[node.digest]
-            if node.parent is not None:
-                node.parent.children -= 1
-        metrics, snapshots = self._metrics, [node for node in nodes if node.snapshot is not None]
-        metrics.blocks -= len(nodes)
-        metrics.evicted_blocks += len(nodes)
-        metrics.snapshots -= len(snapshots)
-        metrics.snapshot_bytes -= len(snapshots) * self.bytes_per_snapshot
-        metrics.evicted_snapshots += len(snapshots)
-        for node in snapshots:
-            node.snapshot = None
 
 
 def _digest(before: bytes, data: bytes) -> bytes:

@@ -12,6 +12,7 @@ from dsv4_jax.config import CSA, HCA
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, load_request, offload, resume, save_request
 from tests.cache.naive import NaiveRequest, Tables, run_step
 from tests.cache.reference import poisoned_cache
+from tests.host.faults import by_age, consistent
 
 
 PREFILL = 32  # tokens of a step that is no decode step
@@ -31,9 +32,10 @@ class Life:
         self.tables = Tables(self.schema, seed=11)
         self.device_tables = jax.device_put((self.tables.inputs, self.tables.weights))
         probe = PrefixCache(manager, key="life", max_bytes=MUCH)
-        manager.reclaim = None
+        manager.keeper = None
         self.prefix = PrefixCache(manager, key="life", every=every, max_bytes=snapshots * probe.bytes_per_snapshot)
         self.cache = poisoned_cache(self.schema)
+        self.lengths = np.full(self.schema.max_requests, -7, np.int32)
         self.rng = np.random.default_rng(seed)
         self.texts = self.rng.integers(0, self.schema.config.vocab_size, (3, self.schema.max_context))
         self.requests: dict[int, NaiveRequest] = {}
@@ -51,6 +53,8 @@ class Life:
     def apply(self, name: str, a: int, b: int) -> None:
         """One operation, then every byte of every request."""
         books = self.book()
+        # Nothing may read the device's lengths: a rewind leaves them behind.
+        self.cache = dataclasses.replace(self.cache, lengths=jax.device_put(self.lengths))
         try:
             if getattr(self, name)(a, b) is not False:
                 self.done[name] += 1
@@ -61,8 +65,7 @@ class Life:
 
     def book(self):
         """All the manager knows."""
-        requests = {slot: request.copy() for slot, request in self.manager._requests.items()}
-        return requests, self.manager.allocator.state()
+        return self.manager._requests, self.manager.allocator.state()
 
     # --- operations; False = there was nothing to do ---
 
@@ -135,9 +138,10 @@ class Life:
         self.pending[slot] = self.other_ids(slot, length)
 
     def evict(self, a, b):
-        free, most = self.manager.free_blocks, self.prefix.evictable
+        free, oldest = self.manager.free_blocks, by_age(self.manager, self.prefix._tree.nodes.values())
         freed = self.prefix.evict(a % 4)
-        assert freed == min(a % 4, most) and self.manager.free_blocks == free + freed
+        assert freed == min(a % 4, len(oldest)) and self.manager.free_blocks == free + freed
+        assert [node.alive for node in oldest] == [i >= freed for i in range(len(oldest))]
 
     def cancel(self, a, b):
         """Ends a request for good, or preempts it: its history may be admitted again."""
@@ -248,7 +252,7 @@ class Life:
             self.compared += compared
             self.differing += sum(wrong.values())
             assert not wrong, f"after {name}: slot {slot} at {len(request.ids)} tokens differs: {wrong}"
-        cached = [node.block for node in self.prefix._nodes.values()]
+        cached = [node.block for node in self.prefix._tree.nodes.values()]
         for kind, leaves in self.sealed.items():
             for have, want in zip(jax.tree.leaves(getattr(pools, POOLS[kind])), leaves, strict=True):
                 have, want = have[:, cached], want[:, cached]
@@ -256,17 +260,7 @@ class Life:
                 if have.tobytes() != want.tobytes():
                     self.differing += int((have.view(np.uint8) != want.view(np.uint8)).sum())
                     raise AssertionError(f"after {name}: cached blocks differ in {POOLS[kind]}")
-        held = np.zeros(self.schema.num_blocks, int)
-        for page in self.manager._requests.values():
-            np.add.at(held, page.blocks, 1)
-        np.add.at(held, cached, 1)
-        free, references = self.manager.allocator.state()
-        assert references == held.tolist()
-        assert sorted(free) == np.flatnonzero(held == 0).tolist()
-        metrics = self.prefix.metrics
-        assert metrics.blocks == len(self.prefix._nodes)
-        assert metrics.snapshots == sum(node.snapshot is not None for node in self.prefix._nodes.values())
-        assert metrics.snapshot_bytes <= self.prefix.max_bytes
+        consistent(self.manager, self.prefix)
 
     def drain(self) -> None:
         """Ends everything; every slot and block must come back."""

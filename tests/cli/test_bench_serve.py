@@ -24,7 +24,7 @@ def test_serves_without_and_with_the_prefix_cache(run, tmp_path, drafts):
     assert cold["hit_rate"] == 0 < cached["hit_rate"] < 1
     for row in (cold, cached):
         assert row["requests"] == len(row["first_tokens"]) == 6 and row["same_tokens"]
-        assert row["compilations_later"] == 0 < row["compilations"] <= 4
+        assert row["compilations_later"] == 0 < row["compilations"] <= 7
         assert 0 < row["generated_tokens"] < row["generated_tokens_per_second"] * row["seconds"] * 1.01
         assert (row["acceptance"] > 0) <= (drafts > 0)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ import pytest
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import pack
-from dsv4_jax.host import KVCacheManager
+from dsv4_jax.host import BlockAllocator, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import TINY
 
@@ -37,13 +37,13 @@ def small():
 def wide(small):
     """wide() -> a manager in whose cache three requests have all the blocks they can use, and drafts spare rows.
 
-    wide(n) leaves n blocks free: the geometry, and so the compiled programs, are the same.
+    wide(n) has n blocks to give: the geometry, and so the compiled programs, are the same.
     """
 
     def make(free=36):
         sizes = dict(max_requests=3, max_context=192, block_tokens=16, max_query_tokens=4)
         manager = KVCacheManager(small[1], num_blocks=36, **sizes)
-        manager.allocator.acquire(36 - free)
+        manager.allocator = BlockAllocator(free)
         return manager
 
     return make

@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dsv4_jax.cache import requests as moves
 from dsv4_jax.decode import Engine, PromptLookup, Sampling, launch, sample_step, scheduler
-from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
+from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
 WARM = Sampling(temperature=1.0)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(160, size=n).tolist() for n in (3, 40, 1, 21, 16, 75)]
 SAMPLINGS = [WARM, Sampling(), Sampling(0.7, top_k=20), Sampling(1.3, top_p=0.9), Sampling(), Sampling(1.0, 5, 0.5)]
+# All that an engine runs on the device.
+PROGRAMS = (
+    sample_step, moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks,
+)  # fmt: skip
 BUDGET = 20  # with drafts a token and three guesses of three requests, and eight more
 
 
@@ -67,23 +72,26 @@ def alone(small, wide):
 
 
 def test_two_programs_and_none_later(small, roomy):
-    """Requests of all lengths and kinds come, go, wait and are cancelled: nothing compiles, host and device agree."""
-    sample_step.clear_cache()
-    engine = make(small, roomy)
+    """Requests of all lengths and kinds come, go, wait and are cancelled: nothing compiles."""
+    for program in PROGRAMS:
+        program.clear_cache()
+    engine = make(small, roomy, prefix=PrefixCache(roomy, key="tiny"))
     assert engine.warm_up() == {"mixed": BUDGET, "decode": 12}
     assert is_drained(engine) and engine.metrics.compilations == 2
+    compiled = [program._cache_size() for program in PROGRAMS]
+    assert all(compiled)
     with jax.transfer_guard("disallow"):
         for i in range(40):
             if i < 18 and i % 3 == 0:
                 request = add(engine, i // 3)
             if i == 20:
                 engine.cancel(request)
-            before = {r.slot: roomy.length(r.slot) for r in engine.running}
             engine.step()
-    for slot in before.keys() & {r.slot for r in engine.running}:
-        np.testing.assert_array_equal(engine.cache.block_table[slot], roomy.block_table[slot])
+            if i == 10:
+                engine.fork(engine.running[0], [1, 2, 3])
+        again = engine.add(PROMPTS[1], max_new_tokens=2)
     drain(engine)
-    assert engine.metrics.compilations == 2 and sample_step._cache_size() == 2
+    assert again.finish and engine.metrics.prefix.hits and [program._cache_size() for program in PROGRAMS] == compiled
 
 
 def test_company_waiting_and_drafts_change_nothing(small, roomy, alone):
@@ -98,18 +106,19 @@ def test_company_waiting_and_drafts_change_nothing(small, roomy, alone):
     assert is_drained(engine) and engine.metrics.waits > 0 and engine.metrics.finished == 6
 
 
-def test_lengths_agree_without_reading_the_device(small, roomy):
-    """No drafts are refused here, so that the device has written no more than the host knows of."""
-    engine = make(small, roomy, drafter=Silent())
+@pytest.mark.parametrize("drafter", [Silent(), PromptLookup()])
+def test_lengths_agree_without_reading_the_device(small, roomy, drafter):
+    """After every step, refused drafts or not."""
+    engine = make(small, roomy, drafter=drafter)
     for i in range(6):
         add(engine, i)
-    for _ in range(25):
-        slots = {r.slot for r in engine.running}
+    while engine.busy:
         engine.step()
-        for slot in slots & {r.slot for r in engine.running}:
+        for slot in (r.slot for r in engine.running):
             assert int(engine.cache.lengths[slot]) == roomy.length(slot)
             np.testing.assert_array_equal(engine.cache.block_table[slot], roomy.block_table[slot])
-    engine.close()
+    metrics = engine.metrics
+    assert (metrics.drafted_tokens > metrics.accepted_tokens) == isinstance(drafter, PromptLookup)
     assert is_drained(engine)
 
 
@@ -253,17 +262,14 @@ class Fault(Exception):
 
 
 def faulty(monkeypatch, targets, at, late):
-    """Makes call number `at` to any of the (owner, name) raise, before or after it did its work; counts calls.
-
-    The allocator raises before: what it hands out is known to nobody else until it returns.
-    """
+    """Makes call number `at` to any of the (owner, name) raise, before or after it did its work; counts calls."""
     calls = [0]
     for owner, name in targets:
-        real, early = getattr(owner, name), not late or isinstance(owner, BlockAllocator)
+        real = getattr(owner, name)
 
-        def call(*args, _real=real, _name=name, _early=early, **kwargs):
+        def call(*args, _real=real, _name=name, **kwargs):
             mine, calls[0] = calls[0], calls[0] + 1
-            if mine == at and _early:
+            if mine == at and not late:
                 raise Fault(_name)
             try:
                 return _real(*args, **kwargs)

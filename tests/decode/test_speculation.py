@@ -1,10 +1,15 @@
 """Drafts: any number of them, right or wrong, at any phase of any ring, give the tokens of plain decoding."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
+from dsv4_jax.cache import Batch
 from dsv4_jax.decode import Engine, PromptLookup, Sampling
 from dsv4_jax.decode.speculation import accept
+from dsv4_jax.decode.step import kept_lengths
 
 
 SPAN = 176  # of positions: every pair of phases of the HCA rate 16 (and so of 4) and of the rings of 8 + 3 rows
@@ -131,3 +136,31 @@ def test_accept_keeps_right_guesses_and_the_token_after_them():
     assert accept([5, 6, 7], [5, 6, 7, 8]) == [5, 6, 7, 8]
     assert accept([5, 6, 7], [5, 9, 7, 8]) == [5, 9]
     assert accept([5, 6, 7], [9, 6, 7, 8]) == [9]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_lengths_on_the_device_count_what_is_accepted(turns, random):
+    """Requests of 1 to 5 tokens; of those that draw, any number of last tokens are guesses of a small vocabulary."""
+    ids, positions, slots, rows, drawn, want = [], [], [], [], [], [7] * 6
+    for slot, (count, draws) in enumerate(turns):
+        start, tokens = random.randrange(50), [random.randrange(2) for _ in range(count)]
+        drafts = random.randrange(count) if draws else 0
+        mine = [random.randrange(2) for _ in range(1 + drafts)] if draws else []
+        refused = 1 + drafts - len(accept(tokens[count - drafts :], mine)) if draws else 0
+        rows += range(len(ids) + count - len(mine), len(ids) + count)
+        want[slot] = start + count - refused
+        ids, positions, slots = ids + tokens, positions + list(range(start, start + count)), slots + [slot] * count
+        drawn += mine
+
+    def padded(x, size=24):
+        return jnp.asarray([*x, *[-1] * (size - len(x))], jnp.int32)
+
+    batch = Batch(padded(ids), padded(positions), padded(slots), padded([], 3), padded([], 6), prefill=False)
+    before = [p + 1 for p in {s: p for s, p in zip(slots, positions, strict=True)}.values()]
+    before = jnp.asarray(before + [7] * (6 - len(before)), jnp.int32)
+    got = KEPT(before, batch, padded(rows), padded(drawn))
+    assert got.tolist() == want
+
+
+KEPT = jax.jit(kept_lengths)

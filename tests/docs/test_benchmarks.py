@@ -9,6 +9,7 @@ import pytest
 FILES = {path.name: json.loads(path.read_text()) for path in (Path(__file__).parents[2] / "benchmarks").glob("*.json")}
 PEERS = FILES.pop("peers_h100.json")
 COST = FILES.pop("cache_cost.json")
+SERVE = FILES.pop("serve.json")
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -31,3 +32,13 @@ def test_the_cache_costs_little():
     assert COST["device"] and COST["jax"]
     assert max(abs(bits[name, "top-k"] / bits["plain", "top-k"] - 1) for name in ("v4", "per_entry")) < 0.001
     assert bits["v4", "top-k"] < 0.98 * bits["v4", "trained with the window only"] < bits["v4", "window"]
+
+
+def test_the_prefix_cache_serves_the_same_tokens_sooner():
+    cold, cached = SERVE["results"]
+    assert SERVE["device"] and SERVE["jax"] and not cold["prefix_cache"] and cached["prefix_cache"]
+    assert cold["hit_rate"] == 0 < 0.6 < cached["hit_rate"] and cached["same_tokens"]
+    assert cached["first_token_milliseconds"]["median"] < cold["first_token_milliseconds"]["median"]
+    assert cached["generated_tokens_per_second"] > cold["generated_tokens_per_second"]
+    assert [row["compilations"] for row in (cold, cached)] == [7, 2]
+    assert cold["compilations_later"] == cached["compilations_later"] == 0

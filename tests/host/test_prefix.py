@@ -158,7 +158,7 @@ class TestSnapshots:
 
     def test_bytes_are_those_of_the_arrays(self):
         cached = Cached(16)
-        (node,) = cached.prefix._nodes.values()
+        (node,) = cached.prefix._tree.nodes.values()
         assert cached.prefix.metrics.snapshot_bytes == sum(x.nbytes for x in jax.tree.leaves(node.snapshot))
 
 

@@ -1,0 +1,95 @@
+"""Exceptions at any point, and what must hold after them."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import dsv4_jax.decode
+import dsv4_jax.host
+
+
+HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.glob("*.py"))
+DECODE = tuple(str(Path(dsv4_jax.decode.__file__).with_name(f"{n}.py")) for n in ("scheduler", "engine", "requests"))
+
+
+class Fault(BaseException):
+    """Comes from outside, as a KeyboardInterrupt does.
+
+    Attributes:
+      function: in which it came.
+    """
+
+    def __init__(self, code, line):
+        super().__init__(f"{Path(code.co_filename).name}:{line}")
+        self.function = code.co_name
+
+
+class Inject:
+    """Raises `Fault` at the n-th line that runs in some files: before it, or with `opcodes` in the middle of it."""
+
+    def __init__(self, n: int, files: tuple[str, ...] = HOST, opcodes: bool = False):
+        self.left, self.files, self.event = n, frozenset(files), "opcode" if opcodes else "line"
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        # CPython 3.12 looks only here whether anybody wants to hear of opcodes.
+        sys._getframe().f_trace_opcodes = self.event == "opcode"
+        sys.settrace(self.enter)
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def enter(self, frame, event, _):
+        if frame.f_code.co_filename not in self.files:
+            return None
+        frame.f_trace_opcodes = self.event == "opcode"
+        return self.trace
+
+    def trace(self, frame, event, _):
+        # Opcodes without a line are those of a generator that is being forgotten: errors there go nowhere.
+        if event == self.event and frame.f_lineno is not None:
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise Fault(frame.f_code, frame.f_lineno)
+        return self.trace
+
+
+def consistent(manager, prefix=None):
+    """Every reference has an owner, and what the tree of sealed blocks has counted is what one would find."""
+    held, nodes = np.zeros(manager.allocator.num_blocks, int), []
+    for page in manager._requests.values():
+        np.add.at(held, page.blocks, 1)
+    if prefix is not None:
+        tree = prefix._tree
+        nodes = list(tree.nodes.values())
+        np.add.at(held, [node.block for node in nodes], 1)
+    free, references = manager.allocator.state()
+    assert references == held.tolist() and sorted(free) == np.flatnonzero(held == 0).tolist()
+    if prefix is None:
+        return
+    assert all(tree.nodes[node.digest] is node and node.alive for node in nodes)
+    assert [n.children for n in nodes] == [sum(m.parent is n for m in nodes) for n in nodes]
+    assert len({n.used for n in nodes}) == len(nodes)
+    order = by_age(manager, nodes)
+    assert prefix.evictable == len(order) and tree._leaves == [n for n in sorted(order, key=age) if not n.children]
+    assert not order or tree.oldest is order[0]
+    snapshots = sum(n.snapshot is not None for n in nodes)
+    assert (prefix.metrics.blocks, prefix.metrics.snapshots) == (len(nodes), snapshots)
+    assert prefix.metrics.snapshot_bytes <= prefix.max_bytes
+
+
+def age(node):
+    return node.used
+
+
+def by_age(manager, nodes):
+    """Nodes that can be given up one after the other, found by looking at all of them each time."""
+    nodes, order = list(nodes), []
+    while leaves := [
+        n for n in nodes if manager.allocator.references(n.block) == 1 and not any(m.parent is n for m in nodes)
+    ]:
+        order.append(min(leaves, key=age))
+        nodes.remove(order[-1])
+    return order
