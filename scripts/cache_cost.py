@@ -179,28 +179,23 @@ def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:
 
 def tables(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    lines = []
-    if report["text"]:
-        places = list(report["text"][0]["by_place"])
+    parts = []
+    if rows := report["text"]:
         of = f"{report['rows']} excerpts of {report['length']} bytes, {report['dtype']}"
-        lines += [
-            f"Bits per byte of held-out text, {of}:",
-            "",
-            "| cache | attended to | all | " + " | ".join(f"from {place}" for place in places) + " |",
-            "| --- | --- " + "| ---: " * (len(places) + 1) + "|",
-        ]
-    for row in report["text"]:
-        values = (row["bits"], *row["by_place"].values())
-        lines.append(f"| {row['format']} | {row['attended']} | " + " | ".join(f"{v:.4f}" for v in values) + " |")
-    if report["needles"]:
-        distances = list(report["needles"][0]["accuracy"])
-        lines += ["", f"Facts found again ({report['needles'][0]['questions']} questions), by bytes back:", ""]
-        lines += ["| cache | attended to | " + " | ".join(distances) + " |"]
-        lines += ["| --- | --- " + "| ---: " * len(distances) + "|"]
-        for row in report["needles"]:
-            values = " | ".join(f"{value:.0%}" for value in row["accuracy"].values())
-            lines.append(f"| {row['format']} | {row['attended']} | {values} |")
-    return "\n".join(lines) + "\n"
+        values = [[f"{value:.4f}" for value in (row["bits"], *row["by_place"].values())] for row in rows]
+        columns = ["all", *(f"from {place}" for place in rows[0]["by_place"])]
+        parts.append(f"Bits per byte of held-out text, {of}:\n\n" + _table(rows, columns, values))
+    if rows := report["needles"]:
+        values = [[f"{value:.0%}" for value in row["accuracy"].values()] for row in rows]
+        title = f"Facts found again ({rows[0]['questions']} questions), by bytes back:\n\n"
+        parts.append(title + _table(rows, list(rows[0]["accuracy"]), values))
+    return "\n".join(parts)
+
+
+def _table(rows, columns, values):
+    lines = [("cache", "attended to", *columns), ("---", "---", *("---:" for _ in columns))]
+    lines += [(row["format"], row["attended"], *cells) for row, cells in zip(rows, values, strict=True)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def plot(path: Path, report: dict[str, Any]) -> None:
