@@ -39,8 +39,10 @@ class TrainTiny:
     For example:
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 --window-only
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/kjv/best \\
-        --needles 1 --length 256 --rows 64 --steps 2000 --learning-rate 1e-3 --dropout 0 --select-from 0.5
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best --needles 1 \\
+        --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best --needles 1 \\
+        --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantise-from 0
       python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
 
     Attributes:
@@ -54,7 +56,7 @@ class TrainTiny:
       rows: sequences a step.
       length: bytes of a sequence, a multiple of the window (128; toy: 8).
       needles: share of the rows with hidden key-value pairs and questions about them; the checkpoint is then chosen by
-        the answers. Short rows first: nothing is learned from far away before it is from near.
+        the answers. Short rows first (128, 512, 2048, 16384): nothing is found far away before it is found near.
       questions: in a row with pairs.
       nearest: least bytes back to what is asked for.
       learning_rate: at its peak.
