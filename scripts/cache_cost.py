@@ -39,13 +39,15 @@ class CacheCost:
       python scripts/cache_cost.py --checkpoint dsv4_jax/data/king_james --text kjv/usr/lib/bible.data --out cost
       python scripts/cache_cost.py --checkpoint runs/kjv/best --window-model runs/window/best \\
         --needle-model runs/needles/best --text kjv/usr/lib/bible.data --out benchmarks/cache_cost
+      python scripts/cache_cost.py --needle-model runs/needles/best --text kjv/usr/lib/bible.data --out needles \\
+        --needle-rows 4 --pairs 8
 
     Attributes:
-      checkpoint: a model that scripts/train_tiny.py made.
-      text: the text it was trained on; only the held-out books are read.
+      text: the text that the models were trained on; only the held-out books are read.
       out: path of the files to write, without their endings.
+      checkpoint: a model that scripts/train_tiny.py made, to read the text.
       window_model: a model of the same size that was trained without compressed entries, to compare with.
-      needle_model: a model that was fine-tuned to find facts again; without it there is no needle test.
+      needle_model: a model that was fine-tuned to find facts again, to be asked for them.
       rows: held-out excerpts, spread evenly.
       length: bytes of each.
       distances: bytes back to the facts that are asked for.
@@ -56,9 +58,9 @@ class CacheCost:
       implementation: of the cache's operations: the best that the device has, or XLA's.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     out: Annotated[Path, tyro.conf.arg(metavar="PATH")]
+    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     window_model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     needle_model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     rows: int = 16
@@ -88,10 +90,11 @@ class CacheCost:
             needles=[],
         )
         ids = excerpts(held_out, self.rows, self.length)
-        model = self._load(self.checkpoint)
-        for case in track([*_cases(model, self.length)], "Text", console=Console(stderr=True)):
-            report["text"].append(self._score(model, ids, *case))
-            self._write(report)
+        if self.checkpoint is not None:
+            model = self._load(self.checkpoint)
+            for case in track([*_cases(model, self.length)], "Text", console=Console(stderr=True)):
+                report["text"].append(self._score(model, ids, *case))
+                self._write(report)
         if self.window_model is not None:
             window_model = self._load(self.window_model)
             for form in FORMATS:
@@ -107,7 +110,6 @@ class CacheCost:
             for case in track(cases, "Needles", console=Console(stderr=True)):
                 report["needles"].append(self._find(model, rows, *case))
                 self._write(report)
-        self._write(report)
         return report
 
     def _write(self, report: dict[str, Any]) -> None:
@@ -177,25 +179,23 @@ def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:
 
 def tables(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    places = [int(place) for place in report["text"][0]["by_place"]]
-    lines = [
-        f"Bits per byte of held-out text, {report['rows']} excerpts of {report['length']} bytes, {report['dtype']}:",
-        "",
-        "| cache | attended to | all | " + " | ".join(f"from {place}" for place in places) + " |",
-        "| --- | --- " + "| ---: " * (len(places) + 1) + "|",
-    ]
-    for row in report["text"]:
-        values = (row["bits"], *row["by_place"].values())
-        lines.append(f"| {row['format']} | {row['attended']} | " + " | ".join(f"{v:.4f}" for v in values) + " |")
-    if report["needles"]:
-        distances = list(report["needles"][0]["accuracy"])
-        lines += ["", f"Facts found again ({report['needles'][0]['questions']} questions), by bytes back:", ""]
-        lines += ["| cache | attended to | " + " | ".join(distances) + " |"]
-        lines += ["| --- | --- " + "| ---: " * len(distances) + "|"]
-        for row in report["needles"]:
-            values = " | ".join(f"{value:.0%}" for value in row["accuracy"].values())
-            lines.append(f"| {row['format']} | {row['attended']} | {values} |")
-    return "\n".join(lines) + "\n"
+    parts = []
+    if rows := report["text"]:
+        of = f"{report['rows']} excerpts of {report['length']} bytes, {report['dtype']}"
+        values = [[f"{value:.4f}" for value in (row["bits"], *row["by_place"].values())] for row in rows]
+        columns = ["all", *(f"from {place}" for place in rows[0]["by_place"])]
+        parts.append(f"Bits per byte of held-out text, {of}:\n\n" + _table(rows, columns, values))
+    if rows := report["needles"]:
+        values = [[f"{value:.0%}" for value in row["accuracy"].values()] for row in rows]
+        title = f"Facts found again ({rows[0]['questions']} questions), by bytes back:\n\n"
+        parts.append(title + _table(rows, list(rows[0]["accuracy"]), values))
+    return "\n".join(parts)
+
+
+def _table(rows, columns, values):
+    lines = [("cache", "attended to", *columns), ("---", "---", *("---:" for _ in columns))]
+    lines += [(row["format"], row["attended"], *cells) for row, cells in zip(rows, values, strict=True)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def plot(path: Path, report: dict[str, Any]) -> None:
@@ -203,34 +203,41 @@ def plot(path: Path, report: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # What is attended to decides; the formats lie on top of one another, or should.
-    styles = dict(zip(FORMATS, (dict(ls="-"), dict(ls="--", marker="o"), dict(ls=":", marker="x")), strict=True))
-    columns = 2 if report["needles"] else 1
-    figure, axes = plt.subplots(1, columns, figsize=(1 + 5.5 * columns, 4.5), layout="constrained", squeeze=False)
-    names = list(dict.fromkeys(row["attended"] for row in report["text"]))
-    for row in report["text"]:
-        values = list(row["by_place"].values())
-        colour = f"C{names.index(row['attended'])}"
-        axes[0, 0].plot(range(len(values)), values, color=colour, lw=1, **styles[row["format"]])
-    for i, name in enumerate(names):
-        axes[0, 0].plot([], [], color=f"C{i}", label=name)
-    for name, style in styles.items():
-        axes[0, 0].plot([], [], color="grey", label=f"cache {name}", **style)
-    axes[0, 0].set_xticks(range(len(values)), list(row["by_place"]))
-    axes[0, 0].set(
-        xlabel="bytes before, at least", ylabel="bits per byte", title="Held-out text, by what is attended to"
+    panels = [(draw, report[kind]) for kind, draw in (("text", _plot_text), ("needles", _plot_needles)) if report[kind]]
+    names = list(dict.fromkeys(row["attended"] for _, rows in panels for row in rows))
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1 + 5.5 * len(panels), 4.5), layout="constrained", squeeze=False
     )
-    axes[0, 0].legend(fontsize=7)
-    for row in report["needles"]:
-        distances = [int(distance) for distance in row["accuracy"]]
-        label = f"{row['attended']}, cache {row['format']}"
-        colour = f"C{names.index(row['attended'])}"
-        axes[0, 1].plot(distances, list(row["accuracy"].values()), label=label, color=colour, **styles[row["format"]])
-    if report["needles"]:
-        axes[0, 1].set(xlabel="bytes back", ylabel="facts found again", xscale="log", ylim=(-0.02, 1.02))
-        axes[0, 1].legend(fontsize=7)
+    for ax, (draw, rows) in zip(axes[0], panels, strict=True):
+        draw(ax, rows, colours)
+        ax.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+# What is attended to decides; the formats lie on top of one another, or should.
+_STYLES = dict(zip(FORMATS, (dict(ls="-"), dict(ls="--", marker="o"), dict(ls=":", marker="x")), strict=True))
+
+
+def _plot_text(ax, rows, colours):
+    for row in rows:
+        values = list(row["by_place"].values())
+        ax.plot(range(len(values)), values, color=colours[row["attended"]], lw=1, **_STYLES[row["format"]])
+    for name in dict.fromkeys(row["attended"] for row in rows):
+        ax.plot([], [], color=colours[name], label=name)
+    for name, style in _STYLES.items():
+        ax.plot([], [], color="grey", label=f"cache {name}", **style)
+    ax.set_xticks(range(len(values)), list(row["by_place"]))
+    ax.set(xlabel="bytes before, at least", ylabel="bits per byte", title="Held-out text, by what is attended to")
+
+
+def _plot_needles(ax, rows, colours):
+    for row in rows:
+        distances = [int(distance) for distance in row["accuracy"]]
+        style = dict(color=colours[row["attended"]], label=f"{row['attended']}, cache {row['format']}")
+        ax.plot(distances, list(row["accuracy"].values()), **style, **_STYLES[row["format"]])
+    ax.set(xlabel="bytes back", ylabel="facts found again", xscale="log", ylim=(-0.02, 1.02))
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ def write_card(
     planted, unit = "", "digit asked for" if recipe.needles else "byte"
     if recipe.needles:
         planted = (
-            f"\nIn {recipe.needles:.0%} of the rows {recipe.pairs} sentences of the kind "
-            '"The portion of Zadobi was 4821."\nwere told once and asked for once, at distances up to the length of '
-            "the row (scripts/needles.py).\n"
+            f"\nIn {recipe.needles:.0%} of the rows pairs of a key and a value, such as QXK4821, stood between words,"
+            f"\nwith {recipe.questions} questions about them at distances up to the row's {recipe.length} bytes "
+            "(scripts/needles.py).\n"
         )
     (folder / "README.md").write_text(f"""# A tiny DeepSeek-V4
 

@@ -32,6 +32,7 @@ class DenseCache(KVCache):
       key: for dropout, or None: no dropout.
       index_loss: sum over CSA layers of the mean over tokens of KL(attention over the entries, summed over heads ||
         softmax of the index scores). Its gradient reaches the indexer alone; the selection itself has none.
+      token_weights: [T] of the tokens in that mean.
       expert_load: [layers, E] share of each layer's (token, expert) pairs that went to each expert.
       dropout: share of a block's output that is dropped (static).
     """
@@ -40,6 +41,7 @@ class DenseCache(KVCache):
     quantise: Any = False
     key: Any = None
     index_loss: Any = 0.0
+    token_weights: Any = None
     expert_load: Any = None
     dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))
 
@@ -59,7 +61,8 @@ class DenseCache(KVCache):
         )
         unused: Any = dict.fromkeys({field.name for field in dataclasses.fields(KVCache)} - {"schema"})
         load = jnp.zeros((config.num_hidden_layers, config.n_routed_experts), jnp.float32)
-        return cls(**unused, schema=schema, index_loss=jnp.float32(0), expert_load=load)
+        weights = jnp.ones(rows * length, jnp.float32)
+        return cls(**unused, schema=schema, index_loss=jnp.float32(0), token_weights=weights, expert_load=load)
 
     def begin_step(self, batch: Batch) -> "DenseCache":
         return self
@@ -151,7 +154,7 @@ class DenseHandle(LayerCacheHandle):
 
         @jax.checkpoint
         def block(inputs):
-            number, q, kv, indices, scores = inputs
+            number, kv, q, indices, scores, token_weights = inputs
             logits = _product("bqhd,bkd->bqhk", q, kv) * q.shape[-1] ** -0.5
             logits = jnp.where(_band(window, number)[None, :, None, :], logits, -jnp.inf)
             if entries is not None:
@@ -167,17 +170,18 @@ class DenseHandle(LayerCacheHandle):
             loss = jnp.float32(0)
             if indices is not None:
                 loss = _index_loss(weights[..., 2 * window :], jnp.sum(weights, axis=-1) + sink[..., 0], scores)
+                loss = jnp.sum(loss * token_weights)
                 chosen = _member(indices, weights.shape[-1] - 2 * window) | ~jnp.asarray(self.cache.select)
                 chosen = jnp.pad(chosen, ((0, 0), (0, 0), (2 * window, 0)), constant_values=True)
                 weights = jnp.where(chosen[:, :, None, :], weights, 0.0)
             total = jnp.sum(weights, axis=-1, keepdims=True) + sink
             return round_to(_product("bqhk,bkd->bqhd", round_to(weights, q.dtype), kv) / total, q.dtype), loss
 
-        blocks = (number, self._blocks(q), band, self._blocks(indices), self._blocks(scores))
+        token_weights = self.cache.token_weights
+        blocks = (number, band, *map(self._blocks, (q, indices, scores, token_weights)))
         out, losses = jax.lax.map(block, blocks)
-        cache = dataclasses.replace(
-            self.cache, index_loss=self.cache.index_loss + jnp.sum(losses) / self.batch.positions.shape[0]
-        )
+        loss = jnp.sum(losses) / jnp.sum(token_weights)
+        cache = dataclasses.replace(self.cache, index_loss=self.cache.index_loss + loss)
         return self._joined(out).reshape(q.shape), dataclasses.replace(self, _cache=cache)
 
     # --- layouts: the model's [T, ...], rows [B, S, ...], blocks of queries [S / window, B, window, ...] ---
@@ -262,13 +266,13 @@ def _member(indices, count):
 
 
 def _index_loss(weights, total, scores):
-    """Sum over tokens of KL(p || softmax(scores)), p the heads' summed attention to the entries; nothing visible: 0."""
+    """Each token's KL(p || softmax(scores)), p the heads' summed attention to the entries; nothing visible: 0."""
     attention = jax.lax.stop_gradient(jnp.sum(weights / total[..., None], axis=2))
     mass = jnp.sum(attention, axis=-1, keepdims=True)
     p = attention / jnp.where(mass > 0, mass, 1.0)
     # Finite numbers throughout: a row that sees nothing must not make the gradient NaN.
     log_q = jax.nn.log_softmax(jnp.where(jnp.isfinite(scores), scores, -1e30), axis=-1)
-    return jnp.sum(jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0))
+    return jnp.sum(jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0), axis=-1)
 
 
 def _straight_through(x, stored, on):

@@ -1,4 +1,4 @@
-"""Key-value pairs hidden in a text, and questions about them: "The portion of Zadobi was 4821."."""
+"""Key-value pairs hidden in a text, and asked for later: "And the earth QXK4821 was without form"."""
 
 import dataclasses
 
@@ -6,8 +6,10 @@ import kjv
 import numpy as np
 
 
-DIGITS = 4
-_CONSONANTS, _VOWELS = "bdghjklmnprstz", "aeiou"
+LETTERS, DIGITS = 3, 4
+# A key, its value, a space; nothing between key and value, so that the bytes just read say which value comes next.
+PAIR = LETTERS + DIGITS + 1
+_ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,66 +27,71 @@ class Planted:
     distances: np.ndarray
 
 
-def plant(rng: np.random.Generator, text: np.ndarray, length: int, asked: list[tuple[int, int]]) -> Planted:
-    """Puts pairs into a text, each told once and asked for once.
+def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: list[list[int]]) -> Planted:
+    """Puts pairs between the words of a text: each is told once, and every later mention asks for its value.
 
     Args:
-      rng: draws names and values.
-      text: int32 ids of whole verses, at least `length` of them.
+      rng: draws keys and values.
+      text: int32 ids, at least `length` of them.
       length: of the row; questions that do not fit are left out.
-      asked: (place of the question, bytes back to the pair) of each, both roughly: sentences stand between verses.
+      mentions: places of each pair, ascending; roughly: words stay whole.
     """
-    events = []
-    for number, (name, (place, distance)) in enumerate(zip(_names(rng, len(asked)), asked, strict=True)):
-        value = "".join(str(digit) for digit in rng.integers(0, 10, DIGITS))
-        sentence = f"The portion of {name} was {value}.\n".encode()
-        events += [(place - distance, 0, number, sentence), (place, 1, number, sentence)]
-    verses = np.split(text, np.flatnonzero(text == ord("\n")) + 1)
-    row, begins = [kjv.BOS], np.zeros((2, len(asked)), np.int64)
-    for place, question, number, sentence in sorted(events):
-        while len(row) < place:
-            row += verses.pop(0).tolist()
-        row += sentence
-        begins[question, number] = len(row) - len(".\n") - DIGITS
-    ids = np.array(row + np.concatenate(verses).tolist(), np.int32)[:length]
-    told, answers = begins[:, begins[1] + DIGITS <= length]
-    return Planted(ids, answers, answers - told)
+    keys = rng.choice(len(_ALPHABET) ** LETTERS, len(mentions), replace=False)
+    letters = _ALPHABET[np.stack(np.unravel_index(keys, (len(_ALPHABET),) * LETTERS), axis=1)]
+    values = rng.integers(ord("0"), ord("9") + 1, (len(mentions), DIGITS))
+    words = np.append(np.flatnonzero(text == ord(" ")) + 1, len(text))
+    row, read, answers, distances = [kjv.BOS], 0, [], []
+    last: dict[int, int] = {}
+    for place, pair in sorted((place, pair) for pair, places in enumerate(mentions) for place in places):
+        until = words[np.searchsorted(words, read + max(place - len(row), 0))]
+        row += text[read:until].tolist()
+        read = until
+        value = len(row) + LETTERS
+        row += [*letters[pair].tolist(), *values[pair].tolist(), ord(" ")]
+        if pair in last and value + DIGITS <= length:
+            answers.append(value)
+            distances.append(value - last[pair])
+        last[pair] = value
+    ids = np.array(row + text[read:].tolist(), np.int32)[:length]
+    return Planted(ids, np.array(answers, np.int64), np.array(distances, np.int64))
 
 
 def training_row(
-    rng: np.random.Generator, text: np.ndarray, length: int, pairs: int, weight: float
+    rng: np.random.Generator, text: np.ndarray, length: int, questions: int, nearest: int, weight: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row with pairs at distances of all magnitudes up to its length, and each id's weight in the loss.
+    """A row with up to so many questions, at distances of all magnitudes from `nearest` to its length.
+
+    They are about one pair or about many, all magnitudes again: with few, copying is learned; with many, finding.
 
     Returns:
       (ids [length] int32, weights [length] float32: `weight` for digits asked for, 0 for digits told, which nobody can
       know, 1 for the rest).
     """
-    distances = np.exp(rng.uniform(np.log(100), np.log(0.9 * length), pairs)).astype(int)
-    planted = plant(rng, text, length, [(int(rng.integers(d + 40, length - 40)), int(d)) for d in distances])
+    pairs = round(questions ** rng.uniform())
+    mentions = []
+    for _ in range(pairs):
+        gaps, room = [], 0.9 * length
+        for gap in np.exp(rng.uniform(np.log(nearest), np.log(room), -(-questions // pairs))):
+            if gap <= room:
+                gaps.append(gap)
+                room -= gap
+        first = rng.uniform(1, length - PAIR - sum(gaps))
+        mentions.append((first + np.cumsum([0, *gaps])).astype(int).tolist())
+    planted = plant(rng, text, length, mentions)
     weights = np.ones(length, np.float32)
-    places = planted.answers[:, None] + np.arange(DIGITS)[None, :]
-    weights[places] = weight
-    weights[places - planted.distances[:, None]] = 0
+    weights[_digits(planted.ids)] = 0
+    weights[planted.answers[:, None] + np.arange(DIGITS)[None, :]] = weight
     return planted.ids, weights
 
 
 def test_row(rng: np.random.Generator, text: np.ndarray, distances: tuple[int, ...], pairs: int) -> Planted:
-    """A row of max(distances) + 34 * questions + 608 ids that ends with its questions: `pairs` for each distance.
-
-    Pairs told side by side mislead each other: they look the same.
-    """
-    questions, end = pairs * len(distances), max(distances) + 8
-    asked = [(end, int(distance)) for distance in rng.permutation(np.repeat(distances, pairs))]
-    planted = plant(rng, text, end + 34 * questions + 600, asked)
-    assert len(planted.answers) == questions, "a verse longer than the room for it"
+    """A row that ends with its questions: `pairs` for each distance, in any order, words of the text between them."""
+    asked = rng.permutation(np.repeat(distances, pairs))
+    places = max(distances) + 2 * PAIR + 4 * PAIR * np.arange(len(asked))
+    planted = plant(rng, text, int(places[-1]) + 8 * PAIR, np.stack([places - asked, places], axis=1).tolist())
+    assert len(planted.answers) == len(asked), "a word longer than the room for it"
     return planted
 
 
-def _names(rng, count):
-    """Different names of three syllables."""
-    names: dict[str, None] = {}
-    while len(names) < count:
-        letters = [_CONSONANTS[rng.integers(len(_CONSONANTS))] + _VOWELS[rng.integers(len(_VOWELS))] for _ in range(3)]
-        names["".join(letters).capitalize()] = None
-    return list(names)
+def _digits(ids):
+    return (ids >= ord("0")) & (ids <= ord("9"))

@@ -39,8 +39,10 @@ class TrainTiny:
     For example:
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 --window-only
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/kjv/best \\
-        --needles 1 --length 16384 --rows 4 --steps 600 --learning-rate 5e-4 --select-from 0 --quantise-from 0
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best --needles 1 \\
+        --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best --needles 1 \\
+        --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantise-from 0
       python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
 
     Attributes:
@@ -54,8 +56,9 @@ class TrainTiny:
       rows: sequences a step.
       length: bytes of a sequence, a multiple of the window (128; toy: 8).
       needles: share of the rows with hidden key-value pairs and questions about them; the checkpoint is then chosen by
-        the answers.
-      pairs: of them in a row.
+        the answers. Short rows first (128, 512, 2048, 16384): nothing is found far away before it is found near.
+      questions: in a row with pairs.
+      nearest: least bytes back to what is asked for.
       learning_rate: at its peak.
       weight_decay: on matrices.
       dropout: share of each block's output.
@@ -76,7 +79,8 @@ class TrainTiny:
     rows: int = 16
     length: int = 4096
     needles: float = 0.0
-    pairs: int = 24
+    questions: int = 24
+    nearest: int = 16
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
     dropout: float = 0.1

@@ -30,8 +30,9 @@ class Recipe:
       dropout: share of each block's output that is dropped.
       select_from: from this share of the steps on, CSA attends to the indexer's selection; before, to all entries.
       quantise_from: from this share on, weights and cache are rounded as they will be when the model is used.
-      needles: share of rows with planted key-value pairs.
-      pairs, needle_weight: pairs in such a row, and the weight of an asked digit in the loss.
+      needles: share of rows with hidden key-value pairs.
+      questions, nearest: in such a row, and the least bytes back to what is asked for.
+      needle_weight: of an asked digit in the loss.
       kv_format: the cache's rounding.
       dtype: of activations and of the copies of the weights that they meet; the weights themselves are float32.
       seed: of the first weights, the data's order and dropout.
@@ -46,7 +47,8 @@ class Recipe:
     select_from: float = 0.15
     quantise_from: float = 0.6
     needles: float = 0.0
-    pairs: int = 24
+    questions: int = 24
+    nearest: int = 16
     needle_weight: float = 10.0
     kv_format: str = "v4"
     dtype: str = "bfloat16"
@@ -70,8 +72,9 @@ def batch(recipe: Recipe, text: np.ndarray, step: int) -> tuple[np.ndarray, np.n
     weights = np.ones(ids.shape, np.float32)
     for row, start in enumerate(rng.integers(0, len(text) - recipe.length, recipe.rows)):
         if row < recipe.needles * recipe.rows:
-            excerpt = np.take(text, np.arange(start, start + recipe.length + 2000), mode="wrap")
-            ids[row], weights[row] = training_row(rng, excerpt, recipe.length + 1, recipe.pairs, recipe.needle_weight)
+            excerpt = np.take(text, np.arange(start, start + recipe.length + 1), mode="wrap")
+            needles = recipe.questions, recipe.nearest, recipe.needle_weight
+            ids[row], weights[row] = training_row(rng, excerpt, recipe.length + 1, *needles)
         else:
             ids[row, 1:] = text[start : start + recipe.length]
     return ids, weights
@@ -104,6 +107,7 @@ def train_step(
         quantise=progress >= recipe.quantise_from,
         key=jax.random.fold_in(jax.random.key(recipe.seed), state["step"]) if recipe.dropout else None,
         dropout=recipe.dropout,
+        token_weights=weights[:, 1:].reshape(-1),
     )
 
     def loss(trained):

@@ -3,7 +3,7 @@
 import kjv
 import numpy as np
 import pytest
-from needles import DIGITS, test_row as make_row, training_row
+from needles import DIGITS, LETTERS, PAIR, plant, test_row as make_row, training_row
 
 
 def compress(window):
@@ -65,22 +65,47 @@ def verses(n):
     return np.frombuffer(b"And it came to pass that he went.\n" * n, np.uint8).astype(np.int32)
 
 
+def asked_and_told(planted):
+    """The pair at each question, and the pair at the distance that is said."""
+    begins = planted.answers - LETTERS
+    text = bytes(planted.ids[1:].astype(np.uint8).tolist())
+    return [[text[at - 1 : at - 2 + PAIR] for at in places] for places in (begins, begins - planted.distances)]
+
+
+def test_what_is_asked_was_told_at_that_distance():
+    planted = plant(np.random.default_rng(1), verses(60), 1500, [[10, 300, 1000], [400, 412], [700, 1495]])
+    assert planted.ids[0] == kjv.BOS and len(planted.ids) == 1500
+    asked, told = asked_and_told(planted)
+    assert asked == told and len(set(asked)) == 2, "the third pair's question does not fit"
+    assert all(pair[:LETTERS].isupper() and pair[LETTERS:].isdigit() for pair in asked)
+    np.testing.assert_allclose(planted.distances, [290, 12, 700], atol=8)
+    ids = planted.ids[1:].astype(np.uint8).tolist()
+    for pair in {*asked, *told}:
+        ids = [*bytes(ids).replace(pair + b" ", b"")]
+    np.testing.assert_array_equal(ids[:600], verses(60)[:600], "the text itself has changed")
+
+
 def test_training_rows_ask_for_what_they_told():
-    ids, weights = training_row(np.random.default_rng(1), verses(200), 4096, 12, 10.0)
-    assert ids.shape == weights.shape == (4096,)
-    asked = ids[weights == 10].reshape(-1, DIGITS)
-    told = ids[weights == 0].reshape(-1, DIGITS)
-    assert len(asked) >= 10 and {tuple(row) for row in asked} <= {tuple(row) for row in told}
+    rows = [training_row(np.random.default_rng(seed), verses(100), 1025, 12, 16, 10.0) for seed in range(20)]
+    pairs = []
+    for ids, weights in rows:
+        assert ids.shape == weights.shape == (1025,)
+        digits = (ids >= ord("0")) & (ids <= ord("9"))
+        np.testing.assert_array_equal(weights == 1, ~digits)
+        asked, told = (ids[weights == weight] for weight in (10, 0))
+        told = told[: len(told) // DIGITS * DIGITS]  # a value at the row's very end may be cut
+        assert len(asked) >= 6 * DIGITS
+        told = {tuple(value) for value in told.reshape(-1, DIGITS)}
+        assert {tuple(value) for value in asked.reshape(-1, DIGITS)} <= told
+        pairs.append(len(told))
+    assert min(pairs) == 1 and max(pairs) >= 10, "rows with few pairs and with many"
 
 
 def test_needles_lie_where_they_should():
-    row = make_row(np.random.default_rng(1), verses(400), (500, 2000, 8000), 3)
-    assert len(row.answers) == 9 and row.ids[0] == kjv.BOS
-    text = bytes(row.ids[1:].astype(np.uint8).tolist())
-    for answer, distance in zip(row.answers, row.distances, strict=True):
-        value = text[answer - 1 : answer - 1 + DIGITS]
-        sentence = text[text.rindex(b"The portion", 0, answer) : answer - 1 + DIGITS]
-        assert value.isdigit() and text.count(sentence) == 2
-        assert text[answer - 1 - distance :].startswith(value)
-        # Verses before it, and questions before it.
-        assert min(abs(distance - asked) for asked in (500, 2000, 8000)) <= 9 * 40 + 40
+    distances = (500, 2000, 8000)
+    planted = make_row(np.random.default_rng(1), verses(400), distances, 3)
+    assert len(planted.answers) == 9 and planted.ids[0] == kjv.BOS
+    asked, told = asked_and_told(planted)
+    assert asked == told and len(set(asked)) == 9
+    assert planted.answers.min() - LETTERS > max(distances), "a question before the last pair"
+    np.testing.assert_allclose(sorted(planted.distances), np.repeat(distances, 3), atol=4 * PAIR)

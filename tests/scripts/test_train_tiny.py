@@ -78,6 +78,19 @@ def test_the_dense_path_has_the_paged_caches_logits(toy, ids):
     assert np.abs(dense - others).max() > 0.01, "no selection took place"
 
 
+def test_the_index_loss_is_a_weighted_mean_over_tokens(toy, ids):
+    cache = DenseCache.make(TOY, *ids.shape, kv_format="plain", dtype=jnp.float32)
+    some = np.zeros(ids.size, np.float32)
+    some[40:60] = 3.0
+    losses = []
+    for weights in (some, 3 - some, np.full(ids.size, 3, np.float32)):
+        weighted = dataclasses.replace(cache, select=jnp.bool_(True), token_weights=jnp.asarray(weights))
+        losses.append(float(dense_logits(toy, weighted, ids)[1].index_loss))
+    share = 20 / ids.size
+    np.testing.assert_allclose(share * losses[0] + (1 - share) * losses[1], losses[2], rtol=1e-5)
+    assert abs(losses[0] - losses[1]) > 1e-3, "the weights do nothing"
+
+
 def test_refuses_a_length_that_is_no_multiple_of_the_window():
     with pytest.raises(ValueError, match="length=60 must be a multiple of the model's window, 8"):
         DenseCache.make(TOY, 1, 60)
