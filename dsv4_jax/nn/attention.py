@@ -41,7 +41,9 @@ class Attention(nnx.Module):
         self.o_b_proj = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, dtype=dtype, rngs=rngs)
         self.sinks = normal(rngs, (config.num_attention_heads,), std=0.5)
         indexer = CSAIndexer(config, layer, dtype=dtype, rngs=rngs) if kind == CSA else None
-        self.compressor = None if kind == SLIDING else Compressor(config, layer, indexer=indexer, rngs=rngs)
+        self.compressor = (
+            None if kind == SLIDING else Compressor(config, layer, indexer=indexer, dtype=dtype, rngs=rngs)
+        )
 
     def __call__(self, x: Float[Array, "T D"], handle: LayerCacheHandle) -> tuple[Float[Array, "T D"], KVCache]:
         """Stores the tokens in the layer's cache and attends.

@@ -1,30 +1,33 @@
 """The compressor's projections; pooling, rounding and storing are the cache's (`LayerCacheHandle.flush`)."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import LayerCacheHandle
 from dsv4_jax.config import CSA, DSV4Config
-from dsv4_jax.nn.linear import Linear, RMSNorm, normal
+from dsv4_jax.nn.linear import Linear, RMSNorm, matmul, normal
 from dsv4_jax.ops import CompressorWeights
 
 
 class CompressorBase(nnx.Module):
-    """What the layer's compressor and the indexer's have in common (dsv4.md 3): parameters, float32 throughout.
+    """What the layer's compressor and the indexer's have in common (dsv4.md 3): parameters, float32 sums.
 
     Attributes:
-      kv_proj, gate_proj: hidden to coff * head_dim; coff = 2 with overlapping windows (CSA), else 1.
+      kv_proj, gate_proj: hidden to coff * head_dim; coff = 2 with overlapping windows (CSA), else 1. In `dtype`: the
+        release stores them in bfloat16, and products with float32 copies would be the same.
       position_bias: [compress rate, coff * head_dim] float32, added to the gate by position in the window.
       kv_norm: RMS norm of the pooled entry, [head_dim].
     """
 
-    def __init__(self, config: DSV4Config, layer: int, head_dim: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, layer: int, head_dim: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.layer = layer
         width = 2 * head_dim if config.layer_types[layer] == CSA else head_dim
-        self.kv_proj = Linear(config.hidden_size, width, dtype=jnp.float32, rngs=rngs)
-        self.gate_proj = Linear(config.hidden_size, width, dtype=jnp.float32, rngs=rngs)
+        self.kv_proj = Linear(config.hidden_size, width, dtype=dtype, rngs=rngs)
+        self.gate_proj = Linear(config.hidden_size, width, dtype=dtype, rngs=rngs)
         self.position_bias = normal(rngs, (config.compress_rate(layer), width), std=0.5)
         self.kv_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, rngs=rngs)
 
@@ -39,14 +42,18 @@ class CompressorBase(nnx.Module):
         Returns:
           kv and gate, [T, coff * head_dim] float32 (the gate without position bias), and the other parameters.
         """
-        x = x.astype(jnp.float32)
+        kv, gate = (
+            # XLA's CPU adds float32 products more exactly than bfloat16's; a GPU's tensor cores add them in float32.
+            jax.lax.platform_dependent(x, linear.weight[...], cpu=_wide_matmul, default=matmul)
+            for linear in (self.kv_proj, self.gate_proj)
+        )
         weights = CompressorWeights(
             position_bias=self.position_bias[...],
             norm_weight=self.kv_norm.weight[...],
             inv_freq=jnp.asarray(self.config.inv_freq(self.layer)),
             eps=self.config.rms_norm_eps,
         )
-        return self.kv_proj(x), self.gate_proj(x), weights
+        return kv, gate, weights
 
 
 class Compressor(CompressorBase):
@@ -56,8 +63,10 @@ class Compressor(CompressorBase):
       indexer: CSAIndexer, or None in HCA layers.
     """
 
-    def __init__(self, config: DSV4Config, layer: int, *, indexer: CompressorBase | None, rngs: nnx.Rngs):
-        super().__init__(config, layer, config.head_dim, rngs=rngs)
+    def __init__(
+        self, config: DSV4Config, layer: int, *, indexer: CompressorBase | None, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        super().__init__(config, layer, config.head_dim, dtype=dtype, rngs=rngs)
         self.indexer = indexer
 
     def __call__(
@@ -77,3 +86,7 @@ class Compressor(CompressorBase):
             return handle.flush(*self.project(x)), None
         handle = handle.flush(*self.project(x), index=self.indexer.project(x))
         return handle, self.indexer(q_residual, x, handle)
+
+
+def _wide_matmul(x, weight):
+    return matmul(x.astype(jnp.float32), weight)

@@ -42,7 +42,7 @@ class CSAIndexer(CompressorBase):
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        super().__init__(config, layer, config.index_head_dim, rngs=rngs)
+        super().__init__(config, layer, config.index_head_dim, dtype=dtype, rngs=rngs)
         width = config.index_n_heads * config.index_head_dim
         self.q_b_proj = Linear(config.q_lora_rank, width, dtype=dtype, rngs=rngs)
         self.scorer = IndexerScorer(config, dtype=dtype, rngs=rngs)

@@ -110,7 +110,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
           dtype: of activations, bfloat16 or float32.
           rngs: source of the random weights; None = seed 0.
           weights: dtype of embedding and linear weights, bfloat16 or float32; None = `dtype`. Norms, sinks,
-            compressors, routers and hyper-connections are float32 in any case.
+            position biases, routers and hyper-connections are float32 in any case.
 
         Raises:
           ValueError: `dtype` or `weights` is another one.

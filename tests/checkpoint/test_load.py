@@ -116,7 +116,8 @@ def test_the_module_decides_each_dtype():
     assert dtypes["model.layers.1.self_attn.q_a_proj.weight"] == jnp.bfloat16
     assert dtypes["lm_head.weight"] == jnp.bfloat16
     assert dtypes["model.layers.1.mlp.experts.down_proj"] == jnp.bfloat16
-    assert dtypes["model.layers.1.self_attn.compressor.kv_proj.weight"] == jnp.float32
+    assert dtypes["model.layers.1.self_attn.compressor.kv_proj.weight"] == jnp.bfloat16
+    assert dtypes["model.layers.1.self_attn.compressor.position_bias"] == jnp.float32
     assert dtypes["model.layers.1.attn_hc.fn"] == jnp.float32
     assert dtypes["model.layers.0.mlp.gate.tid2eid"] == jnp.int32
 
