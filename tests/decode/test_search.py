@@ -103,7 +103,9 @@ def test_beam_search_is_that_of_the_definition(small, wide, stops):
     found = beam_search(small[0], manager, PROMPT[:29], **options)
     want = naive_beams(small[0], wide, PROMPT[:29], 3, steps, stops)
     assert [c.tokens for c in found] == [tokens for tokens, _ in want]
-    np.testing.assert_array_equal([c.logprob for c in found], [logprob for _, logprob in want])
+    # Read in chunks there, one by one here: sums of programs with other numbers of rows may round differently, and a
+    # quantised row with them.
+    np.testing.assert_allclose([c.logprob for c in found], [logprob for _, logprob in want], rtol=0, atol=0.02)
     assert manager.free_slots == 3 and manager.free_blocks == 36
     if stops:
         assert any(c.tokens[-1] in stops for c in found)
