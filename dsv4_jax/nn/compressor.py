@@ -22,7 +22,9 @@ class CompressorBase(nnx.Module):
       kv_norm: RMS norm of the pooled entry, [head_dim].
     """
 
-    def __init__(self, config: DSV4Config, layer: int, head_dim: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DSV4Config, layer: int, head_dim: int, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ):
         self.config = config
         self.layer = layer
         width = 2 * head_dim if config.layer_types[layer] == CSA else head_dim
@@ -64,7 +66,13 @@ class Compressor(CompressorBase):
     """
 
     def __init__(
-        self, config: DSV4Config, layer: int, *, indexer: CompressorBase | None, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        config: DSV4Config,
+        layer: int,
+        *,
+        indexer: CompressorBase | None,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
     ):
         super().__init__(config, layer, config.head_dim, dtype=dtype, rngs=rngs)
         self.indexer = indexer
