@@ -45,7 +45,8 @@ class CompressorBase(nnx.Module):
           kv and gate, [T, coff * head_dim] float32 (the gate without position bias), and the other parameters.
         """
         kv, gate = (
-            # XLA's CPU adds float32 products more exactly than bfloat16's; a GPU's tensor cores add them in float32.
+            # The released code multiplies in float32: XLA's CPU comes closer to it so than with bfloat16, of which a GPU's
+            # tensor cores add the products in float32.
             jax.lax.platform_dependent(x, linear.weight[...], cpu=_wide_matmul, default=matmul)
             for linear in (self.kv_proj, self.gate_proj)
         )
