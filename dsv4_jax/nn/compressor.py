@@ -45,8 +45,8 @@ class CompressorBase(nnx.Module):
           kv and gate, [T, coff * head_dim] float32 (the gate without position bias), and the other parameters.
         """
         kv, gate = (
-            # The released code multiplies in float32: XLA's CPU comes closer to it so than with bfloat16, of which a GPU's
-            # tensor cores add the products in float32.
+            # The released code multiplies in float32, and XLA's CPU comes closer to it that way.
+            # A GPU's tensor cores add products of bfloat16 in float32.
             jax.lax.platform_dependent(x, linear.weight[...], cpu=_wide_matmul, default=matmul)
             for linear in (self.kv_proj, self.gate_proj)
         )
