@@ -1,11 +1,13 @@
 """Sparse attention on quantised rows: one softmax over window, compressed entries and a sink.
 
 A block serves 64 heads of one query token and a part of its rows, 64 at a time: one warpgroup gathers and dequantises
-rows into shared memory, two multiply, each with half of the value columns. Where tokens are few the rows of one are
-split over several blocks, whose sums `combine` adds up. A row's place in the sums depends on the shapes of the
-arguments and on the token's own position, never on another token.
+rows into shared memory, one scores them, and two add up values, each half of the columns. A tile's weights go from the
+scoring warpgroup to the other through shared memory, so that it scores the next tile while the other still adds. Where
+tokens are few the rows of one are split over several blocks, whose sums `combine` adds up. A row's place in the
+sums depends on the shapes of the arguments and on the token's own position, never on another token.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -27,7 +29,8 @@ from pallas_kernels.support import interpret_params, traced_once
 HEADS = 64  # of a block: the rows of one `wgmma`
 HALF = ROW_DIM // 2
 STAGES = 2
-LOADER = 2  # the warpgroup that gathers
+# Warpgroups: that scores and adds the first half of the columns, that adds the second half, that gathers.
+SCORER, ADDER, LOADER = range(3)
 # Registers a thread. Three warpgroups start with 168 each and may not hold more together.
 LOADING, MULTIPLYING = 120, 192
 MULTIPROCESSORS = 132
@@ -126,13 +129,19 @@ def sparse_attention(
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=[
-            # An axis of one, for `_multiply`.
+            # An axis of one, for `_score`.
             plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
             plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
             plgpu.SMEM((STAGES, TILE), jnp.float32),
+            plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
+            plgpu.SMEM((STAGES, HEADS), jnp.float32),
+            plgpu.SMEM((HEADS,), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
         ],
         interpret=interpret_params(interpret),
@@ -153,12 +162,13 @@ def _splits(blocks, tiles):
 
 def _body(p, q, sinks, *refs):
     refs = list(refs)
-    queries, keys, biases, q_ready, full, free, done = refs[-7:]
+    tile = Tile(p, *refs[-13:-1])
+    done = refs[-1]
     slots, positions, layer = refs[:3]
     places = refs[3] if p.placed else None
     always = 3 + p.placed
     count = always + (0 if p.compressed is None else 2 if p.compressed.indices is None else 3)
-    paged, refs = refs[always:count], refs[count:-7]
+    paged, refs = refs[always:count], refs[count:-13]
     rings, refs = refs[:3], refs[3:]
     pools, out = (None, refs) if p.compressed is None else (refs[:3], refs[3:])
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
@@ -169,59 +179,101 @@ def _body(p, q, sinks, *refs):
     def _():
         plgpu.set_max_registers(LOADING, action="decrease")
         rows = Rows(p, token, slots, positions, layer, places, paged, last)
-        _gather(p, rows, rings, pools, first, last, keys, biases, full, free)
+        _gather(p, rows, rings, pools, first, last, tile)
 
-    @pl.when(warpgroup != LOADER)
+    def store(warpgroup, acc, scale):
+        """The sums of a half of the columns; `scale` [64] makes them a mean, or None."""
+        columns = pl.ds(warpgroup * HALF, HALF)
+        if scale is None:
+            row_tiles.store_product(out[0].at[token, split, heads, columns], acc, interpret=p.interpret)
+            return
+        # The queries have been read. The result takes their place.
+        tile.queries[0, :, columns] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+        if warpgroup == SCORER:
+            plgpu.copy_smem_to_gmem(tile.queries.at[0], out[0].at[token, heads])
+            plgpu.wait_smem_to_gmem(0)
+
+    nothing = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), _L)
+
+    @pl.when(warpgroup == SCORER)
     def _():
         plgpu.set_max_registers(MULTIPLYING, action="increase")
-
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(q.at[token, heads], queries.at[0], q_ready)
-
-        plgpu.barrier_wait(q_ready)
-        step = functools.partial(_multiply, p, warpgroup, queries, keys, biases, full, free, first)
-        acc, top, total = lax.fori_loop(
-            first,
-            last,
-            step,
-            (
-                plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), _L),
-                plgpu.layout_cast(jnp.full((HEADS,), LOWEST, jnp.float32), _PER_HEAD),
-                plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD),
-            ),
+        plgpu.copy_gmem_to_smem(q.at[token, heads], tile.queries.at[0], tile.q_ready)
+        plgpu.barrier_wait(tile.q_ready)
+        none = (
+            nothing,
+            plgpu.layout_cast(jnp.full((HEADS,), LOWEST, jnp.float32), _PER_HEAD),
+            plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD),
         )
-        columns = pl.ds(warpgroup * HALF, HALF)
+        acc, top, total = lax.fori_loop(first, last, functools.partial(_score, tile, first), none)
+        _wait_for_last(tile.weights_free, first, last)
         if p.splits > 1:
-            sums, stats = out
-            row_tiles.store_product(sums.at[token, split, heads, columns], acc, interpret=p.interpret)
-
-            @pl.when(warpgroup == 0)
-            def _():
-                stats[token, split, 0, heads] = top
-                stats[token, split, 1, heads] = total
-
+            out[1][token, split, 0, heads] = top
+            out[1][token, split, 1, heads] = total
+            store(SCORER, acc, None)
             return
         sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
         peak = jnp.maximum(top, sink)
         scale = jnp.exp2(top - peak)
         scale = scale / (total * scale + jnp.exp2(sink - peak))
-        # Both have to be done with the queries, whose place the result takes.
-        plgpu.barrier_arrive(done)
-        plgpu.barrier_wait(done)
-        queries[0, :, columns] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(done)
-        plgpu.barrier_wait(done)
+        tile.scale[...] = scale
+        plgpu.barrier_arrive(tile.scaled)
+        store(SCORER, acc, scale)
 
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.copy_smem_to_gmem(queries.at[0], out[0].at[token, heads])
+    @pl.when(warpgroup == ADDER)
+    def _():
+        plgpu.set_max_registers(MULTIPLYING, action="increase")
+        acc = lax.fori_loop(first, last, functools.partial(_add, tile, first), nothing)
+        if p.splits > 1:
+            store(ADDER, acc, None)
+            return
+        plgpu.barrier_wait(tile.scaled)
+        store(ADDER, acc, plgpu.load(tile.scale, layout=_PER_HEAD, optimized=False))
 
-        plgpu.wait_smem_to_gmem(0)
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What warpgroups hand to one another, in shared memory; but for the queries a stage each.
+
+    Attributes:
+      queries: [1, 64, 512] bfloat16.
+      keys: [STAGES, 64, 512] bfloat16 rows, `full` or `free`; biases: [STAGES, 64] float32, 0 or -inf, with them.
+      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum, `weighed` or `weights_free`.
+      rescale: [STAGES, 64 heads] float32, what earlier sums are multiplied with, with them.
+      scale: [64 heads] float32, what the sums are multiplied with in the end, once `scaled`.
+    """
+
+    p: Problem
+    queries: Any
+    keys: Any
+    biases: Any
+    weights: Any
+    rescale: Any
+    scale: Any
+    q_ready: Any
+    full: Any
+    free: Any
+    weighed: Any
+    weights_free: Any
+    scaled: Any
 
 
-def _gather(p, rows, rings, pools, first, last, keys, biases, full, free):
+def _stage(first, tile):
+    return lax.rem(tile - first, jnp.int32(STAGES))
+
+
+def _wait_for_last(barriers, first, last):
+    """Every stage is free again."""
+
+    @pl.loop(jnp.maximum(last - STAGES, first), last)
+    def _(tile):
+        plgpu.barrier_wait(barriers.at[_stage(first, tile)])
+
+
+def _gather(p, rows, rings, pools, first, last, shared):
     """Fills tile after tile. A tile's rows are loaded while the one before is dequantised."""
     options = dict(kv_format=p.kv_format, interpret=p.interpret)
 
@@ -231,20 +283,19 @@ def _gather(p, rows, rings, pools, first, last, keys, biases, full, free):
 
     def step(tile, carry):
         units, here, entries, blocks, later = carry
-        turn = tile - first
-        stage = lax.rem(turn, jnp.int32(STAGES))
+        stage = _stage(first, tile)
 
-        @pl.when(turn >= STAGES)
+        @pl.when(tile - first >= STAGES)
         def _():
-            plgpu.barrier_wait(free.at[stage])
+            plgpu.barrier_wait(shared.free.at[stage])
 
         there = rows.rows(tile + 1, entries, blocks)
         coming = []
         for i in range(UNITS):
-            row_tiles.store_unit(keys.at[stage], biases.at[stage], i * UNIT, units[i], here[i], **options)
+            row_tiles.store_unit(shared.keys.at[stage], shared.biases.at[stage], i * UNIT, units[i], here[i], **options)
             coming.append(load(tile + 1, there[i]))
         row_tiles.fence(interpret=p.interpret)
-        plgpu.barrier_arrive(full.at[stage])
+        plgpu.barrier_arrive(shared.full.at[stage])
         return coming, there, later, rows.blocks(later), rows.entries(tile + 3)
 
     entries = [rows.entries(first + i) for i in range(3)]
@@ -257,37 +308,62 @@ def _gather(p, rows, rings, pools, first, last, keys, biases, full, free):
         lax.fori_loop(first, last, step, (units, here, entries[1], blocks[1], entries[2]))
 
         # The interpreter wants every arrival waited for.
-        @pl.loop(jnp.maximum(last - STAGES, first), last)
-        def _(tile):
-            plgpu.barrier_wait(free.at[lax.rem(tile - first, jnp.int32(STAGES))])
+        _wait_for_last(shared.free, first, last)
 
 
-def _multiply(p, warpgroup, queries, keys, biases, full, free, first, tile, carry):
-    """Adds a tile to (weighted sum [64, 256], largest score so far, sum of weights)."""
+def _score(shared, first, tile, carry):
+    """Weighs a tile and adds it to (weighted sum [64, 256], largest score so far, sum of weights)."""
     acc, top, total = carry
-    stage = lax.rem(tile - first, jnp.int32(STAGES))
-    plgpu.barrier_wait(full.at[stage])
+    stage = _stage(first, tile)
+    plgpu.barrier_wait(shared.full.at[stage])
     # Always 0, which the compiler does not know: it would keep 64 registers of addresses from one tile to the next.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 
     def score(ref):
-        plgpu.wgmma(ref, queries.at[zero], keys.at[stage].transpose((1, 0)))
+        plgpu.wgmma(ref, shared.queries.at[zero], shared.keys.at[stage].transpose((1, 0)))
         return ref[...]
 
     scores = pl.run_scoped(score, plgpu.ACC((HEADS, TILE), jnp.float32))
-    bias = plgpu.load(biases.at[stage], layout=_PER_COLUMN, optimized=False)
+    bias = plgpu.load(shared.biases.at[stage], layout=_PER_COLUMN, optimized=False)
     scores = scores * SCALE + lax.broadcast_in_dim(bias, scores.shape, [1])
     peak = jnp.maximum(top, scores.max(axis=1))
     alpha = jnp.exp2(top - peak)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
     total = total * alpha + weights.sum(axis=1)
-    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
     weights = weights.astype(jnp.bfloat16)
-    values = keys.at[stage, :, pl.ds(warpgroup * HALF, HALF)]
-    if p.interpret:
+
+    @pl.when(tile - first >= STAGES)
+    def _():
+        plgpu.barrier_wait(shared.weights_free.at[stage])
+
+    shared.weights[stage] = weights
+    shared.rescale[stage] = alpha
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.weighed.at[stage])
+    acc = _add_values(shared, SCORER, acc, alpha, weights, stage)
+    return acc, peak, total
+
+
+def _add(shared, first, tile, acc):
+    """Adds a tile to the weighted sum [64, 256] of the second half of the columns."""
+    stage = _stage(first, tile)
+    plgpu.barrier_wait(shared.full.at[stage])
+    plgpu.barrier_wait(shared.weighed.at[stage])
+    alpha = plgpu.load(shared.rescale.at[stage], layout=_PER_HEAD, optimized=False)
+    acc = _add_values(shared, ADDER, acc, alpha, shared.weights.at[stage], stage)
+    plgpu.barrier_arrive(shared.weights_free.at[stage])
+    return acc
+
+
+def _add_values(shared, warpgroup, acc, alpha, weights, stage):
+    """`acc * alpha` and the tile's values, weighed."""
+    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+    values = shared.keys.at[stage, :, pl.ds(warpgroup * HALF, HALF)]
+    if shared.p.interpret:
         # The interpreter has no product with a start value and none of an operand in registers.
-        acc = acc + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32), precision="highest")
+        weights = weights[...].astype(jnp.float32)
+        acc = acc + jnp.dot(weights, values[...].astype(jnp.float32), precision="highest")
     else:
         acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
-    plgpu.barrier_arrive(free.at[stage])
-    return acc, peak, total
+    plgpu.barrier_arrive(shared.free.at[stage])
+    return acc
