@@ -34,6 +34,14 @@ def test_the_cache_costs_little():
     assert bits["v4", "top-k"] < 0.98 * bits["v4", "trained with the window only"] < bits["v4", "window"]
 
 
+def test_facts_are_found_through_a_quantised_cache():
+    found = {(row["format"], row["attended"]): row["accuracy"] for row in COST["needles"]}
+    for name in ("plain", "v4", "per_entry"):
+        assert list(found[name, "top-k"]) == ["1000", "2000", "4000", "8000", "16000"]
+        assert min(found[name, "top-k"].values()) > 0.95
+    assert max(found["plain", "window"].values()) == 0
+
+
 def test_the_prefix_cache_serves_the_same_tokens_sooner():
     cold, cached = SERVE["results"]
     assert SERVE["device"] and SERVE["jax"] and not cold["prefix_cache"] and cached["prefix_cache"]
