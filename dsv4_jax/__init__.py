@@ -38,3 +38,4 @@ from dsv4_jax.host import (
 )
 from dsv4_jax.nn import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
 from dsv4_jax.quant import kv_format as kv_format
+from dsv4_jax.xla_flags import set_xla_flags as set_xla_flags

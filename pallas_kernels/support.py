@@ -39,10 +39,20 @@ def traced_once(*static: str, writes: bool = False) -> Callable[[Callable], Call
     """
 
     def decorate(function):
-        inner = function if writes else _one_by_one(function)
+        inner = (_apart if writes else _one_by_one)(function)
         return jax.jit(inner, static_argnames=(*static, "interpret"))
 
     return decorate
+
+
+def _apart(function):
+    """Keeps slices of operands out of the call: XLA fuses one with it and forgets that it writes in place."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*jax.lax.optimization_barrier(args), **kwargs)
+
+    return call
 
 
 def _one_by_one(function):

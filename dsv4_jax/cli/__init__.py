@@ -10,6 +10,7 @@ from dsv4_jax.cli.bench import Bench
 from dsv4_jax.cli.generate import Generate
 from dsv4_jax.cli.plan import Plan
 from dsv4_jax.cli.score import Score
+from dsv4_jax.xla_flags import set_xla_flags
 
 
 _DESCRIPTION = """DeepSeek-V4's quantised, paged KV cache and sparse-attention decode.
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = tyro.cli(
         _Command, prog="dsv4-jax", description=_DESCRIPTION, args=argv, config=(tyro.conf.FlagCreatePairsOff,)
     )
+    set_xla_flags()
     try:
         command.run()
     except (ValueError, TypeError, OSError) as error:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.cache.pools import PagedKVPool, SWAPool
 from dsv4_jax.config import CSA, HCA, DSV4Config
 from dsv4_jax.decode.packed import PackedModel, unpack
@@ -72,9 +72,9 @@ def begin_step(cache: KVCache, batch: Batch) -> KVCache:
     return cache.begin_step(batch)
 
 
-def random_cache(manager: KVCacheManager) -> KVCache:
+@functools.partial(jax.jit, static_argnames="schema")
+def random_cache(schema: CacheSchema) -> KVCache:
     """A cache whose pools and rings hold encoded random rows: 1024 blocks of them repeated, all layers alike."""
-    schema = manager.schema
     config, fmt = schema.config, schema.kv_format
 
     def fill(struct, width, encode):
@@ -87,18 +87,14 @@ def random_cache(manager: KVCacheManager) -> KVCache:
     def encode(x):
         return fmt.encode(x, config.qk_rope_head_dim)
 
-    @jax.jit
-    def make():
-        abstract = KVCache.abstract(schema)
-        parts: dict[str, Any] = {}
-        for name in ("csa", "hca"):
-            if (pool := getattr(abstract, name)) is not None:
-                index = pool.index and fill(pool.index, config.index_head_dim, fmt.encode_index)
-                parts[name] = PagedKVPool(fill(pool.entries, config.head_dim, encode), index)
-        swa = SWAPool(fill(abstract.swa.rows, config.head_dim, encode))
-        return dataclasses.replace(KVCache.zeros(schema), swa=swa, **parts)
-
-    return make()
+    abstract = KVCache.abstract(schema)
+    parts: dict[str, Any] = {}
+    for name in ("csa", "hca"):
+        if (pool := getattr(abstract, name)) is not None:
+            index = pool.index and fill(pool.index, config.index_head_dim, fmt.encode_index)
+            parts[name] = PagedKVPool(fill(pool.entries, config.head_dim, encode), index)
+    swa = SWAPool(fill(abstract.swa.rows, config.head_dim, encode))
+    return dataclasses.replace(KVCache.zeros(schema), swa=swa, **parts)
 
 
 class Decoding:
@@ -127,7 +123,7 @@ class Decoding:
             self.manager.release(slot)
         self._slots = [self.manager.admit() for _ in range(self.requests)]
         batch = self.batch(reserve=past)
-        self._cache = begin_step(random_cache(self.manager) if self._cache is None else self._cache, batch)
+        self._cache = begin_step(random_cache(self.manager.schema) if self._cache is None else self._cache, batch)
         for slot in self._slots:
             self.manager.advance(slot, past - 1)
 

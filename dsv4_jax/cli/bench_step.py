@@ -27,6 +27,8 @@ from dsv4_jax.quant import KVFormat
 # Steps that a mean is taken over; a context's requests begin this much earlier, so as to end there.
 STEPS = 32
 MARGIN = 4 * STEPS
+# Steps before that: XLA records its CUDA graphs in the second.
+WARM_UP = 4
 # What a kernel is, by parts of its name; matrix products of XLA's own are found through the program's text.
 KINDS = {
     "append + flush": ("append_swa", "flush"),
@@ -81,7 +83,8 @@ class Case:
         """Milliseconds of a step, of its dispatch and, if asked for, of a step of the on-device loop."""
         decoding = self.decoding
         decoding.begin(self.context - MARGIN)
-        jax.block_until_ready(decoding.step(decoding.batch()))
+        for _ in range(WARM_UP):
+            jax.block_until_ready(decoding.step(decoding.batch()))
         times = dict(milliseconds=_steps_in_a_row(decoding), dispatch_milliseconds=_dispatch(decoding))
         if loop:
             for _ in range(2):  # the first compiles
@@ -136,7 +139,7 @@ def run(config: DSV4Config, kv_format: KVFormat, options: Options, report: dict[
     if layers := options.layers:
         kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
         config = dataclasses.replace(config, num_hidden_layers=layers, **kinds)
-    stack = pack(AttentionStack(config, nnx.Rngs(0)))
+    stack = pack(AttentionStack(config, nnx.Rngs(0)), join=True)
     weights = sum(leaf.nbytes for leaf in stack.leaves)
     cases: list[Case] = []
     for requests in options.batches:

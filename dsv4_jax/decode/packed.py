@@ -1,10 +1,14 @@
 """A model that costs the host little to hand to a compiled function."""
 
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+
+from dsv4_jax.nn.linear import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -17,21 +21,67 @@ class PackedModel:
 
     Attributes:
       leaves: the arrays.
+      places: for each of the model's arrays, the leaf that it is, or (leaf, first row, rows) where it was joined with
+        others (static).
       structure: how they make up the model (static).
     """
 
     leaves: list[Any]
+    places: tuple[int | tuple[int, int, int], ...] = dataclasses.field(metadata=dict(static=True))
     structure: Any = dataclasses.field(metadata=dict(static=True))
 
 
-def pack(model: nnx.Module | PackedModel) -> PackedModel:
-    """The model for callers that run many steps, accepted wherever `dsv4_jax.decode` takes a model."""
+def pack(model: nnx.Module | PackedModel, *, join: bool = False) -> PackedModel:
+    """The model for callers that run many steps, accepted wherever `dsv4_jax.decode` takes a model.
+
+    Args:
+      model: an nnx.Module; a packed one is returned as it is.
+      join: store matrices that are multiplied with the same input as one, so that a step reads them in one product
+        instead of up to seven small ones. Modules say which, `same_input()`; sharded and quantised ones stay as they
+        are. The joined ones are copies: drop `model` where memory is short.
+    """
     if isinstance(model, PackedModel):
         return model
-    leaves, structure = jax.tree.flatten(model)
-    return PackedModel(leaves, structure)
+    arrays, structure = jax.tree.flatten(model)
+    groups = _groups(model) if join else []
+    leaves: list[Any] = []
+    place: dict[int, tuple[int, int, int]] = {}
+    for group in groups:
+        start = 0
+        for matrix in group:
+            place[id(matrix)] = (len(leaves), start, len(matrix))
+            start += len(matrix)
+        leaves.append(jnp.concatenate(group))
+    places: list[int | tuple[int, int, int]] = []
+    for array in arrays:
+        places.append(place.get(id(array), len(leaves)))
+        if id(array) not in place:
+            leaves.append(array)
+    return PackedModel(leaves, tuple(places), structure)
 
 
 def unpack(model: nnx.Module | PackedModel) -> Any:
     """The model itself, also while it is traced."""
-    return jax.tree.unflatten(model.structure, model.leaves) if isinstance(model, PackedModel) else model
+    if not isinstance(model, PackedModel):
+        return model
+    arrays = [
+        model.leaves[place] if isinstance(place, int) else Rows(model.leaves[place[0]], *place[1:])
+        for place in model.places
+    ]
+    return jax.tree.unflatten(model.structure, arrays)
+
+
+def _groups(model):
+    """Lists of two or more matrices with the same input, dtype and devices, none of them sharded."""
+    groups = []
+    for _, module in nnx.iter_modules(model):
+        for linears in getattr(module, "same_input", list)():
+            alike = defaultdict(list)
+            for linear in linears:
+                matrix = linear.weight.get_value()
+                if isinstance(matrix, jax.core.Tracer):
+                    alike[matrix.dtype].append(matrix)
+                elif isinstance(matrix, jax.Array) and matrix.sharding.is_fully_replicated:
+                    alike[matrix.dtype, matrix.sharding].append(matrix)
+            groups += [group for group in alike.values() if len(group) > 1]
+    return groups

@@ -1,5 +1,8 @@
 """The small parametrised pieces: linear maps, RMS norm, embedding."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,16 +19,42 @@ def normal(
     return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype))
 
 
-def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array, "... m"]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some rows of a matrix that also holds those of other linear maps with the same input.
+
+    A parameter may hold it in place of an array. `matmul` multiplies with the whole matrix and takes its part: the
+    product is written once for every map, and XLA computes equal products once.
+
+    Attributes:
+      matrix: [all, n].
+      start, size: which rows (static).
+    """
+
+    matrix: Any
+    start: int = dataclasses.field(metadata=dict(static=True))
+    size: int = dataclasses.field(metadata=dict(static=True))
+
+    def __getitem__(self, index: Any) -> "Rows":
+        """Itself: parameters are read as `parameter[...]`."""
+        if index is not ...:
+            raise TypeError(f"joined rows are read as parameter[...], not parameter[{index}]")
+        return self
+
+
+def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"] | Rows) -> Float[Array, "... m"]:
     """`x @ weight.T` with exact products and float32 sums.
 
     Args:
       x: [..., n].
-      weight: [m, n], [out, in] as in the checkpoint.
+      weight: [m, n], [out, in] as in the checkpoint, or rows of such a matrix.
 
     Returns:
       [..., m] float32, not rounded.
     """
+    if isinstance(weight, Rows):
+        return jax.lax.slice_in_dim(matmul(x, weight.matrix), weight.start, weight.start + weight.size, axis=-1)
     x, weight = same_dtype(x, weight)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, precision="highest", preferred_element_type=jnp.float32)

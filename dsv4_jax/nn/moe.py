@@ -103,6 +103,10 @@ class MLP(nnx.Module):
         self.up_proj = Linear(hidden, inner, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(inner, hidden, dtype=dtype, rngs=rngs)
 
+    def same_input(self) -> list[list[Linear]]:
+        """Linear maps of the input: `pack` may join them."""
+        return [[self.gate_proj, self.up_proj]]
+
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
         inner = swiglu(self.gate_proj(x), self.up_proj(x), self.limit)

@@ -12,6 +12,7 @@ from flax import nnx
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.decode import pack
 from dsv4_jax.decode.step import last_logits
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.ops.kernels import compile_in_process
@@ -22,21 +23,22 @@ def step(model, cache, batch):
         return last_logits(model, cache, batch)
 
 
-def arguments():
+def arguments(requests=8, join=False):
     """(model, cache, batch) of shapes alone: a layer of each kind, cache rows as released."""
     config = dataclasses.replace(
         DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("moe",) * 3,
         hidden_size=512, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=8,
     )  # fmt: skip
-    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, rngs=nnx.Rngs(0)))
-    sizes = dict(num_blocks=2048, max_requests=8, max_context=4096, kv_format="v4")
+    model = jax.eval_shape(lambda: pack(DeepseekV4ForCausalLM(config, rngs=nnx.Rngs(0)), join=join))
+    sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4")
     cache = KVCache.abstract(CacheSchema.from_config(config, **sizes))
 
     def ints(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    return model, cache, Batch(ints(8), ints(8), ints(8), ints(8, 3), ints(8), prefill=False)
+    tokens = ints(requests)
+    return model, cache, Batch(tokens, tokens, tokens, ints(requests, 3), tokens, prefill=False)
 
 
 def check_in_place(compiled, cache):
@@ -44,6 +46,8 @@ def check_in_place(compiled, cache):
     text = compiled.as_text()
     assert text.count('custom_call_target="mosaic_gpu') >= 3, "no kernels in the step"
     assert compiled.memory_analysis().alias_size_in_bytes >= cache.nbytes
+    # Where XLA fuses an operand's slice with a kernel it forgets what the kernel writes in place.
+    assert "dynamic_slice_fusion" not in text and "dynamic-slice-fusion" not in text
     # By type and number of elements: the kernels see pools with their leading axes merged.
     names = {"uint8": "u8", "bfloat16": "bf16", "float32": "f32", "int32": "s32"}
     pools = {(names[x.dtype.name], math.prod(x.shape)) for x in jax.tree.leaves(cache) if x.ndim > 2}
@@ -56,10 +60,12 @@ def check_in_place(compiled, cache):
 def test_no_copy_of_a_pool_in_a_step_with_kernels():
     compile_in_process("""
 from tests.decode.test_h100_step import arguments, check_in_place, step
-check_in_place(compile_for_h100("step", step, *arguments(), donate_argnums=1), arguments()[1])
+for given in arguments(), arguments(requests=1, join=True):
+    check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
 """)
 
 
 @pytest.mark.gpu
 def test_no_copy_of_a_pool_in_a_step_on_the_gpu():
-    check_in_place(jax.jit(step, donate_argnums=1).lower(*arguments()).compile(), arguments()[1])
+    given = arguments()
+    check_in_place(jax.jit(step, donate_argnums=1).lower(*given).compile(), given[1])

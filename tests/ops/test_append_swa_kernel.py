@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from dsv4_jax import ops
 from dsv4_jax.quant import kv_format
-from tests.ops.kernels import DIM, FORMATS, NOPE, ROPE, check, registers
+from tests.ops.kernels import DIM, FORMATS, NOPE, ROPE, check, compile_in_process, registers
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 
 
@@ -89,6 +89,23 @@ for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 12
         assert " copy(" not in compiled.as_text()
 """)
     assert len(used) == 4 and max(used.values()) <= 64, used
+
+
+@pytest.mark.aot
+def test_a_slice_of_a_larger_array_is_not_fused_with_the_write():
+    """XLA would fuse it at T=1, and forget that the kernel writes in place."""
+    compile_in_process("""
+import jax, jax.numpy as jnp
+from pallas_kernels.append_swa import append_swa
+S, ints = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1,), jnp.int32)
+pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), S((3, 64, 128, 8), jnp.uint8)
+def append(x, *args):
+    return append_swa(x[:, 512:1024], *args, kv_format="v4")
+args = S((1, 2048), jnp.bfloat16), ints, ints, S((), jnp.int32), *pools
+text = compile_for_h100("sliced", append, *args, donate_argnums=(4, 5, 6)).as_text()
+(write,) = [line for line in text[text.index("ENTRY") :].splitlines() if 'custom_call_target="mosaic_gpu' in line]
+assert "output_to_operand_aliasing" in write, write
+""")
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():

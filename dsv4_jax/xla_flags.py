@@ -1,0 +1,19 @@
+"""XLA's options for programs that decode; benchmarks/README.md, "Decode steps", has what was measured."""
+
+import os
+
+
+# XLA counts a donated cache three times, finds too little memory, and computes projections again that it could keep:
+# a step of 8 requests of a million tokens had 252 products instead of 172.
+FLAGS = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+def set_xla_flags() -> None:
+    """Adds `FLAGS` to the environment variable XLA_FLAGS, for programs compiled from now on in this process.
+
+    Call it before JAX first uses a device: XLA reads the variable once. Flags that are set already stay as they are.
+    The command line calls it; a program of your own that decodes on a GPU should.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    new = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()

@@ -1,0 +1,30 @@
+"""XLA's options for decoding are added to those that a user has set."""
+
+import os
+
+import pytest
+
+from dsv4_jax import set_xla_flags
+from dsv4_jax.xla_flags import FLAGS
+
+
+OURS = " ".join(f"--{name}={value}" for name, value in FLAGS.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, OURS),
+        ("", OURS),
+        ("--xla_dump_to=x", f"--xla_dump_to=x {OURS}"),
+        (OURS, OURS),
+        ("--xla_disable_hlo_passes=dce", "--xla_disable_hlo_passes=dce"),
+    ],
+)
+def test_flags_are_added_and_given_ones_stay(monkeypatch, before, after):
+    if before is None:
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+    else:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    set_xla_flags()
+    assert os.environ["XLA_FLAGS"] == after
