@@ -40,7 +40,8 @@ class Life:
     def __init__(self):
         self.manager = make(num_blocks=6, max_requests=3)
         self.prefix = PrefixCache(self.manager, key="")
-        self.engine = Engine(PackedModel([], None), self.manager, token_budget=30, drafter=Guess(), prefix=self.prefix)
+        nothing = PackedModel([], (), None)
+        self.engine = Engine(nothing, self.manager, token_budget=30, drafter=Guess(), prefix=self.prefix)
         self.told, self.requests = {}, []
 
     def add(self, n, start, new, seed=0):
