@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv4_jax.nn.linear import Rows
+from dsv4_jax.nn.linear import JoinedWeight
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +65,7 @@ def unpack(model: nnx.Module | PackedModel) -> Any:
     if not isinstance(model, PackedModel):
         return model
     arrays = [
-        model.leaves[place] if isinstance(place, int) else Rows(model.leaves[place[0]], *place[1:])
+        model.leaves[place] if isinstance(place, int) else JoinedWeight(model.leaves[place[0]], *place[1:])
         for place in model.places
     ]
     return jax.tree.unflatten(model.structure, arrays)

@@ -47,13 +47,8 @@ class Attention(nnx.Module):
 
     def same_input(self) -> list[list[Linear]]:
         """Linear maps of the layer's input, and those of the query latent: `pack` may join them."""
-        hidden, latent = [self.q_a_proj, self.kv_proj], [self.q_b_proj]
-        if self.compressor is not None:
-            hidden += [self.compressor.kv_proj, self.compressor.gate_proj]
-            if isinstance(indexer := self.compressor.indexer, CSAIndexer):
-                hidden += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
-                latent += [indexer.q_b_proj]
-        return [hidden, latent]
+        hidden, latent = ([], []) if self.compressor is None else self.compressor.linears()
+        return [[self.q_a_proj, self.kv_proj, *hidden], [self.q_b_proj, *latent]]
 
     def __call__(self, x: Float[Array, "T D"], handle: LayerCacheHandle) -> tuple[Float[Array, "T D"], KVCache]:
         """Stores the tokens in the layer's cache and attends.

@@ -33,6 +33,10 @@ class CompressorBase(nnx.Module):
         self.position_bias = normal(rngs, (config.compress_rate(layer), width), std=0.5)
         self.kv_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, rngs=rngs)
 
+    def linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Its linear maps of the layer's input, and those of the query latent."""
+        return [self.kv_proj, self.gate_proj], []
+
     def project(
         self, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T width"], Float[Array, "T width"], CompressorWeights]:
@@ -77,6 +81,11 @@ class Compressor(CompressorBase):
     ):
         super().__init__(config, layer, config.head_dim, dtype=dtype, rngs=rngs)
         self.indexer = indexer
+
+    def linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Its own and its indexer's."""
+        hidden, latent = ([], []) if self.indexer is None else self.indexer.linears()
+        return [self.kv_proj, self.gate_proj, *hidden], latent
 
     def __call__(
         self, x: Float[Array, "T D"], q_residual: Float[Array, "T R"], handle: LayerCacheHandle

@@ -47,6 +47,10 @@ class CSAIndexer(CompressorBase):
         self.q_b_proj = Linear(config.q_lora_rank, width, dtype=dtype, rngs=rngs)
         self.scorer = IndexerScorer(config, dtype=dtype, rngs=rngs)
 
+    def linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Its linear maps of the layer's input, and that of the query latent."""
+        return [self.kv_proj, self.gate_proj, self.scorer.weights_proj], [self.q_b_proj]
+
     def __call__(
         self, q_residual: Float[Array, "T R"], x: Float[Array, "T D"], handle: LayerCacheHandle
     ) -> Int[Array, "T k"]:

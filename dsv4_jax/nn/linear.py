@@ -21,8 +21,8 @@ def normal(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Some rows of a matrix that also holds those of other linear maps with the same input.
+class JoinedWeight:
+    """A weight whose matrix also holds those of other linear maps with the same input: some of its rows.
 
     A parameter may hold it in place of an array. `matmul` multiplies with the whole matrix and takes its part: the
     product is written once for every map, and XLA computes equal products once.
@@ -36,14 +36,14 @@ class Rows:
     start: int = dataclasses.field(metadata=dict(static=True))
     size: int = dataclasses.field(metadata=dict(static=True))
 
-    def __getitem__(self, index: Any) -> "Rows":
+    def __getitem__(self, index: Any) -> "JoinedWeight":
         """Itself: parameters are read as `parameter[...]`."""
         if index is not ...:
             raise TypeError(f"joined rows are read as parameter[...], not parameter[{index}]")
         return self
 
 
-def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"] | Rows) -> Float[Array, "... m"]:
+def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"] | JoinedWeight) -> Float[Array, "... m"]:
     """`x @ weight.T` with exact products and float32 sums.
 
     Args:
@@ -53,7 +53,7 @@ def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"] | Rows) -> Floa
     Returns:
       [..., m] float32, not rounded.
     """
-    if isinstance(weight, Rows):
+    if isinstance(weight, JoinedWeight):
         return jax.lax.slice_in_dim(matmul(x, weight.matrix), weight.start, weight.start + weight.size, axis=-1)
     x, weight = same_dtype(x, weight)
     contract = (((x.ndim - 1,), (1,)), ((), ()))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from dsv4_jax.decode import decode_step, pack
 from dsv4_jax.decode.packed import unpack
-from dsv4_jax.nn.linear import Linear, Rows
+from dsv4_jax.nn.linear import JoinedWeight, Linear
 
 
 def test_a_packed_model_takes_the_same_step(model, manager):
@@ -27,25 +27,25 @@ def test_packing_copies_nothing_and_twice_is_once(model):
     assert jax.tree.structure(pack(model)) == jax.tree.structure(packed)
 
 
-def check_joined(model, manager):
+def check_joined(model, manager, atol):
+    """Logits within +-4: a product's float32 sum may run in another order and then round the other way to bfloat16."""
     slots = [manager.admit() for _ in range(3)]
     for tokens in ([5, 6, 7, 8, 9], [1]):
         batch = manager.prepare_forward({slot: tokens for slot in slots})
         expected, _ = decode_step(model, manager.init_cache(), batch)
         got, _ = decode_step(pack(model, join=True), manager.init_cache(), batch)
-        # bfloat16 activations: a product's float32 sum may run in another order and then round the other way, which the
-        # layers behind carry on; logits lie within +-20.
-        np.testing.assert_allclose(got, expected, atol=0.25)
-        assert np.mean(np.abs(got - expected)) < 0.02
+        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
 def test_a_joined_model_takes_the_same_step(model, manager):
-    check_joined(model, manager)
+    # Equal on the CPU where this was written; a unit in the last place elsewhere.
+    check_joined(model, manager, 2**-6)
 
 
 @pytest.mark.gpu
 def test_a_joined_model_takes_the_same_step_on_the_gpu(model, manager):
-    check_joined(model, manager)
+    # Other tiles, so that many sums differ, and the layers behind carry it on.
+    check_joined(model, manager, 0.1)
 
 
 def test_joining_moves_every_row_to_its_place(model):
@@ -53,9 +53,9 @@ def test_joining_moves_every_row_to_its_place(model):
     assert len(joined.leaves) < len(plain.leaves)
     assert sum(leaf.nbytes for leaf in joined.leaves) == sum(leaf.nbytes for leaf in plain.leaves)
     found = 0
-    for part, whole in zip(jax.tree.leaves(unpack(joined), is_leaf=_is_rows), plain.leaves, strict=True):
-        found += isinstance(part, Rows)
-        rows = part.matrix[part.start : part.start + part.size] if isinstance(part, Rows) else part
+    for part, whole in zip(jax.tree.leaves(unpack(joined), is_leaf=_is_joined), plain.leaves, strict=True):
+        found += isinstance(part, JoinedWeight)
+        rows = part.matrix[part.start : part.start + part.size] if isinstance(part, JoinedWeight) else part
         np.testing.assert_array_equal(rows, whole)
     # Per layer: hidden (two, four or seven maps), latent (one, or two with an indexer), the shared expert's two.
     attentions = [layer.self_attn for layer in model.model.layers]
@@ -63,8 +63,8 @@ def test_joining_moves_every_row_to_its_place(model):
     assert found == sum(sizes) + 2 * len(attentions)
 
 
-def _is_rows(x):
-    return isinstance(x, Rows)
+def _is_joined(x):
+    return isinstance(x, JoinedWeight)
 
 
 class Pair(nnx.Module):
@@ -93,4 +93,4 @@ def test_a_joined_product_is_written_once():
 
 def test_rows_are_read_whole():
     with pytest.raises(TypeError, match=r"parameter\[...\], not parameter\[0\]"):
-        Rows(jnp.ones((4, 8)), 0, 2)[0]
+        JoinedWeight(jnp.ones((4, 8)), 0, 2)[0]
