@@ -70,7 +70,11 @@ def _forward(eps, interpret, *arrays):
 
 def _backward(eps, interpret, arrays, cotangents):
     *differentiable, positions, inv_freq = arrays
-    _, pull = jax.vjp(lambda *x: _norm_rope_xla(*x, positions, inv_freq, eps=eps), *differentiable)
+
+    def reference(q, kv, weight):
+        return _norm_rope_xla(q, kv, weight, positions, inv_freq, eps=eps)
+
+    _, pull = jax.vjp(reference, *differentiable)
     return *pull(cotangents), None, None
 
 
