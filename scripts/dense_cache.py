@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle
 from dsv4_jax.config import CSA, DSV4Config
-from dsv4_jax.nn.linear import rms_normalize
 from dsv4_jax.ops import CompressorWeights
+from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import KVFormat, hadamard, round_to
 
 

@@ -16,7 +16,8 @@ from dsv4_jax.config import CSA, HCA, DSV4Config
 from dsv4_jax.decode.packed import PackedModel, unpack
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
-from dsv4_jax.nn.linear import RMSNorm, rms_normalize
+from dsv4_jax.nn.linear import RMSNorm
+from dsv4_jax.ops.norm_rope import rms_normalize
 
 
 class AttentionStack(nnx.Module):

@@ -9,9 +9,8 @@ from dsv4_jax.cache import KVCache, LayerCacheHandle
 from dsv4_jax.config import CSA, SLIDING, DSV4Config
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.indexer import CSAIndexer
-from dsv4_jax.nn.linear import GroupedLinear, Linear, RMSNorm, normal, rms_normalize
-from dsv4_jax.ops import apply_rope
-from dsv4_jax.quant import round_to
+from dsv4_jax.nn.linear import GroupedLinear, Linear, RMSNorm, normal
+from dsv4_jax.ops import apply_rope, norm_rope
 
 
 class Attention(nnx.Module):
@@ -66,9 +65,8 @@ class Attention(nnx.Module):
 
         q_residual = self.q_a_norm(self.q_a_proj(x))
         q = self.q_b_proj(q_residual).reshape(-1, config.num_attention_heads, config.head_dim)
-        q = round_to(rms_normalize(q.astype(jnp.float32), config.rms_norm_eps), q.dtype)
-        q = apply_rope(q, positions, inv_freq)
-        handle = handle.write_swa(apply_rope(self.kv_norm(self.kv_proj(x)), positions, inv_freq))
+        q, kv = norm_rope(q, self.kv_proj(x), self.kv_norm.weight[...], positions, inv_freq, eps=config.rms_norm_eps)
+        handle = handle.write_swa(kv)
 
         indices = None
         if self.compressor is not None:

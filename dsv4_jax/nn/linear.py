@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
 
 
@@ -64,11 +65,6 @@ def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Flo
     """Both in the wider of their dtypes: weights may be float32 beside bfloat16 activations, or the other way."""
     dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return x.astype(dtype), weight.astype(dtype)
-
-
-def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
-    """`x / sqrt(mean(x**2) + eps)` over the last axis; float32 in and out."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 class Linear(nnx.Module):
