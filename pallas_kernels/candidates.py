@@ -34,6 +34,7 @@ class Candidates:
       plan: how the row is shared out.
       row: its number.
       length: int32 scalar, entries of the row that count.
+      alone: bool scalar, whether the row is so short that one block of the cluster has all of it, and waits for none.
       steps: int32 scalar, loads that a warp needs to see its stretch.
     """
 
@@ -47,7 +48,8 @@ class Candidates:
         self._words, self._listed, self._barriers = words, listed, barriers
         self.row, self._block, self._wg = (lax.axis_index(name) for name in ("row", "block", "warpgroup"))
         self.length = jnp.clip(lengths[self.row], 0, scores.shape[1])
-        per_step = plan.blocks * plan.warps * STEP
+        self.alone = self.length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
+        per_step = jnp.where(self.alone, 1, plan.blocks) * (plan.warps * STEP)
         self.steps = lax.div(self.length + (per_step - 1), per_step)
         self._first = self._block * (self.steps * (plan.warps * STEP))
 
@@ -55,7 +57,7 @@ class Candidates:
         """Clears this block's counts and marks; `wait` before anything is counted."""
         plan = self.plan
 
-        def emit(memory):
+        def emit(memory, alone):
             def clear(i):
                 at = (words.thread() + i * plan.threads) * 4
                 with words.when(at < plan.zeros):
@@ -64,13 +66,24 @@ class Candidates:
 
             words.loop(-(-plan.zeros // (4 * plan.threads)), clear)
             if plan.blocks > 1:
-                words.cluster_arrive()
+                with words.when(alone.equals(0)):
+                    words.cluster_arrive()
 
-        words.inline(emit, self._words)
+        words.inline(emit, self._words, self.alone)
 
     def wait(self) -> None:
-        """For `zero` in all blocks of the cluster."""
-        words.inline(words.sync if self.plan.blocks == 1 else words.cluster_wait)
+        """For `zero` in all blocks of the cluster, or in this one if it needs no other."""
+
+        def emit(alone):
+            with words.when(alone > 0):
+                words.sync()
+            with words.when(alone.equals(0)):
+                words.cluster_wait()
+
+        if self.plan.blocks == 1:
+            words.inline(words.sync)
+        else:
+            words.inline(emit, self.alone)
 
     # --- scores ---
 

@@ -125,7 +125,7 @@ def _select(steps: Steps) -> None:
     @pl.when(is_long)
     def _():
         steps.count(held, first)
-        steps.find(0, jnp.int32(plan.k), jnp.bool(False))
+        steps.find(0, jnp.int32(plan.k), steps.alone)
 
     # Keys low .. low + width - 1 hold the k-th, as their rank-th largest; larger ones are selected.
     digit, rank, spare = steps.found(0)
@@ -151,8 +151,9 @@ def _select(steps: Steps) -> None:
 
     shared = jnp.bool(False)
     if plan.blocks > 1:
-        pl.when(is_long)(lambda: steps.share(kept, lost))
-        shared = is_long & steps.is_shared()
+        meets = is_long & ~steps.alone
+        pl.when(meets)(lambda: steps.share(kept, lost))
+        shared = meets & steps.is_shared()
 
     for number in (1, 2):
 
@@ -160,7 +161,7 @@ def _select(steps: Steps) -> None:
         def _(number=number, low=low, width=width, rank=rank):
             pl.when(shared)(lambda: steps.count_shared(number, low, width))
             pl.when(~shared)(lambda: each_kept(lambda kept: steps.count_kept(number, kept, low, width)))
-            steps.find(number, rank, shared)
+            steps.find(number, rank, shared | steps.alone)
 
         # All zero where the pass was left out.
         digit, *found = steps.found(number)

@@ -200,7 +200,7 @@ class Steps(Candidates):
             words.cluster_arrive()
             words.cluster_wait()
 
-        def emit(memory, out, row, block, ties, shared, first, steps):
+        def emit(memory, out, row, block, ties, shared, alone, first, steps):
             words.sync()
             mine, counts = [], words.constant(0)
             for i in range(each):
@@ -217,8 +217,13 @@ class Steps(Candidates):
             above, tied = before >> 20, before & 0xFFFFF
             all_above, all_tied = total >> 20, total & 0xFFFFF
             if plan.blocks > 1:
-                with words.when(shared.equals(0)):
+                with words.when((shared | alone).equals(0)):
                     exchange(memory, block, all_above, all_tied)
+                with words.when(alone > 0):
+                    with words.when(words.thread().equals(0)):
+                        own = words.shared(memory, plan.totals) + (block << 2)
+                        words.store(own, (all_above << 16) | all_tied.minimum(plan.k))
+                    words.sync()
                 told = words.load(words.shared(memory, words.lane() & (MAX_BLOCKS - 1)) + 4 * plan.totals)
                 told = (words.lane() < plan.blocks).where(told, 0)
                 others, told = words.warp_sum((words.lane() < block).where(told, 0)), words.warp_sum(told)
@@ -246,5 +251,5 @@ class Steps(Candidates):
 
                 words.loop(-(-plan.k // plan.threads), pad)
 
-        scalars = self.row, self._block, ties, shared, self._first, self.steps
+        scalars = self.row, self._block, ties, shared, self.alone, self._first, self.steps
         words.inline(emit, self._words, self._out, *scalars)

@@ -191,18 +191,24 @@ class InterpretedSteps(Steps):
 
         above, tied = marked(0), marked(1)
 
-        @pl.when(~shared)
+        @pl.when(~shared & ~self.alone)
         def _():
             pl.when(self._wg == 0)(lambda: self._tell(TOTALS, jnp.stack([above.sum(), tied.sum()])))
             self._sync(cluster=True)
 
         @pl.when(self._wg == 0)
         def _():
+            @pl.when(self.alone)
+            def _():
+                own = above.sum() * (1 << 16) + jnp.minimum(tied.sum(), plan.k)
+                blocks = lax.iota(jnp.int32, plan.blocks)
+                self._words[pl.ds(plan.totals, plan.blocks)] = jnp.where(blocks == self._block, own, 0)
+
             def told():
                 totals = self._words[pl.ds(plan.totals, plan.blocks)]
                 return jnp.stack([totals >> 16, totals & 0xFFFF], axis=1)
 
-            totals = lax.cond(shared, told, lambda: self._heard(TOTALS)[:, :2])
+            totals = lax.cond(shared | self.alone, told, lambda: self._heard(TOTALS)[:, :2])
             before = jnp.where(lax.iota(jnp.int32, plan.blocks)[:, None] < self._block, totals, 0).sum(0)
             rank = _sum_before(tied) + before[1]
             position = _sum_before(above) + before[0] + jnp.minimum(rank, ties)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,16 +132,17 @@ _SMALL_SCORES = (("2 x 1024", [1024] * 2, 1),)
 
 
 def topk_cases(config: DSV4Config, small: bool = False) -> Iterator[Case]:
-    """indexer_topk of full rows of random scores: requests x keys; and of rows whose scores are all equal."""
+    """indexer_topk of rows of random scores: requests x keys; of equal ones; of a row of which little is visible."""
     shapes = [(n, entries) for entries, sizes in _TOPK_SHAPES.items() for n in sizes]
     k = config.index_topk
     for requests, entries in [(2, 4096)] if small else shapes:
-        for kind in ("",) if small or requests > 1 else ("", ", all equal"):
+        for kind in ("",) if small or requests > 1 else ("", ", all equal", ", 1024 visible"):
+            visible = 1024 if "visible" in kind else entries
 
-            def make(rng, calls, requests=requests, entries=entries, kind=kind) -> tuple[Any, list[tuple]]:
-                lengths = jnp.full((requests,), entries, jnp.int32)
+            def make(rng, calls, requests=requests, entries=entries, visible=visible, kind=kind):
+                lengths = jnp.full((requests,), visible, jnp.int32)
                 keys = [jax.random.key(int(rng.integers(1 << 30))) for _ in range(calls)]
-                if kind:
+                if "equal" in kind:
                     rows = [jnp.full((requests, entries), rng.standard_normal(), jnp.float32) for _ in keys]
                 else:
                     rows = [jax.random.normal(key, (requests, entries), jnp.float32) for key in keys]
@@ -151,7 +151,7 @@ def topk_cases(config: DSV4Config, small: bool = False) -> Iterator[Case]:
             def call(_, scores, lengths, *, implementation):
                 return ops.indexer_topk(scores, lengths, k, implementation=implementation)
 
-            nbytes = requests * (4 * entries + 4 + 4 * k)
+            nbytes = requests * (4 * visible + 4 + 4 * k)
             yield Case("indexer_topk", f"{requests} x {entries}{kind}", nbytes, make, call)
 
 
