@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsv4_jax.nn.linear import JoinedWeight
+from dsv4_jax.ops.linear import Part
 
 
 @jax.tree_util.register_dataclass
@@ -21,13 +22,13 @@ class PackedModel:
 
     Attributes:
       leaves: the arrays.
-      places: for each of the model's arrays, the leaf that it is, or (leaf, first row, rows) where it was joined with
-        others (static).
+      places: for each of the model's arrays, the leaf that it is, or (leaf, its parts, which part) where it was joined
+        with others, as in `JoinedWeight` (static).
       structure: how they make up the model (static).
     """
 
     leaves: list[Any]
-    places: tuple[int | tuple[int, int, int], ...] = dataclasses.field(metadata=dict(static=True))
+    places: tuple[int | tuple[int, tuple[Part, ...], int], ...] = dataclasses.field(metadata=dict(static=True))
     structure: Any = dataclasses.field(metadata=dict(static=True))
 
 
@@ -45,14 +46,13 @@ def pack(model: nnx.Module | PackedModel, *, join: bool = False) -> PackedModel:
     arrays, structure = jax.tree.flatten(model)
     groups = _groups(model) if join else []
     leaves: list[Any] = []
-    place: dict[int, tuple[int, int, int]] = {}
+    place: dict[int, tuple[int, tuple[Part, ...], int]] = {}
     for group in groups:
-        start = 0
-        for matrix in group:
-            place[id(matrix)] = (len(leaves), start, len(matrix))
-            start += len(matrix)
-        leaves.append(jnp.concatenate(group))
-    places: list[int | tuple[int, int, int]] = []
+        matrices = [linear.weight.get_value() for linear in group]
+        parts = tuple((len(matrix), linear.rounded) for linear, matrix in zip(group, matrices, strict=True))
+        place |= {id(matrix): (len(leaves), parts, i) for i, matrix in enumerate(matrices)}
+        leaves.append(jnp.concatenate(matrices))
+    places: list[int | tuple[int, tuple[Part, ...], int]] = []
     for array in arrays:
         places.append(place.get(id(array), len(leaves)))
         if id(array) not in place:
@@ -72,7 +72,7 @@ def unpack(model: nnx.Module | PackedModel) -> Any:
 
 
 def _groups(model):
-    """Lists of two or more matrices with the same input, dtype and devices, none of them sharded."""
+    """Lists of two or more linear maps with the same input, their weights of one dtype and place, none sharded."""
     groups = []
     for _, module in nnx.iter_modules(model):
         for linears in getattr(module, "same_input", list)():
@@ -80,8 +80,8 @@ def _groups(model):
             for linear in linears:
                 matrix = linear.weight.get_value()
                 if isinstance(matrix, jax.core.Tracer):
-                    alike[matrix.dtype].append(matrix)
+                    alike[matrix.dtype].append(linear)
                 elif isinstance(matrix, jax.Array) and matrix.sharding.is_fully_replicated:
-                    alike[matrix.dtype, matrix.sharding].append(matrix)
+                    alike[matrix.dtype, matrix.sharding].append(linear)
             groups += [group for group in alike.values() if len(group) > 1]
     return groups

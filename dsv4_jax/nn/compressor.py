@@ -28,8 +28,8 @@ class CompressorBase(nnx.Module):
         self.config = config
         self.layer = layer
         width = 2 * head_dim if config.layer_types[layer] == CSA else head_dim
-        self.kv_proj = Linear(config.hidden_size, width, dtype=dtype, rngs=rngs)
-        self.gate_proj = Linear(config.hidden_size, width, dtype=dtype, rngs=rngs)
+        self.kv_proj = Linear(config.hidden_size, width, dtype=dtype, rounded=False, rngs=rngs)
+        self.gate_proj = Linear(config.hidden_size, width, dtype=dtype, rounded=False, rngs=rngs)
         self.position_bias = normal(rngs, (config.compress_rate(layer), width), std=0.5)
         self.kv_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, rngs=rngs)
 

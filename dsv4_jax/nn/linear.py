@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
 
@@ -26,16 +27,17 @@ class JoinedWeight:
     """A weight whose matrix also holds those of other linear maps with the same input: some of its rows.
 
     A parameter may hold it in place of an array. `matmul` multiplies with the whole matrix and takes its part: the
-    product is written once for every map, and XLA computes equal products once.
+    product is written once for every map, since XLA computes equal products once.
 
     Attributes:
       matrix: [all, n].
-      start, size: which rows (static).
+      parts: (rows, whether the product is rounded to the input's dtype) of every map (static).
+      index: which part (static).
     """
 
     matrix: Any
-    start: int = dataclasses.field(metadata=dict(static=True))
-    size: int = dataclasses.field(metadata=dict(static=True))
+    parts: tuple[tuple[int, bool], ...] = dataclasses.field(metadata=dict(static=True))
+    index: int = dataclasses.field(metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "JoinedWeight":
         """Itself: parameters are read as `parameter[...]`."""
@@ -44,42 +46,39 @@ class JoinedWeight:
         return self
 
 
-def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"] | JoinedWeight) -> Float[Array, "... m"]:
+def matmul(
+    x: Float[Array, "... n"], weight: Float[Array, "m n"] | JoinedWeight, *, rounded: bool = False
+) -> Float[Array, "... m"]:
     """`x @ weight.T` with exact products and float32 sums.
 
     Args:
       x: [..., n].
-      weight: [m, n], [out, in] as in the checkpoint, or rows of such a matrix.
+      weight: [m, n], [out, in] as in the checkpoint, or rows of such a matrix, which know whether they are rounded.
+      rounded: to x's dtype.
 
     Returns:
-      [..., m] float32, not rounded.
+      [..., m] float32, or rounded once to x's dtype.
     """
     if isinstance(weight, JoinedWeight):
-        return jax.lax.slice_in_dim(matmul(x, weight.matrix), weight.start, weight.start + weight.size, axis=-1)
-    x, weight = same_dtype(x, weight)
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, precision="highest", preferred_element_type=jnp.float32)
-
-
-def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Both in the wider of their dtypes: weights may be float32 beside bfloat16 activations, or the other way."""
-    dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    return x.astype(dtype), weight.astype(dtype)
+        return linear(x, weight.matrix, parts=weight.parts)[weight.index]
+    return linear(x, weight, parts=((weight.shape[0], rounded),))[0]
 
 
 class Linear(nnx.Module):
-    """A linear map without bias, rounded once to its input's dtype.
+    """A linear map without bias.
 
     Attributes:
       weight: [out_features, in_features] in `dtype`.
+      rounded: whether the product is rounded, once, to its input's dtype, or stays float32.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, in_features: int, out_features: int, *, dtype: DTypeLike, rounded: bool = True, rngs: nnx.Rngs):
+        self.rounded = rounded
         self.weight = normal(rngs, (out_features, in_features), dtype)
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-        """[..., in_features] to [..., out_features] in the same dtype."""
-        return round_to(matmul(x, self.weight[...]), x.dtype)
+        """[..., in_features] to [..., out_features] in the same dtype, or float32."""
+        return matmul(x, self.weight[...], rounded=self.rounded)
 
 
 class GroupedLinear(nnx.Module):
@@ -95,9 +94,8 @@ class GroupedLinear(nnx.Module):
     def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
         """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
         tokens, groups, _ = x.shape
-        operands = same_dtype(x, self.weight[...].reshape(groups, -1, x.shape[2]))
-        y = jnp.einsum("tgn,gmn->tgm", *operands, precision="highest", preferred_element_type=jnp.float32)
-        return round_to(y.reshape(tokens, -1), x.dtype)
+        weight = self.weight[...]
+        return linear(x.reshape(tokens, -1), weight, groups=groups, parts=((weight.shape[0], True),))[0]
 
 
 class RMSNorm(nnx.Module):

@@ -10,6 +10,7 @@ from dsv4_jax.ops.gather import (
 )
 from dsv4_jax.ops.indexer_scores import indexer_scores as indexer_scores
 from dsv4_jax.ops.indexer_topk import indexer_topk as indexer_topk
+from dsv4_jax.ops.linear import linear as linear
 from dsv4_jax.ops.norm_rope import norm_rope as norm_rope
 from dsv4_jax.ops.rope import apply_rope as apply_rope
 from dsv4_jax.ops.sparse_attention import sparse_attention as sparse_attention

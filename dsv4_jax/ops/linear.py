@@ -1,0 +1,94 @@
+"""Linear maps with exact products and float32 sums."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dsv4_jax.ops.dispatch import run
+from dsv4_jax.quant import round_to
+from pallas_kernels.linear import linear as linear_kernel
+
+
+Part = tuple[int, bool]
+
+
+def linear(
+    x: Float[Array, "... n"],
+    weight: Float[Array, "m k"],
+    *,
+    parts: tuple[Part, ...] | None = None,
+    groups: int = 1,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "... p"], ...]:
+    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
+
+    The gradient is that of "xla", whatever computes the values.
+
+    Args:
+      x: [..., groups * k].
+      weight: [m, k], [out, in] as in the checkpoint: `groups` matrices one below the other, each for its k channels.
+      parts: (rows, whether sums are rounded to x's dtype or stay float32), which make up all m rows; None: one part,
+        float32.
+      groups: a divisor of m.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
+        bfloat16 of 8, 16, .. or 64 tokens and weights in bfloat16, and reads these at the memory's speed. It is for one
+        device: a program over several leaves the product to XLA, which knows how the weight is spread.
+
+    Returns:
+      [..., rows] of each part.
+    """
+    implementations = dict(
+        xla=_linear_xla,
+        mosaic_gpu=functools.partial(_on_one_device, False),
+        interpret=functools.partial(_on_one_device, True),
+    )
+    parts = parts or ((weight.shape[0], False),)
+    return run("linear", implementations, implementation, parts, groups, x, weight)
+
+
+def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Both in the wider of their dtypes: weights may be float32 beside bfloat16 activations, or the other way."""
+    dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    return x.astype(dtype), weight.astype(dtype)
+
+
+def _linear_xla(parts, groups, x, weight):
+    dtype = x.dtype
+    x, weight = same_dtype(x, weight)
+    options = dict(precision="highest", preferred_element_type=jnp.float32)
+    if groups == 1:
+        product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
+    else:
+        x, weight = x.reshape(*x.shape[:-1], groups, -1), weight.reshape(groups, -1, weight.shape[-1])
+        product = jnp.einsum("...gk,gmk->...gm", x, weight, **options).reshape(*x.shape[:-2], -1)
+    found, start = [], 0
+    for size, rounded in parts:
+        part = jax.lax.slice_in_dim(product, start, start + size, axis=-1)
+        found.append(round_to(part, dtype) if rounded else part)
+        start += size
+    return tuple(found)
+
+
+def _on_one_device(interpret, parts, groups, x, weight):
+    if not interpret and jax.device_count() > 1:
+        raise NotImplementedError(f"the kernel is for one device, and there are {jax.device_count()}")
+    return _linear_kernel(interpret, parts, groups, x, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _linear_kernel(interpret, parts, groups, x, weight):
+    return linear_kernel(x, weight, parts=parts, groups=groups, interpret=interpret)
+
+
+def _forward(interpret, parts, groups, x, weight):
+    return _linear_kernel(interpret, parts, groups, x, weight), (x, weight)
+
+
+def _backward(interpret, parts, groups, arrays, cotangents):
+    _, pull = jax.vjp(functools.partial(_linear_xla, parts, groups), *arrays)
+    return pull(cotangents)
+
+
+_linear_kernel.defvjp(_forward, _backward)

@@ -1,0 +1,229 @@
+"""Linear maps of few tokens, at the speed at which the weights can be read.
+
+A block multiplies 64 rows of a weight with all tokens. One warpgroup copies: weights and inputs stream through shared
+memory, over the borders of tiles. The other multiplies: the weights are the rows of `wgmma`, the tokens its columns.
+Where a weight has few rows, the blocks of a cluster share their columns, and the first adds up the sums, in order.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import copies, products
+from pallas_kernels.row_tiles import TRANSFORMS
+from pallas_kernels.rows import check_array
+from pallas_kernels.support import interpret_params, traced_once
+
+
+ROWS = 64  # of a weight at a time: the rows of one `wgmma`
+STEP = 256  # of its columns
+MOST_TOKENS = 64
+TOKENS = 8  # `wgmma` has multiples of so many columns
+SHARED_BYTES = 208 << 10
+MULTIPROCESSORS = 132
+# Blocks of a cluster that every device runs.
+MOST_SPLITS = 8
+
+
+@traced_once("parts", "groups", "splits")
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    parts: tuple[tuple[int, bool], ...],
+    groups: int = 1,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
+
+    Args:
+      x: [T, groups * K] bfloat16, T a multiple of 8 up to 64.
+      weight: [groups * M, K] bfloat16, K a multiple of 256.
+      parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
+      groups: matrices one below the other, each for its K columns of x.
+      splits: blocks that share the columns of 64 rows; None = as many as an H100 runs at once.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
+
+    Raises:
+      NotImplementedError: a shape or dtype is not one of these.
+    """
+    tokens, (rows, depth) = x.shape[0], weight.shape
+    check_array("x", x, jnp.bfloat16, tokens, groups * depth)
+    check_array("weight", weight, jnp.bfloat16, rows, depth)
+    if any(size % ROWS for size, _ in parts) or rows % (ROWS * groups) or depth % STEP:
+        raise NotImplementedError(
+            f"the kernel takes parts of a multiple of {ROWS} rows and columns in multiples of {STEP}, got "
+            f"{[size for size, _ in parts]} rows, {groups} groups, {depth} columns"
+        )
+    if tokens % TOKENS or not 0 < tokens <= MOST_TOKENS:
+        raise NotImplementedError(f"the kernel takes {TOKENS}, {2 * TOKENS}, .. or {MOST_TOKENS} tokens, got {tokens}")
+    assert sum(size for size, _ in parts) == rows
+    tiles = rows // ROWS
+    splits = splits or max(1, min(MULTIPROCESSORS // tiles, MOST_SPLITS, depth // STEP))
+    workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
+    p = Problem(tokens, depth, tiles // groups, tiles, splits, workers, parts, interpret)
+    inbox = (splits - 1, ROWS * tokens)
+    stages = (SHARED_BYTES - 4 * inbox[0] * inbox[1]) // (2 * STEP * (ROWS + tokens))
+    out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts]
+    scratch: dict[str, Any] = dict(
+        weights=plgpu.SMEM((stages, ROWS, STEP), jnp.bfloat16, transforms=TRANSFORMS),
+        inputs=plgpu.SMEM((stages, tokens, STEP), jnp.bfloat16, transforms=TRANSFORMS),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+    )
+    if splits > 1 and interpret:
+        # Interpreted blocks meet in global memory.
+        out_type.append(jax.ShapeDtypeStruct((workers, splits - 1, ROWS, tokens), jnp.float32))
+        scratch |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1))
+    elif splits > 1:
+        scratch |= dict(inbox=plgpu.SMEM(inbox, jnp.float32))
+    run = plgpu.kernel(
+        functools.partial(_body, p),
+        out_type=out_type,
+        kernel_name="linear",
+        grid=(workers,),
+        grid_names=("worker",),
+        cluster=(splits,),
+        cluster_names=("split",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        interpret=interpret_params(interpret),
+    )
+    return tuple(run(x, weight)[: len(parts)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is static about a call.
+
+    Attributes:
+      tokens, depth, parts: of the call.
+      group: tiles of 64 rows of a group; tiles: of all.
+      splits: blocks of a cluster; workers: clusters, each with every so-manieth tile.
+    """
+
+    tokens: int
+    depth: int
+    group: int
+    tiles: int
+    splits: int
+    workers: int
+    parts: tuple[tuple[int, bool], ...]
+    interpret: bool
+
+    def steps(self, split):
+        """(first, end) of a block's steps over the columns."""
+        steps = jnp.int32(self.depth // STEP)
+        return lax.div(split * steps, jnp.int32(self.splits)), lax.div((split + 1) * steps, jnp.int32(self.splits))
+
+
+def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, cluster=None):
+    worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
+    stages = weights.shape[0]
+    first, end = p.steps(split)
+    steps = end - first
+    mine = lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
+    meets = p.splits > 1 and not p.interpret
+    if meets:
+        # Nobody writes to a block before it runs.
+        copies.arrive_cluster(None, interpret=False)
+
+    @pl.when(warpgroup == 1)
+    def _():
+        @pl.loop(0, mine * steps)
+        def _(i):
+            stage = lax.rem(i, jnp.int32(stages))
+            tile = worker + lax.div(i, steps) * p.workers
+            column = (first + lax.rem(i, steps)) * STEP
+
+            @pl.when(i >= stages)
+            def _():
+                plgpu.barrier_wait(free.at[stage])
+
+            place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
+            plgpu.copy_gmem_to_smem(weight.at[place], weights.at[stage], full.at[stage])
+            columns = pl.ds(lax.div(tile, jnp.int32(p.group)) * p.depth + column, STEP)
+            plgpu.copy_gmem_to_smem(x.at[:, columns], inputs.at[stage], full.at[stage])
+
+        if meets:
+            copies.wait_cluster(None, interpret=False)
+            copies.arrive_cluster(None, interpret=False)
+
+        # The interpreter wants every arrival waited for.
+        @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
+        def _(i):
+            plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
+
+    @pl.when(warpgroup == 0)
+    def _():
+        @pl.loop(0, mine)
+        def _(i):
+            def add(j, acc):
+                stage = lax.rem(j, jnp.int32(stages))
+                plgpu.barrier_wait(full.at[stage])
+                acc = _multiply(acc, weights.at[stage], inputs.at[stage].transpose((1, 0)), p.interpret)
+                # Shared memory was read; bulk copies write it next.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(free.at[stage])
+                return acc
+
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, p.tokens), jnp.float32), plgpu.Layout.WGMMA)
+            sums = lax.fori_loop(i * steps, (i + 1) * steps, add, zeros)
+            row = (worker + i * p.workers) * ROWS
+            if p.splits == 1:
+                _store(p, outs, row, sums)
+            else:
+                _add_up(p, outs, worker, split, row, sums, inbox, cluster)
+
+
+def _multiply(acc, weights, tokens, interpret):
+    """acc + weights @ tokens."""
+    if interpret:
+        # The interpreter has no product with a start value and none of an operand in registers.
+        return acc + jnp.dot(weights[...].astype(jnp.float32), tokens[...].astype(jnp.float32), precision="highest")
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, tokens))(plgpu.ACC.init(acc))
+
+
+def _add_up(p, outs, worker, split, row, sums, inbox, cluster):
+    """The first block of a cluster gets the others' sums and stores the total."""
+    if p.interpret:
+        inbox = outs[-1].at[worker]
+    else:
+        copies.wait_cluster(None, interpret=False)
+
+    @pl.when(split > 0)
+    def _():
+        products.put(inbox.at[split - 1], sums, interpret=p.interpret)
+
+    copies.arrive_cluster(cluster, interpret=p.interpret)
+
+    @pl.when(split == 0)
+    def _():
+        copies.wait_cluster(cluster, interpret=p.interpret)
+        total = sums
+        for i in range(p.splits - 1):
+            total = products.add(total, inbox.at[i], interpret=p.interpret)
+        _store(p, outs, row, total)
+
+
+def _store(p, outs, row, sums):
+    """Writes 64 rows of the product to the part that they are of."""
+    start = 0
+    for out, (size, _) in zip(outs, p.parts, strict=False):
+
+        @pl.when((row >= start) & (row < start + size))
+        def _(out=out, start=start):
+            products.store_transposed(out.at[:, pl.ds(row - start, ROWS)], sums, interpret=p.interpret)
+
+        start += size

@@ -1,0 +1,100 @@
+"""Results of `wgmma`, [64, columns] float32 in a warpgroup's registers: between blocks of a cluster and to memory."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+
+
+_L = plgpu.Layout.WGMMA
+THREADS = 128
+
+
+def put(inbox, values: jax.Array, *, interpret: bool) -> None:
+    """Writes values to the place of `inbox` in the shared memory of the cluster's first block.
+
+    Args:
+      inbox: [64 * columns] float32 shared memory; interpreted, [64, columns]. Read by `add` only.
+      values: [64, columns] float32.
+    """
+    if interpret:
+        inbox[...] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _L))
+    def go(_, inbox, values):
+        start = mgpu.utils.get_cluster_ptr(_mine(inbox), _i32(0), generic=False)
+        for i, pair in enumerate(values.registers.flat):
+            llvm.store(pair, _at(start, _i32(8 * THREADS * i)), alignment=8)
+
+    go(inbox, values)
+
+
+def add(values: jax.Array, inbox, *, interpret: bool) -> jax.Array:
+    """`values` and what `put` left in this block's `inbox`."""
+    if interpret:
+        return values + inbox[...]
+
+    @plgpu.inline_mgpu(
+        arg_types=(_L, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, _L)
+    )
+    def go(_, values, inbox):
+        start = _mine(inbox)
+        sums = np.empty_like(values.registers)
+        for i, (at, pair) in enumerate(np.ndenumerate(values.registers)):
+            other = llvm.load(pair.type, _at(start, _i32(8 * THREADS * i)), alignment=8)
+            sums[at] = arith.addf(pair, other)
+        return mgpu.FragmentedArray(_registers=sums, _layout=values.layout, _is_signed=None)
+
+    return go(values, inbox)
+
+
+def store_transposed(ref, values: jax.Array, *, interpret: bool) -> None:
+    """Writes values [rows, columns] to global memory [columns, rows], float32 or, rounded, bfloat16."""
+    if interpret:
+        ref[...] = values.T.astype(ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _L))
+    def go(_, ref, values):
+        kind = ir.MemRefType(ref.type)
+        (stride, _), _ = kind.get_strides_and_offset()
+        size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
+        layout, width = values.layout, values.shape[1]
+        row, column = next(layout.thread_idxs(values.shape))
+        offset = arith.addi(arith.muli(row, _index(size)), arith.muli(column, _index(size * stride)))
+        start = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
+        start = _at(start, arith.index_cast(ir.IntegerType.get_signless(64), offset))
+        # How far one register lies from another does not depend on the thread: constants, which cost no registers.
+        steps = layout.tiling.tile_strides((width, 1))
+        for at in np.ndindex(values.registers.shape):
+            row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
+            for i in range(2):
+                value = vector.extract(values.registers[at], [], [i])
+                value = value if size == 4 else arith.truncf(kind.element_type, value)
+                llvm.store(value, _at(start, size * (row + (column + i) * stride)), alignment=size)
+
+    go(ref, values)
+
+
+def _mine(ref):
+    """Where the thread's pairs are, every so many bytes."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), _i32(THREADS))
+    return _at(mgpu.utils.memref_ptr(ref), arith.muli(thread, _i32(8)))
+
+
+def _at(base, offset):
+    """A pointer so many bytes on."""
+    return mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+
+
+def _i32(value):
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _index(value):
+    return mgpu.utils.c(value, ir.IndexType.get())
