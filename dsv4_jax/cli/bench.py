@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dsv4_jax.cli.bench_cases import Case
     from dsv4_jax.config import DSV4Config
 
-Op = Literal["append", "flush", "gather", "indexer", "attention"]
-OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention")
+Op = Literal["append", "flush", "gather", "indexer", "attention", "linear"]
+OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +130,13 @@ class Bench:
             bench_serve.plot(rows, title, self.plot)
 
     def _cases(self, report: dict[str, Any], config: "DSV4Config", gpu: bool) -> Iterator[dict[str, Any]]:
-        from dsv4_jax.cli import bench_attention, bench_cases, bench_indexer, timing
+        from dsv4_jax.cli import bench_attention, bench_cases, bench_indexer, bench_linear, timing
         from dsv4_jax.quant import kv_format
 
         report["matmul_operations_per_second"] = timing.matmul_rate()
         _print_header(report)
         for op in dict.fromkeys(self.ops):
-            own = dict(indexer=bench_indexer.cases, attention=bench_attention.cases)
+            own = dict(indexer=bench_indexer.cases, attention=bench_attention.cases, linear=bench_linear.cases)
             cases = own.get(op) or functools.partial(bench_cases.cases, op)
             for case in cases(config, kv_format(self.cache_format), small=not gpu):
                 if self.only and not any(text in f"{case.op} {case.shape}" for text in self.only):
