@@ -69,7 +69,7 @@ def linear(
         raise NotImplementedError(f"the kernel takes {TOKENS}, {2 * TOKENS}, .. or {MOST_TOKENS} tokens, got {tokens}")
     assert sum(size for size, _ in parts) == rows
     tiles = rows // ROWS
-    splits = splits or max(1, min(MULTIPROCESSORS // tiles, MOST_SPLITS, depth // STEP))
+    splits = splits or _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
     p = Problem(tokens, depth, tiles // groups, tiles, splits, workers, parts, interpret)
     inbox = (splits - 1, ROWS * tokens)
@@ -101,6 +101,12 @@ def linear(
         interpret=interpret_params(interpret),
     )
     return tuple(run(x, weight)[: len(parts)])
+
+
+def _splits(tiles, steps):
+    """The largest power of two with which all blocks run at once: clusters of three waited for room."""
+    most = min(MULTIPROCESSORS // tiles, MOST_SPLITS, steps)
+    return 1 << (most.bit_length() - 1) if most else 1
 
 
 @dataclasses.dataclass(frozen=True)

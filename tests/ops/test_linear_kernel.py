@@ -54,6 +54,7 @@ def test_interpreted(tokens, parts, depth, groups):
         (((32768, True), (8192, True)), 1024, 1),
         (((1024, True), (512, True), (1024, False), (1024, False), (256, False), (256, False), (64, True)), 4096, 1),
         (((1024, True), (512, True), (512, False), (512, False)), 4096, 1),
+        (((1024, True), (512, True)), 4096, 1),
         (((4096, True),), 8192, 1),
         (((8192, True),), 4096, 8),
     ],
@@ -85,9 +86,9 @@ import functools, jax, jax.numpy as jnp
 from pallas_kernels import linear
 S = jax.ShapeDtypeStruct
 for tokens in (8, 64):
-    # Clusters of one block, of two, and of three.
-    one, two, three = ((8192, True),), ((2048, True), (2048, False)), ((2560, True),)
-    for parts, depth, groups in (one, 4096, 8), (two, 8192, 1), (three, 4096, 1):
+    # Clusters of one block, of two, and of four.
+    one, two, four = ((8192, True),), ((2048, True), (2048, False)), ((1536, True),)
+    for parts, depth, groups in (one, 4096, 8), (two, 8192, 1), (four, 4096, 1):
         args = S((tokens, groups * depth), jnp.bfloat16), S((sum(n for n, _ in parts), depth), jnp.bfloat16)
         compile_for_h100(f"{tokens}x{depth}x{groups}", functools.partial(linear, parts=parts, groups=groups), *args)
 """)
