@@ -52,30 +52,47 @@ def add(values: jax.Array, inbox, *, interpret: bool) -> jax.Array:
     return go(values, inbox)
 
 
+def store(ref, values: jax.Array, *, interpret: bool) -> None:
+    """Writes values [rows, columns] to float32 memory of that shape."""
+    if interpret:
+        ref[...] = values
+    else:
+        _store(ref, values, transposed=False)
+
+
 def store_transposed(ref, values: jax.Array, *, interpret: bool) -> None:
-    """Writes values [rows, columns] to global memory [columns, rows], float32 or, rounded, bfloat16."""
+    """Writes values [rows, columns] to memory [columns, rows], float32 or, rounded, bfloat16."""
     if interpret:
         ref[...] = values.T.astype(ref.dtype)
-        return
+    else:
+        _store(ref, values, transposed=True)
 
+
+def _store(ref, values, transposed):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _L))
     def go(_, ref, values):
         kind = ir.MemRefType(ref.type)
         (stride, _), _ = kind.get_strides_and_offset()
         size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
         layout, width = values.layout, values.shape[1]
+        # Bytes from a row to the next, and from a column to the next.
+        down, right = (size, size * stride) if transposed else (size * stride, size)
         row, column = next(layout.thread_idxs(values.shape))
-        offset = arith.addi(arith.muli(row, _index(size)), arith.muli(column, _index(size * stride)))
+        offset = arith.addi(arith.muli(row, _index(down)), arith.muli(column, _index(right)))
         start = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
         start = _at(start, arith.index_cast(ir.IntegerType.get_signless(64), offset))
         # How far one register lies from another does not depend on the thread: constants, which cost no registers.
         steps = layout.tiling.tile_strides((width, 1))
         for at in np.ndindex(values.registers.shape):
             row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
+            pair, place = values.registers[at], row * down + column * right
+            if not transposed:
+                llvm.store(pair, _at(start, place), alignment=8)
+                continue
             for i in range(2):
-                value = vector.extract(values.registers[at], [], [i])
+                value = vector.extract(pair, [], [i])
                 value = value if size == 4 else arith.truncf(kind.element_type, value)
-                llvm.store(value, _at(start, size * (row + (column + i) * stride)), alignment=size)
+                llvm.store(value, _at(start, place + i * right), alignment=size)
 
     go(ref, values)
 

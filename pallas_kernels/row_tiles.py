@@ -167,28 +167,6 @@ def store_unit(tile, bias, first: int, unit, row: jax.Array, kv_format: str, *, 
     go(tile, bias, *unit, row)
 
 
-def store_product(ref, values: jax.Array, *, interpret: bool) -> None:
-    """Writes [rows, columns] float32 in the layout of `wgmma` results to global memory."""
-    if interpret:
-        ref[...] = values
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-    def go(_, ref, values):
-        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        layout, width = values.layout, values.shape[1]
-        row, column = next(layout.thread_idxs(values.shape))
-        offset = arith.addi(arith.muli(row, mgpu.utils.c(4 * stride, row.type)), arith.muli(column, _index(4)))
-        start = _at(_global(ref), arith.index_cast(ir.IntegerType.get_signless(64), offset))
-        # How far one register lies from another does not depend on the thread: constants, which cost no registers.
-        steps = layout.tiling.tile_strides((width, 1))
-        for at in np.ndindex(values.registers.shape):
-            row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
-            llvm.store(values.registers[at], _at(start, 4 * (row * stride + column)), alignment=8)
-
-    go(ref, values)
-
-
 def fence(*, interpret: bool) -> None:
     """Shows this thread's writes of shared memory to `wgmma`; a barrier's arrival has to follow."""
     if interpret:
@@ -317,7 +295,3 @@ def _i32(value):
 
 def _f32(value):
     return mgpu.utils.c(value, ir.F32Type.get())
-
-
-def _index(value):
-    return mgpu.utils.c(value, ir.IndexType.get())

@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import row_tiles
+from pallas_kernels import products, row_tiles
 from pallas_kernels.attended_rows import TILE, UNITS, Paged as Paged, Problem, Rows, part
 from pallas_kernels.combine import combine
 from pallas_kernels.row_tiles import TRANSFORMS, UNIT
@@ -185,7 +185,7 @@ def _body(p, q, sinks, *refs):
         """The sums of a half of the columns; `scale` [64] makes them a mean, or None."""
         columns = pl.ds(warpgroup * HALF, HALF)
         if scale is None:
-            row_tiles.store_product(out[0].at[token, split, heads, columns], acc, interpret=p.interpret)
+            products.store(out[0].at[token, split, heads, columns], acc, interpret=p.interpret)
             return
         # The queries have been read. The result takes their place.
         tile.queries[0, :, columns] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(jnp.bfloat16)

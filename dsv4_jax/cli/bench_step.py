@@ -35,7 +35,7 @@ KINDS = {
     "indexer": ("round_index_query", "indexer_scores"),
     "top-k": ("indexer_topk",),
     "attention": ("sparse_attention", "combine"),
-    "projections": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
+    "projections": ("linear", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
 }
 REST = "rest"
 # Kernels that a result names one by one.

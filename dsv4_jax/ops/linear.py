@@ -12,6 +12,8 @@ from pallas_kernels.linear import linear as linear_kernel
 
 
 Part = tuple[int, bool]
+# Of weights with fewer rows XLA multiplies several at once, where they have one input.
+LEAST_ROWS = 1536
 
 
 def linear(
@@ -33,8 +35,9 @@ def linear(
         float32.
       groups: a divisor of m.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
-        bfloat16 of 8, 16, .. or 64 tokens and weights in bfloat16, and reads these at the memory's speed. It is for one
-        device: a program over several leaves the product to XLA, which knows how the weight is spread.
+        bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at the memory's
+        speed. It is for one device: a program over several leaves the product to XLA, which knows how the weight is
+        spread.
 
     Returns:
       [..., rows] of each part.
@@ -74,6 +77,8 @@ def _linear_xla(parts, groups, x, weight):
 def _on_one_device(interpret, parts, groups, x, weight):
     if not interpret and jax.device_count() > 1:
         raise NotImplementedError(f"the kernel is for one device, and there are {jax.device_count()}")
+    if not interpret and weight.shape[0] < LEAST_ROWS:
+        raise NotImplementedError(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
     return _linear_kernel(interpret, parts, groups, x, weight)
 
 

@@ -50,7 +50,6 @@ def test_interpreted(tokens, parts, depth, groups):
 @pytest.mark.parametrize(
     ("parts", "depth", "groups"),
     [
-        (((64, False),), 256, 1),
         (((32768, True), (8192, True)), 1024, 1),
         (((1024, True), (512, True), (1024, False), (1024, False), (256, False), (256, False), (64, True)), 4096, 1),
         (((1024, True), (512, True), (512, False), (512, False)), 4096, 1),
@@ -106,3 +105,15 @@ def test_what_the_kernel_does_not_take_is_refused():
             ops.linear(jnp.zeros((tokens, 256), jnp.bfloat16), weight, implementation="interpret")
     with pytest.raises(NotImplementedError, match="x"):
         ops.linear(jnp.zeros((8, 256), jnp.float32), weight, implementation="interpret")
+
+
+def test_small_weights_are_left_to_xla(monkeypatch):
+    monkeypatch.setattr("dsv4_jax.ops.dispatch.why_no_mosaic_gpu", lambda: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x, weight = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="for weights of 1536 rows or more, got 64"):
+        ops.linear(x, weight, implementation="mosaic_gpu")
+    assert ops.linear(x, weight)[0].shape == (8, 64)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="for one device, and there are 2"):
+        ops.linear(x, weight, implementation="mosaic_gpu")
