@@ -1,4 +1,4 @@
-"""The cache's operations: public functions, their jnp references and the choice between implementations."""
+"""Operations of the cache and what feeds it: public functions, their jnp references, the choice of implementation."""
 
 from dsv4_jax.ops.append_swa import append_swa as append_swa
 from dsv4_jax.ops.dispatch import use_implementation as use_implementation

@@ -41,13 +41,25 @@ def linear(
 
     Returns:
       [..., rows] of each part.
+
+    Raises:
+      ValueError: x, parts or groups do not fit the weight.
     """
+    rows, depth = weight.shape
+    parts = parts or ((rows, False),)
+    if x.shape[-1] != groups * depth:
+        raise ValueError(
+            f"x must have {groups} * {depth} channels for a weight {list(weight.shape)}, got {x.shape[-1]}"
+        )
+    if rows % groups:
+        raise ValueError(f"groups={groups} must divide the weight's {rows} rows")
+    if sum(size for size, _ in parts) != rows:
+        raise ValueError(f"parts={parts} must have {rows} rows together, as many as the weight")
     implementations = dict(
         xla=_linear_xla,
         mosaic_gpu=functools.partial(_on_one_device, False),
         interpret=functools.partial(_on_one_device, True),
     )
-    parts = parts or ((weight.shape[0], False),)
     return run("linear", implementations, implementation, parts, groups, x, weight)
 
 

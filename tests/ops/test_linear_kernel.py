@@ -117,3 +117,13 @@ def test_small_weights_are_left_to_xla(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="for one device, and there are 2"):
         ops.linear(x, weight, implementation="mosaic_gpu")
+
+
+def test_mistakes_are_explained():
+    x, weight = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((6, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"x must have 1 \* 128 channels for a weight \[6, 128\], got 256"):
+        ops.linear(x, weight)
+    with pytest.raises(ValueError, match="groups=4 must divide the weight's 6 rows"):
+        ops.linear(jnp.zeros((8, 512), jnp.bfloat16), weight, groups=4)
+    with pytest.raises(ValueError, match=r"parts=\(\(4, True\),\) must have 6 rows together"):
+        ops.linear(x, weight, groups=2, parts=((4, True),))
