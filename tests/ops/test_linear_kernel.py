@@ -127,3 +127,10 @@ def test_mistakes_are_explained():
         ops.linear(jnp.zeros((8, 512), jnp.bfloat16), weight, groups=4)
     with pytest.raises(ValueError, match=r"parts=\(\(4, True\),\) must have 6 rows together"):
         ops.linear(x, weight, groups=2, parts=((4, True),))
+
+
+def test_a_tokens_bits_do_not_change_when_its_neighbours_do():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((8, 512), (64, 512)))
+    alone, beside_others = (ops.linear(x, weight, implementation="interpret")[0] for x in (x.at[1:].set(0), x))
+    np.testing.assert_array_equal(alone[0], beside_others[0])
