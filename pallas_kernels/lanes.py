@@ -17,9 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import exact
+from pallas_kernels.addresses import THREADS as THREADS, index as _index
 
 
-THREADS = 128
 _WARP = 32
 
 
@@ -222,7 +222,3 @@ def _pointer(ref, index):
     bits = mgpu.utils.bitwidth(ref.type.element_type)
     offset = arith.index_cast(ir.IntegerType.get_signless(64), index)
     return mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(bits))
-
-
-def _index(value):
-    return mgpu.utils.c(value, ir.IndexType.get())

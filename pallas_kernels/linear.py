@@ -31,14 +31,13 @@ MULTIPROCESSORS = 132
 MOST_SPLITS = 8
 
 
-@traced_once("parts", "groups", "splits")
+@traced_once("parts", "groups")
 def linear(
     x: jax.Array,
     weight: jax.Array,
     *,
     parts: tuple[tuple[int, bool], ...],
     groups: int = 1,
-    splits: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
@@ -48,7 +47,6 @@ def linear(
       weight: [groups * M, K] bfloat16, K a multiple of 256.
       parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
       groups: matrices one below the other, each for its K columns of x.
-      splits: blocks that share the columns of 64 rows; None = as many as an H100 runs at once.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -69,7 +67,7 @@ def linear(
         raise NotImplementedError(f"the kernel takes {TOKENS}, {2 * TOKENS}, .. or {MOST_TOKENS} tokens, got {tokens}")
     assert sum(size for size, _ in parts) == rows
     tiles = rows // ROWS
-    splits = splits or _splits(tiles, depth // STEP)
+    splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
     p = Problem(tokens, depth, tiles // groups, tiles, splits, workers, parts, interpret)
     inbox = (splits - 1, ROWS * tokens)
@@ -104,7 +102,7 @@ def linear(
 
 
 def _splits(tiles, steps):
-    """The largest power of two with which all blocks run at once: clusters of three waited for room."""
+    """Blocks that share the columns of 64 rows: as many as run at once, a power of two. Three took longer than two."""
     most = min(MULTIPROCESSORS // tiles, MOST_SPLITS, steps)
     return 1 << (most.bit_length() - 1) if most else 1
 
@@ -116,7 +114,7 @@ class Problem:
     Attributes:
       tokens, depth, parts: of the call.
       group: tiles of 64 rows of a group; tiles: of all.
-      splits: blocks of a cluster; workers: clusters, each with every so-manieth tile.
+      splits: blocks of a cluster; workers: clusters, the next tile of one being that many on.
     """
 
     tokens: int

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.addresses import THREADS, at as _at, i32 as _i32, in_global, index as _index, thread
 
 
 _L = plgpu.Layout.WGMMA
-THREADS = 128
 
 
 def put(inbox, values: jax.Array, *, interpret: bool) -> None:
@@ -79,7 +80,7 @@ def _store(ref, values, transposed):
         down, right = (size, size * stride) if transposed else (size * stride, size)
         row, column = next(layout.thread_idxs(values.shape))
         offset = arith.addi(arith.muli(row, _index(down)), arith.muli(column, _index(right)))
-        start = llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
+        start = in_global(ref)
         start = _at(start, arith.index_cast(ir.IntegerType.get_signless(64), offset))
         # How far one register lies from another does not depend on the thread: constants, which cost no registers.
         steps = layout.tiling.tile_strides((width, 1))
@@ -99,19 +100,4 @@ def _store(ref, values, transposed):
 
 def _mine(ref):
     """Where the thread's pairs are, every so many bytes."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), _i32(THREADS))
-    return _at(mgpu.utils.memref_ptr(ref), arith.muli(thread, _i32(8)))
-
-
-def _at(base, offset):
-    """A pointer so many bytes on."""
-    return mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
-
-
-def _i32(value):
-    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
-
-
-def _index(value):
-    return mgpu.utils.c(value, ir.IndexType.get())
+    return _at(mgpu.utils.memref_ptr(ref), arith.muli(thread(), _i32(8)))

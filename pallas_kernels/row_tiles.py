@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_kernels.addresses import at as _at, i32 as _i32, in_global as _global, thread as _thread
 from pallas_kernels.rows import GROUP, NOPE_DIM, NOPE_GROUPS, ROPE_DIM, ROW_DIM
 
 
@@ -251,15 +252,6 @@ def _asm(outputs, inputs, text, volatile=False):
     return [found] if outputs == 1 else [llvm.extractvalue(i32, found, [i]) for i in range(outputs)]
 
 
-def _global(ref):
-    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), mgpu.utils.memref_ptr(ref))
-
-
-def _at(base, offset):
-    """A pointer so many bytes on."""
-    return mgpu.utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
-
-
 def _array(parts, kind):
     """A register array from a thread's words, a list a register."""
     layout: Any = kind.layout.to_mgpu()
@@ -267,11 +259,6 @@ def _array(parts, kind):
     for at, words in zip(np.ndindex(registers.shape), parts, strict=True):
         registers[at] = _vector(words)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-
-def _thread():
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), _i32(128))
 
 
 def _scalar(register):
@@ -287,10 +274,6 @@ def _vector(words):
     for i, word in enumerate(words):
         result = vector.insert(word, result, [], [i])
     return result
-
-
-def _i32(value):
-    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
 def _f32(value):

@@ -18,6 +18,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.addresses import index as _index
+
 
 GROUP = 64
 GROUPS = 8
@@ -205,7 +207,3 @@ def _bits_type(ref):
 
 def _bytes(vector_type):
     return vector_type.shape[0] * mgpu.utils.bitwidth(vector_type.element_type) // 8
-
-
-def _index(value):
-    return mgpu.utils.c(value, ir.IndexType.get())

@@ -21,7 +21,7 @@ OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention", "lin
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Times the cache's operations on this device, beside XLA's version of each; or whole decode steps, or serving.
+    """Times what cache and attention do on this device, beside XLA's version of it; or whole decode steps, or serving.
 
     Every call has inputs of its own that no cache holds. On a GPU: the median over calls of the summed times of all
     kernels of a call, from the profiler; results are compared with XLA's before they are timed, byte by byte where they

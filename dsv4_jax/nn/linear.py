@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops import linear
+from dsv4_jax.ops.linear import Part
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
 
@@ -36,7 +37,7 @@ class JoinedWeight:
     """
 
     matrix: Any
-    parts: tuple[tuple[int, bool], ...] = dataclasses.field(metadata=dict(static=True))
+    parts: tuple[Part, ...] = dataclasses.field(metadata=dict(static=True))
     index: int = dataclasses.field(metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "JoinedWeight":
