@@ -1,4 +1,4 @@
-"""Linear maps of few tokens, at the speed at which the weights can be read.
+"""Linear maps of few tokens, which take as long as reading the weights does.
 
 A block multiplies 64 rows of a weight with all tokens. One warpgroup copies: weights and inputs stream through shared
 memory, over the borders of tiles. The other multiplies: the weights are the rows of `wgmma`, the tokens its columns.

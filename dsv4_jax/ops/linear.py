@@ -35,9 +35,9 @@ def linear(
         float32.
       groups: a divisor of m.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
-        bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at the memory's
-        speed. It is for one device: a program over several leaves the product to XLA, which knows how the weight is
-        spread.
+        bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
+        the rate of a copy (H100). It is for one device: a program over several leaves the product to XLA, which knows
+        how the weight is spread.
 
     Returns:
       [..., rows] of each part.
