@@ -176,6 +176,11 @@ def store_peer(address: U32, value: U32) -> None:
     ptx_effect("st.shared::cluster.u32 [$0], $1;", address, value)
 
 
+def fetch_add(address: U32, value: U32 | int) -> U32:
+    """Adds atomically; returns what was there."""
+    return ptx("atom.shared.add.u32 $0, [$1], $2;", address, value)
+
+
 def add(address: U32, value: U32 | int) -> None:
     """Adds atomically."""
     ptx_effect("red.shared.add.u32 [$0], $1;", address, value)
@@ -187,6 +192,12 @@ def add_peer(address: U32, value: U32) -> None:
 
 def set_bits(address: U32, bits: U32) -> None:
     ptx_effect("red.shared.or.b32 [$0], $1;", address, bits)
+
+
+def load_global(ref: Any, index: U32) -> U32:
+    """Element `index` of a contiguous reference to 32-bit values in global memory."""
+    base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
+    return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", U32(base), index)
 
 
 def store_global(ref: Any, index: U32, value: U32) -> None:

@@ -1,5 +1,6 @@
 """Products of `wgmma`, [64, columns] float32 in registers: adding to them, and moving them to blocks and memory."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -37,8 +38,8 @@ def _(acc, a, b):
 
 
 @primitive
-def put(inbox, values: jax.Array) -> None:
-    """Writes values to the place of `inbox` in the shared memory of the cluster's first block, for `add` to read.
+def put(inbox, values: jax.Array, block: jax.Array | int = 0) -> None:
+    """Writes values to the place of `inbox` in the shared memory of a block of the cluster, for `add` to read.
 
     `inbox`: [64 * columns] float32 shared memory; interpreted, [64, columns].
     """
@@ -46,13 +47,14 @@ def put(inbox, values: jax.Array) -> None:
 
 
 @put.mosaic
-def _(inbox, values):
-    def emit(inbox, values):
-        start = mgpu.utils.get_cluster_ptr(_own_pairs(inbox), mlir.i32(0), generic=False)
+def _(inbox, values, block=0):
+    def emit(inbox, values, *blocks):
+        there = mlir.scalar(*blocks) if blocks else mlir.i32(block)
+        start = mgpu.utils.get_cluster_ptr(_own_pairs(inbox), there, generic=False)
         for i, pair in enumerate(values.registers.flat):
             llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
 
-    mlir.inline(emit, inbox, values, layout=_layout)
+    mlir.inline(emit, inbox, values, *([] if isinstance(block, int) else [block]), layout=_layout)
 
 
 @primitive
@@ -74,8 +76,11 @@ def _(values, inbox):
 
 @primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
-    """Writes values [rows, columns] to float32 memory, or to memory [columns, rows], float32 or, rounded, bfloat16."""
-    ref[...] = values.T.astype(ref.dtype) if transposed else values
+    """Writes values [rows, columns] to float32 memory, or to memory [columns, rows], float32 or, rounded, bfloat16.
+
+    In the latter there may be fewer columns: the first ones.
+    """
+    ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
 
 @store.mosaic
@@ -87,8 +92,8 @@ def _(ref, values, *, transposed=False):
         layout, width = values.layout, values.shape[1]
         # Bytes from a row to the next, and from a column to the next.
         down, right = (size, size * stride) if transposed else (size * stride, size)
-        row, column = next(layout.thread_idxs(values.shape))
-        offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(column, mlir.index(right)))
+        row, first = next(layout.thread_idxs(values.shape))
+        offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
         start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
         # How far one register lies from another does not depend on the thread: constants, which cost no registers.
         steps = layout.tiling.tile_strides((width, 1))
@@ -100,7 +105,12 @@ def _(ref, values, *, transposed=False):
                 continue
             for i, value in enumerate(mlir.values(pair)):
                 value = value if size == 4 else arith.truncf(kind.element_type, value)
-                llvm.store(value, mlir.at(start, place + i * right), alignment=size)
+                inside: Any = contextlib.nullcontext()
+                if kind.shape[0] < width:
+                    end = mlir.index(kind.shape[0] - column - i)
+                    inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
+                with inside:
+                    llvm.store(value, mlir.at(start, place + i * right), alignment=size)
 
     mlir.inline(emit, ref, values, layout=_layout)
 

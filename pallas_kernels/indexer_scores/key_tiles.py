@@ -23,6 +23,7 @@ from pallas_kernels.common.checks import check_rules
 from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.common.unpack import e2m1_pair, e2m1_value, multiply, shift
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
@@ -64,14 +65,6 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A) -> A:
     lead = tuple(range(x.ndim - 1))
     order = [len(lead) + i for i in (1, 3, 4, 0, 2)]
     return parts.transpose(*lead, *order).reshape(x.shape)
-
-
-def e2m1_value(code: jax.Array) -> jax.Array:
-    """float32 values of E2M1 codes, int32."""
-    size = code & 7
-    normal = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
-    size = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.int32) | ((code & 8) << 28), jnp.float32)
 
 
 @primitive
@@ -157,7 +150,7 @@ def _(tile, layout):
                 for pair in range(4):
                     # The register's place in the operand of one of 8 steps of 16 dims.
                     step, column = 2 * i + pair // 2, pair % 2
-                    value = _multiply(_nibbles(U32(word), pair), factors[i * len(factors) // 4])
+                    value = multiply(e2m1_pair(U32(word), pair), factors[i * len(factors) // 4])
                     halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
         return halves
 
@@ -165,36 +158,19 @@ def _(tile, layout):
     return mlir.inline(emit, (words, _CODES.layout), (scales, _SCALES.layout), returns=(_KEYS, _KEYS))
 
 
-def _nibbles(word, pair):
-    """Codes `pair` and `pair + 4` of a word as two bfloat16, times 2**-126: exponent and mantissa bits fit."""
-    left = 12 - 4 * pair
-    return _shift(word, left) & 0x80008000 | _shift(word, left - 6) & 0x01C001C0
-
-
-def _shift(x, left):
-    """x shifted left, or right where negative."""
-    return x << left if left > 0 else x >> -left if left < 0 else x
-
-
 def _factors(scale, layout):
-    """Pairs of each scale times 2**(126 - shift), as bfloat16."""
-    shift = SHIFT[layout.scale]
+    """Pairs of each scale times 2**(126 - down), as bfloat16."""
+    down = SHIFT[layout.scale]
     if layout.scale == "e8m0":
-        exponent = U32(arith.minsi((scale + (126 - shift)).value, mlir.i32(254)))
+        exponent = U32(arith.minsi((scale + (126 - down)).value, mlir.i32(254)))
         return [exponent * 0x00800080]
     found = []
     for i in range(2):
-        bits = _shift(scale, -8 * i) & 0x7F
+        bits = shift(scale, -8 * i) & 0x7F
         # E4M3's bits, moved, are a bfloat16 2**120 smaller.
-        exact = _multiply(bits * 0x00100010, 0x7B807B80)
-        found.append(_multiply(exact, (127 + 126 - shift) * 0x00800080))
+        exact = multiply(bits * 0x00100010, 0x7B807B80)
+        found.append(multiply(exact, (127 + 126 - down) * 0x00800080))
     return found
-
-
-def _multiply(x, y):
-    """Products of two pairs of bfloat16; subnormal ones are kept."""
-    operands = x.value, U32(y).value
-    return U32(mlir.ptx("mul.rn.bf16x2 $0, $1, $2;", *operands, results=mlir.int_type(), pure=True))
 
 
 @primitive

@@ -16,7 +16,8 @@ from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.row_encoder import quantise_keys
 from pallas_kernels.common.support import traced_once
-from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout, e2m1_value, permute_dims
+from pallas_kernels.common.unpack import e2m1_value
+from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout, permute_dims
 
 
 SIZE = 512  # values of a warpgroup

@@ -82,7 +82,7 @@ def test_its_gradient_is_that_of_the_reference():
 def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
-from pallas_kernels import linear
+from pallas_kernels.linear import linear
 S = jax.ShapeDtypeStruct
 for tokens in (8, 64):
     # Clusters of one block, of two, and of four.

@@ -1,0 +1,223 @@
+"""Linear maps of few tokens whose weights stay in FP8: as long as reading these takes.
+
+The blocks of a cluster share a tile's columns, as many as it takes for their inputs to fit into shared memory. Each
+sends its sums of a tile to one of them, which adds them up, in order, once all tiles are done.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common import clusters, weight_stream, wgmma_results
+from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.primitive import interpreting, kernel
+from pallas_kernels.common.stored_weights import FP8, ROWS, SHIFT
+from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.common.weight_stream import WeightStream
+
+
+TOKENS = 8  # `wgmma` has multiples of so many columns
+SCALED = 128  # rows, and columns, that share a scale
+MOST_BYTES = 130 << 10  # of inputs and sums in shared memory: weights stream through the rest
+MOST_SPLITS = 8  # blocks of a cluster that every device runs
+
+
+@traced_once("parts", "groups")
+def stored_linear(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *,
+    parts: tuple[tuple[int, bool], ...],
+    groups: int = 1,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
+
+    Args:
+      x: [T, groups * K] bfloat16, T up to 64, or fewer where K is large.
+      codes: [groups * M, K] uint8, E4M3 bits, K a multiple of 256.
+      scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
+      parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
+      groups: matrices one below the other, each for its K columns of x; M a multiple of 128.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape and the
+      next multiple of 8 tokens.
+
+    Raises:
+      NotImplementedError: a shape or dtype is not one of these.
+    """
+    tokens, (rows, depth) = x.shape[0], codes.shape
+    check_array("x", x, jnp.bfloat16, None, groups * depth)
+    check_array("codes", codes, jnp.uint8, rows, depth)
+    check_array("scales", scales, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
+    sizes = [size for size, _ in parts]
+    check_rules(
+        {
+            f"parts of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
+            f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
+            or rows % (groups * SCALED) == 0,
+            f"columns in multiples of {FP8.columns}, got {depth}": depth % FP8.columns == 0,
+            f"at least one token, got {tokens}": tokens > 0,
+        }
+    )
+    assert sum(sizes) == rows
+    p = _problem(tokens, rows, depth, groups, parts, interpret)
+    out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts]
+    scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
+    if p.splits > 1 and interpret:
+        # Interpreted blocks meet in global memory.
+        shape = (p.workers, p.splits, p.owned, p.splits, ROWS, p.stream.tokens)
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        scratch |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1))
+    elif p.splits > 1:
+        scratch |= dict(inbox=plgpu.SMEM((p.owned, p.splits, ROWS * p.stream.tokens), jnp.float32))
+    run = kernel(
+        functools.partial(_body, p),
+        out_type=out_type,
+        kernel_name="stored_linear",
+        grid=(p.workers,),
+        grid_names=("worker",),
+        cluster=(p.splits,),
+        cluster_names=("split",),
+        num_threads=weight_stream.WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        interpret=interpret,
+    )
+    return tuple(run(x, codes, scales)[: len(parts)])
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLinearProblem:
+    """What is static about a call: `workers` clusters of `splits` blocks take a stretch of `tiles` of 64 rows each.
+
+    `group`: tiles of a group, which has inputs of its own.
+    """
+
+    stream: WeightStream
+    tokens: int
+    group: int
+    tiles: int
+    splits: int
+    workers: int
+    parts: tuple[tuple[int, bool], ...]
+
+    @property
+    def owned(self) -> int:
+        """Tiles that a block adds up."""
+        return math.ceil(math.ceil(self.tiles / self.workers) / self.splits)
+
+    @property
+    def inbox_bytes(self) -> int:
+        return 4 * self.owned * self.splits * ROWS * self.stream.tokens if self.splits > 1 else 0
+
+    @property
+    def depth(self) -> int:
+        """Columns of the weight."""
+        return self.splits * self.stream.steps * FP8.columns
+
+
+def _problem(tokens, rows, depth, groups, parts, interpret):
+    """The fewest blocks in a cluster with which inputs and sums fit, and all multiprocessors have work."""
+    tiles, columns = rows // ROWS, -(-tokens // TOKENS) * TOKENS
+    fits = None
+    for splits in (1, 2, 4, MOST_SPLITS):
+        if depth % (FP8.columns * splits) or (splits > 1 and interpret and splits > 2):
+            continue
+        workers = min(tiles, 2 if interpret else MULTIPROCESSORS // splits)
+        stream = WeightStream(FP8, columns, depth // splits // FP8.columns)
+        p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
+        if p.inbox_bytes + 2 * columns * depth // splits > MOST_BYTES or columns > 64:
+            continue
+        fits = p
+        if interpret or 2 * workers * splits > MULTIPROCESSORS:
+            break
+    if fits is None:
+        raise NotImplementedError(f"the kernel takes fewer tokens of so many columns, got {tokens} of {depth}")
+    return fits
+
+
+def _body(p, x, codes, scales, *outs, inbox=None, cluster=None, **streamed):
+    worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
+    workers = jnp.int32(p.workers)
+    first, end = lax.div(worker * p.tiles, workers), lax.div((worker + 1) * p.tiles, workers)
+    shared = p.splits > 1
+    if shared:
+        # A block writes to another one's memory once that one runs.
+        clusters.arrive(None)
+
+    def box(owner, slot, block):
+        return outs[-1].at[worker, owner, slot, block] if interpreting() else inbox.at[slot, block]
+
+    def load_inputs(n, load):
+        @pl.when((n == 0) | (lax.rem(first + n, jnp.int32(p.group)) == 0))
+        def _():
+            load(x, p.tokens, column=lax.div(first + n, jnp.int32(p.group)) * p.depth)
+
+    def finish(n, sums):
+        if not shared:
+            _store(p, outs, (first + n) * ROWS, sums)
+            return
+
+        @pl.when(n == 0)
+        def _():
+            clusters.wait(None)
+
+        owner, slot = lax.rem(n, jnp.int32(p.splits)), lax.div(n, jnp.int32(p.splits))
+        wgmma_results.put(box(owner, slot, split), sums, owner)
+
+    p.stream.run(
+        warpgroup,
+        end - first,
+        codes,
+        scales,
+        first_step=split * p.stream.steps,
+        rows_of=lambda n: ((first + n) * ROWS,),
+        load_inputs=load_inputs,
+        finish=finish,
+        **streamed,
+    )
+    if not shared:
+        return
+
+    @pl.when(warpgroup > 0)
+    def _():
+        clusters.wait(None)
+        clusters.arrive(None)
+        clusters.wait(None)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        clusters.arrive(cluster)
+        clusters.wait(cluster)
+        for slot in range(p.owned):
+            n = slot * p.splits + split
+
+            @pl.when(n < end - first)
+            def _(slot=slot, n=n):
+                zeros = jnp.zeros((ROWS, p.stream.tokens), jnp.float32)
+                total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                for block in range(p.splits):
+                    total = wgmma_results.add(total, box(split, slot, block))
+                _store(p, outs, (first + n) * ROWS, total)
+
+
+def _store(p, outs, row, sums):
+    """Writes 64 rows of the product to the part that they are of."""
+    start, sums = 0, sums * 2.0**SHIFT
+    for out, (size, _) in zip(outs, p.parts, strict=False):
+
+        @pl.when((row >= start) & (row < start + size))
+        def _(out=out, start=start):
+            wgmma_results.store(out.at[:, pl.ds(row - start, ROWS)], sums, transposed=True)
+
+        start += size
