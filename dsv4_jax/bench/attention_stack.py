@@ -17,17 +17,46 @@ from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
-from dsv4_jax.nn.linear import RMSNorm
+from dsv4_jax.nn.linear import Linear, RMSNorm
 from dsv4_jax.ops.norm_rope import rms_normalize
 
 
+class DraftAttention(nnx.Module):
+    """What of the multi-token-prediction block uses the cache, and its projections: with random weights."""
+
+    def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
+        hidden, options = config.hidden_size, dict(param_dtype=jnp.bfloat16, rngs=rngs)
+        self.layer = config.num_hidden_layers
+        self.e_proj, self.h_proj = Linear(hidden, hidden, **options), Linear(hidden, hidden, **options)
+        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, rngs=rngs)
+        self.attention = Attention(config, self.layer, **options)
+
+    def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
+        """As `MTPBlock.join`."""
+        of_streams = self.h_proj(self.norm(streams.reshape(-1, streams.shape[-1]))).reshape(streams.shape)
+        return of_streams + self.e_proj(self.norm(embedded))[:, None, :]
+
+    def __call__(
+        self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch
+    ) -> tuple[Float[Array, "T h D"], KVCache]:
+        """[T, hc_mult, hidden] to the same, and the updated cache."""
+        y, _, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), StepCarry())
+        return streams + y[:, None, :], cache
+
+    def write_window(self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
+        """The cache after `__call__`."""
+        return self.attention.write_window(self.norm(streams[:, 0]), cache.handle(self.layer, batch))
+
+
 class AttentionStack(nnx.Module):
-    """`x + attention(norm(x))`, layer after layer, with random weights."""
+    """`x + attention(norm(x))`, layer after layer, with random weights; `mtp` holds the layers that make drafts."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
         layers = range(config.num_hidden_layers)
         self.attentions = nnx.List([Attention(config, i, param_dtype=jnp.bfloat16, rngs=rngs) for i in layers])
         self.norms = nnx.List([RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs) for _ in layers])
+        self.mtp = nnx.List([DraftAttention(config, rngs) for _ in range(config.num_nextn_predict_layers)])
+        self.streams = config.hc_mult
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """[T, hidden] bfloat16 to the same, and the updated cache."""
@@ -37,13 +66,37 @@ class AttentionStack(nnx.Module):
             x = x + y
         return x, cache
 
+    def draft(
+        self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, requests: int, count: int
+    ) -> tuple[Float[Array, "R D"], KVCache]:
+        """Writes the block's window for a step's tokens [T, hidden], then drafts `count` tokens of each request.
 
-@functools.partial(jax.jit, donate_argnames="cache")
+        A draft goes where one would if all of the step's tokens were kept. Its embedding is made up from the streams.
+        """
+        (block,) = self.mtp
+        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
+        cache = block.write_window(block.join(streams, x), cache, batch)
+        last = jnp.arange(1, requests + 1, dtype=jnp.int32) * (x.shape[0] // requests) - 1
+        fields = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
+        newest = dataclasses.replace(batch, **fields)
+
+        def guess(carry, ahead):
+            streams, cache = carry
+            drafted = dataclasses.replace(newest, positions=newest.positions + ahead)
+            return block(block.join(streams, streams[:, -1]), cache, drafted), None
+
+        (streams, cache), _ = lax.scan(guess, (streams[last], cache), jnp.arange(1, count + 1, dtype=jnp.int32))
+        return streams[:, 0], cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("requests", "drafts"))
 def stack_step(
-    stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"]
-) -> tuple[Float[Array, "T D"], KVCache]:
-    """One decode step; the cache is donated."""
-    return stack.module(x, cache, batch)
+    stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, requests: int, drafts: int
+) -> tuple[Float[Array, "_ D"], KVCache]:
+    """One decode step, and `drafts` drafts of each request after it; the cache is donated."""
+    layers = stack.module
+    y, cache = layers(x, cache, batch)
+    return layers.draft(y, cache, batch, requests, drafts) if drafts else (y, cache)
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
@@ -90,12 +143,15 @@ def random_cache(schema: CacheSchema) -> KVCache:
 class StackDecoder:
     """Decodes a batch of requests, all of one length, in a cache of its own.
 
-    `requests` is the batch size; `step_text` is XLA's text of the compiled step, after the first one.
+    `requests` is the batch size, `tokens` what each of them brings to a step, `drafts` how many tokens the step then
+    drafts of each; `step_text` is XLA's text of the compiled step, after the first one.
     """
 
-    def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int):
+    def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
         self.stack, self.manager, self.requests, self.step_text = stack, manager, requests, ""
-        self._x = jax.random.normal(jax.random.key(1), (requests, manager.schema.config.hidden_size), jnp.bfloat16)
+        self.tokens, self.drafts = tokens, drafts
+        shape = requests * tokens, manager.schema.config.hidden_size
+        self._x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
         self._cache: KVCache | None = None
         self._slots: list[int] = []
         self._step: Any = None  # compiled when it first runs
@@ -105,26 +161,32 @@ class StackDecoder:
         for slot in self._slots:
             self.manager.release(slot)
         self._slots = [self.manager.admit() for _ in range(self.requests)]
-        batch = self.batch(reserve=past)
+        batch = self.manager.prepare_forward({slot: [0] for slot in self._slots}, reserve=past)
         self._cache = begin_step(random_cache(self.manager.schema) if self._cache is None else self._cache, batch)
         for slot in self._slots:
             self.manager.advance(slot, past - 1)
 
     def batch(self, reserve: int = 0) -> Batch:
-        """One token of each request, and blocks for `reserve` more."""
-        return self.manager.prepare_forward({slot: [0] for slot in self._slots}, reserve=reserve)
+        """`tokens` tokens of each request, the first of which it keeps, and blocks for `reserve` more."""
+        size, ids = self.requests * self.tokens, [0] * self.tokens
+        batch = self.manager.prepare_forward(
+            dict.fromkeys(self._slots, ids), reserve=reserve, prefill_size=size, decode_size=size
+        )
+        for slot in self._slots:
+            self.manager.rewind(slot, self.tokens - 1)
+        return batch
 
     def step(self, batch: Batch) -> Float[Array, "T D"]:
         """Runs one decode step and returns its output."""
         args = self.stack, self._cache, batch, self._x
         if self._step is None:
-            self._step = stack_step.lower(*args).compile()
+            self._step = stack_step.lower(*args, requests=self.requests, drafts=self.drafts).compile()
             self.step_text = self._step.as_text() or ""
         y, self._cache = self._step(*args)
         return y
 
     def loop(self, batch: Batch, steps: int) -> Float[Array, "T D"]:
-        """Runs `steps` steps on the device and returns the last one's output; `batch` has `reserve=steps - 1`."""
+        """Runs `steps` steps of one token on the device, the last one's output; `batch` has `reserve=steps - 1`."""
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
         y, self._cache = stack_loop(self.stack, self._cache, batch, self._x, steps=steps)
@@ -135,15 +197,22 @@ class StackDecoder:
         self._cache = None
 
 
-def floor_bytes(stack: CompiledModel, manager: KVCacheManager, requests: int, context: int) -> int:
-    """Bytes that a step has to read: all weights, and the rows and keys that its requests attend to or score."""
-    schema, read = manager.schema, 0
-    for spec in schema.layers:
-        read += min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
+def floor_bytes(decoder: StackDecoder, context: int) -> int:
+    """Bytes that a step has to read: all weights, and the rows and keys that its requests attend to or score.
+
+    It reads those of the layers that make drafts once for each draft.
+    """
+    schema, stack = decoder.manager.schema, decoder.stack
+    window = min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
+    draft_weights = tree_bytes(nnx.state(stack.module.mtp))
+    read = decoder.drafts * window
+    for spec in schema.layers[: schema.config.num_hidden_layers]:
+        read += window
         if spec.group is not None:
             group, entries = schema.groups[spec.group], context // spec.compress_rate
             attended = entries if spec.selection is None else min(entries, schema.config.index_topk)
             read += attended * tree_bytes(group.entry.struct)
             if spec.selects and group.key is not None:
                 read += entries * tree_bytes(group.key.struct)
-    return requests * read + sum(leaf.nbytes for leaf in stack.arrays)
+    weights = tree_bytes(stack.arrays) - draft_weights + decoder.drafts * draft_weights
+    return decoder.requests * read + weights

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
@@ -42,6 +42,9 @@ REST = "rest"
 LONGEST = 24  # kernels listed by name
 # By a report's "shapes": without a GPU, "tiny" takes the place of what was asked for.
 MODELS = dict(flash="V4-Flash", pro="V4-Pro", tiny="a tiny model")
+# Shares of drafts that are right, each after right ones, for which tokens a second are reported.
+ACCEPTANCES = (0.5, 0.7, 0.9)
+MOST_DRAFTS = 8
 # Batch sizes and contexts that are measured by default, with a GPU and without.
 DEFAULTS = dict(gpu=((1, 8, 32), (4096, 65536, 1048576)), cpu=((1, 4), (512, 4096)))
 
@@ -54,6 +57,7 @@ class StepOptions:
     contexts: tuple[int, ...] | None
     layers: int
     trace: Path | None
+    drafts: int = 0
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
@@ -70,6 +74,8 @@ class StepOptions:
                 raise ValueError(f"--batches {requests} must be at least 1")
         if not batches or not contexts:
             raise ValueError("--batches and --contexts need at least one number each")
+        if self.drafts > MOST_DRAFTS:
+            raise ValueError(f"--drafts {self.drafts} must be at most {MOST_DRAFTS}")
         if not 0 <= self.layers <= config.num_hidden_layers:
             raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")
         return batches, contexts
@@ -103,11 +109,13 @@ class StepCase:
         `copy` is the bytes a second of a plain copy, at which the floor's bytes are read. A profile goes to `trace`.
         """
         decoder = self.decoder
-        nbytes = floor_bytes(decoder.stack, decoder.manager, decoder.requests, self.context)
+        nbytes = floor_bytes(decoder, self.context)
         floor = 1e3 * nbytes / copy
         result: dict[str, Any] = dict(
             requests=decoder.requests,
             context=self.context,
+            tokens=decoder.tokens,
+            drafts=decoder.drafts,
             **times,
             floor_bytes=nbytes,
             floor_milliseconds=floor,
@@ -135,6 +143,9 @@ def run(
     of a copy comes from a profile, too. It and the clock are added to `report`. Where there is no GPU, the packaged
     model takes the place of `config`.
 
+    With drafts, each case is measured three times: with one token of each request, with the tokens of a step that
+    verifies drafts, and when such a step also makes new ones.
+
     Raises:
       ValueError: an option is out of range.
     """
@@ -145,17 +156,20 @@ def run(
     batches, all_contexts = options.cases(config, "cpu" if small else "gpu")
     if layers := options.layers:
         kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
-        config = dataclasses.replace(config, num_hidden_layers=layers, **kinds)
+        rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
+        config = dataclasses.replace(config, num_hidden_layers=layers, compress_rate_hca=rate, **kinds)
+    config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
+    steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
     stack = CompiledModel(join_projections(AttentionStack(config, nnx.Rngs(0))))
     weights = sum(leaf.nbytes for leaf in stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
-        contexts = sorted({c for c in all_contexts if _fits(config, kv_format, weights, requests, c)})
+        contexts = sorted({c for c in all_contexts if _fits(config, weights, _sizes(requests, c, kv_format, options))})
         for context in sorted(set(all_contexts) - set(contexts)):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
-        if contexts:
-            sizes = _sizes(requests, max(contexts), kv_format)
-            decoder = StackDecoder(stack, KVCacheManager(config, **sizes), requests)
+        for step in steps if contexts else ():
+            sizes = _sizes(requests, max(contexts), kv_format, options)
+            decoder = StackDecoder(stack, KVCacheManager(config, **sizes), requests, *step)
             cases += [StepCase(decoder, context) for context in contexts]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("timing steps, then their kernels", total=2 * len(cases))
@@ -176,13 +190,39 @@ def run(
             f"once at {copy / 1e9:,.0f} GB/s.\n\n" + _line(_COLUMNS),
             flush=True,
         )
+        places: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for case, known in zip(in_turn(), times, strict=True):
             row = case.profile(known, copy, options.trace if case is cases[-1] else None)
             print(_line(_cells(row)), flush=True)
+            rows = places.setdefault((row["requests"], row["context"]), [])
+            rows.append(row)
+            if row["tokens"] > 1:
+                row["times_one_token"] = round(row["milliseconds"] / rows[0]["milliseconds"], 4)
+            if row["drafts"]:
+                row["tokens_per_second"] = {str(share): round(_rate(row, share), 1) for share in ACCEPTANCES}
             yield row
+    if options.drafts:
+        print(_draft_lines(places))
 
 
-_COLUMNS = ("batch", "context", "step", "floor", "%", "loop", "dispatch", *KINDS, REST, "gaps")
+def _rate(row, share):
+    """Tokens a second of all requests, if each draft after right ones is right with probability `share`."""
+    return 1e3 * row["requests"] / row["milliseconds"] * sum(share**i for i in range(1 + row["drafts"]))
+
+
+def _draft_lines(places):
+    """What verifying and drafting cost against a step with one token, and tokens a second."""
+    lines = [f"\nTokens a second: assumed that {', '.join(map('{:.0%}'.format, ACCEPTANCES))} of the drafts are right."]
+    for (requests, context), (_, verify, whole) in places.items():
+        rates = ", ".join(f"{rate:,.0f}" for rate in whole["tokens_per_second"].values())
+        lines.append(
+            f"batch {requests}, context {context}: {whole['tokens']} tokens take {verify['times_one_token']:.2f} x a "
+            f"step with one, with {whole['drafts']} drafts {whole['times_one_token']:.2f} x; tokens a second: {rates}"
+        )
+    return "\n".join(lines)
+
+
+_COLUMNS = ("batch", "context", "tokens", "drafts", "step", "floor", "%", "loop", "dispatch", *KINDS, REST, "gaps")
 
 
 def _cells(row):
@@ -190,24 +230,25 @@ def _cells(row):
     kinds = [times.get(kind) for kind in (*KINDS, REST)]
     numbers = row["milliseconds"], row["floor_milliseconds"], row["percent_of_floor"], row.get("loop_milliseconds")
     numbers = *numbers, row["dispatch_milliseconds"], *kinds, row.get("gap_milliseconds")
-    return row["requests"], row["context"], *("" if n is None else f"{n:.3f}" for n in numbers)
+    whole = row["requests"], row["context"], row["tokens"], row["drafts"]
+    return *whole, *("" if n is None else f"{n:.3f}" for n in numbers)
 
 
 def _line(cells):
-    widths = (5, 8, *(max(8, len(column)) for column in _COLUMNS[2:]))
+    widths = (5, 8, 6, 6, *(max(8, len(column)) for column in _COLUMNS[4:]))
     return "  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=False))
 
 
-def _fits(config, kv_format, weights, requests, context):
+def _fits(config, weights, sizes):
     """Whether weights and cache fit into nine tenths of the device's memory; True where that is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    need = weights + CacheSchema.from_config(config, **_sizes(requests, context, kv_format)).memory_bytes()
+    need = weights + CacheSchema.from_config(config, **sizes).memory_bytes()
     return limit is None or need < 0.9 * limit
 
 
-def _sizes(requests: int, context: int, kv_format: KVFormat) -> dict[str, Any]:
-    blocks = requests * -(-context // BLOCK_TOKENS)
-    return dict(num_blocks=blocks, max_requests=requests, max_context=context, kv_format=kv_format)
+def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOptions) -> dict[str, Any]:
+    sizes = dict(num_blocks=requests * -(-context // BLOCK_TOKENS), max_requests=requests, max_context=context)
+    return sizes | dict(kv_format=kv_format, max_query_tokens=1 + options.drafts)
 
 
 def _steps_in_a_row(decoder: StackDecoder) -> float:

@@ -16,10 +16,13 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
     """
     title = f"Attention layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
     with _axes(path, title, "context (tokens a request)", "milliseconds a step") as axes:
-        for requests in sorted({row["requests"] for row in report["results"]}):
-            rows = [row for row in report["results"] if row["requests"] == requests]
+        kinds = {(row["requests"], row.get("tokens", 1), row.get("drafts", 0)) for row in report["results"]}
+        for requests, tokens, drafts in sorted(kinds):
+            kind = requests, tokens, drafts
+            rows = [r for r in report["results"] if (r["requests"], r.get("tokens", 1), r.get("drafts", 0)) == kind]
             contexts = [row["context"] for row in rows]
-            (line,) = axes.plot(contexts, [row["milliseconds"] for row in rows], "o-", label=f"batch {requests}")
+            label = f"batch {requests}" + f", {tokens} tokens" * (tokens > 1) + f", {drafts} drafts" * (drafts > 0)
+            (line,) = axes.plot(contexts, [row["milliseconds"] for row in rows], "o-", label=label)
             axes.plot(contexts, [row["floor_milliseconds"] for row in rows], ":", color=line.get_color())
             for row in rows:
                 if (gaps := row.get("gap_milliseconds", 0)) > 0.1 * row["milliseconds"]:

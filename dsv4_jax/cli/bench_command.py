@@ -38,6 +38,7 @@ class BenchCommand:
       dsv4-jax bench
       dsv4-jax bench append gather --shapes flash --json h100.json
       dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
+      dsv4-jax bench step --batches 1 --contexts 4096 --drafts 2
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
@@ -54,7 +55,9 @@ class BenchCommand:
       plot: step: plot time against context to this PNG file; serve: time to the first token against tokens sent.
       conversations: serve: number of conversations.
       turns: serve: requests of each conversation.
-      drafts: serve: tokens that prompt lookup may guess in a step; 0 = no speculative decoding.
+      drafts: serve: tokens that prompt lookup may guess in a step. step: also measure a step that verifies so many
+        drafts of each request, and one that then makes as many with the multi-token-prediction block's attention, and
+        report tokens a second for assumed shares of right drafts. 0 = no speculative decoding.
     """
 
     ops: tyro.conf.Positional[tuple[Op | Literal["step", "serve"], ...]] = OPS
@@ -110,7 +113,7 @@ class BenchCommand:
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
             model = config, kv_format(self.cache_format)
             if self.ops == ("step",):
-                options = decode_steps.StepOptions(self.batches, self.contexts, self.layers, self.trace)
+                options = decode_steps.StepOptions(self.batches, self.contexts, self.layers, self.trace, self.drafts)
                 rows = decode_steps.run(*model, options, report)
             else:
                 rows = op_times.run(*model, self.ops, report, only=self.only, calls=self.calls)

@@ -1,12 +1,17 @@
 """`dsv4-jax bench step` where there is no GPU: a tiny model's steps."""
 
 import contextlib
+import dataclasses
 import json
 import unittest.mock
 
+import jax
 import pytest
+from flax import nnx
 
 from dsv4_jax.bench import plots
+from dsv4_jax.bench.attention_stack import DraftAttention
+from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.decode_steps import StepOptions
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
@@ -32,6 +37,23 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
+    options = "--batches", 2, "--contexts", 256, "--layers", 1, "--drafts", 2, "--json", tmp_path / "steps.json"
+    out = run("bench", "step", *options)
+    rows = json.loads((tmp_path / "steps.json").read_text())["results"]
+    assert [(row["tokens"], row["drafts"]) for row in rows] == [(1, 0), (3, 0), (3, 2)]
+    for row in rows[1:]:
+        assert row["times_one_token"] == pytest.approx(row["milliseconds"] / rows[0]["milliseconds"], rel=1e-3)
+    # Two drafts read the block's weights and a window of 128 rows twice, for two requests; verifying reads no more.
+    config = dataclasses.replace(read_config(packaged_checkpoint()), num_nextn_predict_layers=1)
+    shapes = jax.eval_shape(lambda: DraftAttention(config, nnx.Rngs(0)))
+    block = tree_bytes(nnx.state(shapes)) + 2 * 128 * 200
+    assert [row["floor_bytes"] - rows[0]["floor_bytes"] for row in rows] == [0, 0, 2 * block]
+    rate = 2000 / rows[2]["milliseconds"] * (1 + 0.7 + 0.49)
+    assert rows[2]["tokens_per_second"]["0.7"] == pytest.approx(rate, rel=1e-3)
+    assert "3 tokens take" in out and "50%, 70%, 90% of the drafts are right" in out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -44,6 +66,7 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
         (["step", "--contexts", "128"], "--contexts 128 must be from 129 to 32768 tokens"),
         (["step", "--contexts", "33000"], "--contexts 33000 must be from 129 to 32768"),
         (["step", "--contexts", "512", "--batches", "0"], "--batches 0 must be at least 1"),
+        (["step", "--contexts", "512", "--drafts", "9"], "--drafts 9 must be at most 8"),
         (["step", "--contexts", "512", "--layers", "7"], "--layers 7 must be from 0 (all) to 6"),
     ],
 )

@@ -11,33 +11,38 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
-from dsv4_jax.decode import CompiledModel
-from dsv4_jax.decode.step import last_logits
+from dsv4_jax.decode import CompiledModel, Sampling, SamplingRows
+from dsv4_jax.decode.step import draw, last_logits
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.pallas_kernels.kernels import compile_in_process
 
 
-def step(model, cache, batch):
+def step(model, cache, batch, *drawing):
+    """A step that returns logits; with arguments for drawing, one that verifies a draft and makes one."""
     with ops.use_implementation("mosaic_gpu"):
-        return last_logits(model, cache, batch)
+        return draw(model, cache, batch, *drawing, drafts=1) if drawing else last_logits(model, cache, batch)
 
 
-def arguments(requests=8, joined=False):
-    """(model, cache, batch) of shapes alone: a layer of each kind, cache rows as released."""
+def arguments(requests=8, joined=False, drafts=0):
+    """(model, cache, batch, and what is needed to draw) of shapes alone: a layer of each kind, rows as released."""
     config = dataclasses.replace(
         DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("moe",) * 3,
         hidden_size=512, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=8,
+        num_nextn_predict_layers=drafts,
     )  # fmt: skip
     model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, joined=joined)))
-    sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4")
+    sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4", max_query_tokens=1 + drafts)
     cache = KVCache.abstract(CacheSchema.from_config(config, **sizes))
 
     def ints(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    tokens = ints(requests)
-    return model, cache, Batch(tokens, tokens, tokens, ints(requests, 3), tokens, prefill=False)
+    tokens, slots = ints(requests * (1 + drafts)), ints(requests)
+    batch = Batch(tokens, tokens, tokens, ints(requests, 3), slots, prefill=False)
+    sampling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SamplingRows.of([Sampling()] * requests)))
+    drawing = tokens, sampling, jax.ShapeDtypeStruct((requests,), jnp.uint32)
+    return model, cache, batch, *(drawing if drafts else ())
 
 
 def check_in_place(compiled, cache):
@@ -64,12 +69,13 @@ def check_in_place(compiled, cache):
 def test_no_copy_of_a_pool_in_a_step_with_kernels():
     compile_in_process("""
 from tests.decode.test_h100_step import arguments, check_in_place, step
-for given in arguments(), arguments(joined=True), arguments(requests=1, joined=True):
+for given in arguments(), arguments(joined=True, drafts=1), arguments(requests=1, joined=True):
     check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
 """)
 
 
 @pytest.mark.gpu
-def test_no_copy_of_a_pool_in_a_step_on_the_gpu():
-    given = arguments()
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_no_copy_of_a_pool_in_a_step_on_the_gpu(drafts):
+    given = arguments(drafts=drafts)
     check_in_place(jax.jit(step, donate_argnums=1).lower(*given).compile(), given[1])

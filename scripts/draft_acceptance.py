@@ -1,0 +1,134 @@
+"""How many drafts of a model's multi-token-prediction block are right: `python scripts/draft_acceptance.py --help`."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import kjv
+import numpy as np
+import tyro
+
+from dsv4_jax import DSV4Config, KVCacheManager, Sampling, load_checkpoint
+from dsv4_jax.data import packaged_checkpoint
+from dsv4_jax.decode import CompiledModel
+from dsv4_jax.engine import Engine, MTPDrafter, Request, generate
+
+
+DRAFTS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftAcceptance:
+    """Continues excerpts of held-out text with 0 to 3 drafts a step, and counts drafts that are right.
+
+    All steps run in one program, so that sums are made alike: tokens with drafts must be those without. Prints one JSON
+    object, and rows for the model's card.
+
+    For example:
+      python scripts/draft_acceptance.py --text kjv/usr/lib/bible.data
+
+    Attributes:
+      text: as for train_tiny.py.
+      checkpoint: folder of a model with such a block. Default: the packaged one.
+      requests: excerpts that are continued, all at once.
+      prompt: bytes of each excerpt.
+      tokens: to generate of each.
+      speed_tokens: tokens of a request that is timed alone, in the loop on the device; 0 = do not.
+      out: also write the JSON to this file.
+    """
+
+    text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    requests: int = 16
+    prompt: int = 256
+    tokens: int = 640
+    speed_tokens: int = 512
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+
+    def run(self) -> dict[str, Any]:
+        """Measures; returns what it prints."""
+        held_out = kjv.split(kjv.read_books(self.text))["held_out"]
+        starts = np.linspace(0, len(held_out) - self.prompt, self.requests).astype(int)
+        prompts = [np.append(kjv.BOS, held_out[at : at + self.prompt - 1]) for at in starts]
+        checkpoint = self.checkpoint or packaged_checkpoint()
+        model = CompiledModel(load_checkpoint(checkpoint, DSV4Config.from_hf(checkpoint, mtp=True)))
+        report: dict[str, Any] = dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
+        engine = Engine(
+            model, self._manager(model), token_budget=self.requests * (1 + DRAFTS), drafter=MTPDrafter(), uniform=True
+        )
+        for name, sampling in dict(greedy=Sampling(), temperature_1=Sampling(temperature=1.0)).items():
+            plain = self._generate(engine, prompts, sampling, 0)
+            total = sum(len(request.generated) for request in plain)
+            for drafts in range(1, 1 + DRAFTS):
+                requests = self._generate(engine, prompts, sampling, drafts)
+                pairs = zip(plain, requests, strict=True)
+                same = sum(int(np.equal(a.generated, b.generated).sum()) for a, b in pairs)
+                report[f"{name}_{drafts}"] = _summary(requests, drafts) | dict(tokens=total, differing=total - same)
+                print(f"{name}, {drafts} drafts: {report[f'{name}_{drafts}']}", flush=True)
+        if self.speed_tokens:
+            report["tokens_per_second"] = self._speed(model, prompts[0])
+        print(json.dumps(report))
+        print(_table(report))
+        if self.out is not None:
+            self.out.write_text(json.dumps(report, indent=1) + "\n")
+        return report
+
+    def _manager(self, model: CompiledModel, requests: int | None = None) -> KVCacheManager:
+        requests, context = requests or self.requests, self.prompt + max(self.tokens, self.speed_tokens)
+        blocks = requests * (1 + context // 128)
+        return KVCacheManager(
+            model.module.config,
+            num_blocks=blocks,
+            max_requests=requests,
+            max_context=128 * (1 + context // 128),
+            max_query_tokens=1 + DRAFTS,
+        )
+
+    def _generate(self, engine: Engine, prompts: list[np.ndarray], sampling: Sampling, drafts: int) -> list[Request]:
+        options = dict(max_new_tokens=self.tokens, sampling=sampling, draft_tokens=drafts)
+        requests = [engine.add(prompt, seed=i, **options) for i, prompt in enumerate(prompts)]
+        while engine.busy:
+            for output in engine.step():
+                if output.request.error is not None:
+                    raise output.request.error
+        return requests
+
+    def _speed(self, model: CompiledModel, prompt: np.ndarray) -> dict[str, float]:
+        """Best of three: {number of drafts: tokens a second of one greedy request, its prompt included}."""
+        rates: dict[str, float] = {}
+        for turn in range(4):
+            for drafts in range(1 + DRAFTS):
+                options = dict(max_new_tokens=self.speed_tokens, chunk=self.prompt, drafts=drafts)
+                begin = time.perf_counter()
+                generate(model, self._manager(model, 1), [prompt.tolist()], **options)
+                rate = self.speed_tokens / (time.perf_counter() - begin)
+                if turn:  # the first compiles
+                    rates[str(drafts)] = max(rates.get(str(drafts), 0.0), round(rate, 1))
+        return rates
+
+
+def _summary(requests: list[Request], drafts: int) -> dict[str, Any]:
+    """Mean drafts kept by the steps that verified `drafts` drafts, and the share of these steps that kept so many."""
+    # A request's first step has its prompt, and its last ones may verify fewer drafts.
+    kept = np.concatenate([request.accepted[1 : -1 - drafts] for request in requests])
+    shares = [round(float((kept >= count).mean()), 4) for count in range(1, 1 + drafts)]
+    return dict(kept=round(float(kept.mean()), 4), at_least=shares)
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = ["| drafts a step | kept, greedy | kept, temperature 1 | tokens/s |", "| --- | --- | --- | --- |"]
+    rates = report.get("tokens_per_second", {})
+    for drafts in range(1 + DRAFTS):
+        kept = [f"{report[f'{name}_{drafts}']['kept']:.2f}" if drafts else "" for name in ("greedy", "temperature_1")]
+        lines.append(f"| {drafts} | {kept[0]} | {kept[1]} | {rates.get(str(drafts), '')} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    command = tyro.cli(DraftAcceptance)
+    try:
+        command.run()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
