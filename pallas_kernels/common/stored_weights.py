@@ -28,7 +28,7 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 ROWS = 64  # of a tile
 SEGMENT = 64  # bytes of a row that four threads share
-SEGMENTS = 4  # of a step, half of them for each of two warpgroups
+SEGMENTS = 4  # of a step, one for each of the warpgroups that multiply
 STEP_BYTES = SEGMENT * SEGMENTS
 CHUNK = 64  # columns of `wgmma`'s operands in shared memory
 SHIFT = 32
@@ -69,7 +69,7 @@ FP8, FP4 = WeightLayout(1), WeightLayout(2)
 
 @primitive
 def load_inputs(tile, source, rows, divisor: int, column, group: jax.Array, layout: WeightLayout) -> None:
-    """Copies rows of inputs to shared memory, by two warpgroups together, in the order in which weights are unpacked.
+    """Copies rows of inputs to shared memory, by four warpgroups together, in the order in which weights are unpacked.
 
     A barrier has to follow; shows what it wrote to `wgmma`.
 
@@ -79,19 +79,19 @@ def load_inputs(tile, source, rows, divisor: int, column, group: jax.Array, layo
       rows: [N] int32 in shared memory: row n of the tile is row `rows[n] // divisor`; where negative, it stays. Or a
         number: that of rows, the first ones.
       column: the first one, a multiple of 64.
-      group: number of the warpgroup, 0 or 1, a scalar.
+      group: number of the warpgroup, 0 .. 3, a scalar.
       layout: of the weights.
     """
     chunks, count, _ = tile.shape
-    half = chunks // 2
+    share = chunks // SEGMENTS
     for n in range(rows if isinstance(rows, int) else count):
         row = jnp.int32(n) if isinstance(rows, int) else rows[n]
 
         @pl.when(row >= 0)
         def _(n=n, row=row):
             values = source[lax.div(row, divisor), pl.ds(column, chunks * CHUNK)].reshape(chunks, CHUNK)
-            for chunk in range(half):
-                at = group * half + chunk
+            for chunk in range(share):
+                at = group * share + chunk
                 tile[at, n] = values[at]
 
 
@@ -110,7 +110,7 @@ def _(tile, source, rows, divisor, column, group, layout):
 
             def copy(i):
                 """8 columns, which a thread of the product has in one or two words."""
-                eight = thread + i * (2 * mlir.THREADS)
+                eight = thread + i * (SEGMENTS * mlir.THREADS)
                 offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
                 offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
                 load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -123,7 +123,7 @@ def _(tile, source, rows, divisor, column, group, layout):
                     llvm.store(pair.value, mlir.at(there, place.value), alignment=4)
 
             with thread_ops.when(U32(arith.cmpi(arith.CmpIPredicate.sge, row.value, mlir.i32(0)))):
-                full, rest = divmod(columns // 8, 2 * mlir.THREADS)
+                full, rest = divmod(columns // 8, SEGMENTS * mlir.THREADS)
                 for i in range(full):
                     copy(i)
                 if rest:
@@ -166,10 +166,10 @@ def _halves(x, y, high):
 def multiply_add(
     acc: jax.Array, codes, scales, inputs, first: jax.Array, group: jax.Array, layout: WeightLayout, gated: bool
 ) -> jax.Array:
-    """acc + weights @ inputs over a warpgroup's half of a step: [64, N] float32, 2**-32 of the products.
+    """acc + weights @ inputs over a warpgroup's segment of a step: [64, N] float32, 2**-32 of the products.
 
     Args:
-      codes: [2, 64, 64] uint8 in shared memory: segments, and rows.
+      codes: [64, 64] uint8 in shared memory.
       scales: of FP4 [64, 16] uint8 in shared memory, those of the whole step; of FP8 one, an int32 scalar.
       inputs: what `load_inputs` left.
       first: the step's first 64 columns.
@@ -178,17 +178,17 @@ def multiply_add(
       gated: rows i and 32 + i of the weights meet in a thread: they are rows 16 * (i // 8) + i % 8, and 8 more, of the
         sums.
     """
-    values = codes[...].transpose(1, 0, 2).reshape(ROWS, -1)
+    values = codes[...]
     if layout.per_byte == 2:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
-        factors = scales[...].reshape(ROWS, 2, 8)[:, group].astype(jnp.int32)
+        factors = scales[...].reshape(ROWS, SEGMENTS, 4)[:, group].astype(jnp.int32)
         factors = jnp.repeat(lax.bitcast_convert_type((factors - SHIFT) << 23, jnp.float32), 32, axis=1)
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
         factors = lax.bitcast_convert_type((scales - SHIFT) << 23, jnp.float32)
-    start = first + group * (2 * layout.chunks)
-    x = jnp.concatenate([inputs[start + i] for i in range(2 * layout.chunks)], axis=1).astype(jnp.float32)
+    start = first + group * layout.chunks
+    x = jnp.concatenate([inputs[start + i] for i in range(layout.chunks)], axis=1).astype(jnp.float32)
     products = jnp.dot(values * factors, x.T, precision="highest")
     if gated:
         products = products.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
@@ -197,19 +197,17 @@ def multiply_add(
 
 @multiply_add.mosaic
 def _(acc, codes, scales, inputs, first, group, layout, gated):
-    start = first + group * (2 * layout.chunks)
+    start = first + group * layout.chunks
 
     def add_products(ref):
-        for segment in range(2):
-            for i, weights in enumerate(_unpack(codes.at[segment], scales, group, segment, layout, gated)):
-                chunk = inputs.at[start + segment * layout.chunks + i]
-                plgpu.wgmma(ref, weights, chunk.transpose((1, 0)))
+        for i, weights in enumerate(_unpack(codes, scales, group, layout, gated)):
+            plgpu.wgmma(ref, weights, inputs.at[start + i].transpose((1, 0)))
 
     run: Any = pl.run_state(add_products)
     return run(plgpu.ACC.init(acc))
 
 
-def _unpack(codes, scales, group, segment, layout, gated):
+def _unpack(codes, scales, group, layout, gated):
     """The weights of a segment, as many [64, 64] as it has chunks."""
 
     def emit(codes, scales, group):
@@ -223,7 +221,7 @@ def _unpack(codes, scales, group, segment, layout, gated):
             address = thread_ops.shared(codes) + row * SEGMENT + inner * 16
             words = thread_ops.load_vector(address)
             if layout.per_byte == 2:
-                place = thread_ops.shared(scales) + row * 16 + U32(mlir.scalar(group)) * 8 + inner + segment * 4
+                place = thread_ops.shared(scales) + row * 16 + U32(mlir.scalar(group)) * 4 + inner
                 scale = thread_ops.ptx("{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }", place)
                 factor = _factor(scale + (126 - SHIFT))
                 pairs = [[e2m1_pair(word, pair) for pair in range(4)] for word in words]

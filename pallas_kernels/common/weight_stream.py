@@ -1,7 +1,7 @@
 """Tiles of 64 rows of stored weights, streamed through shared memory and multiplied with a few inputs.
 
-One warpgroup of a block copies, over the borders of tiles. Two multiply, each half of every step's columns; the second
-hands its sums to the first. The inputs stay in shared memory.
+One warpgroup of a block copies, over the borders of tiles. Four multiply, each a quarter of every step's columns, and
+hand their sums to the first of them. The inputs stay in shared memory.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from pallas_kernels.common.stored_weights import CHUNK, ROWS, SEGMENT, SEGMENTS,
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
-WARPGROUPS = 3
+WARPGROUPS = SEGMENTS + 1
 SHARED_BYTES = 220 << 10
 
 
@@ -42,20 +42,20 @@ class WeightStream:
     def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
         """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
         inputs = (self.steps * self.layout.columns // CHUNK, self.tokens, CHUNK)
-        used = other_bytes + 2 * inputs[0] * self.tokens * CHUNK + 4 * ROWS * self.tokens
+        used = other_bytes + 2 * inputs[0] * self.tokens * CHUNK + 4 * (SEGMENTS - 1) * ROWS * self.tokens
         scales = ROWS * self.layout.step_scales
         stages = min((SHARED_BYTES - used) // (ROWS * SEGMENT * SEGMENTS + scales), 12)
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         copies = (SEGMENTS + (scales > 0)) * (1 + self.gated)
         return dict(
-            codes_tile=plgpu.SMEM((stages, 2, SEGMENTS // 2, ROWS, SEGMENT), jnp.uint8),
+            codes_tile=plgpu.SMEM((stages, SEGMENTS, ROWS, SEGMENT), jnp.uint8),
             scales_tile=plgpu.SMEM((stages, ROWS, 16), jnp.uint8) if scales else None,
             inputs=plgpu.SMEM(inputs, jnp.bfloat16, transforms=TRANSFORMS),
-            sums=plgpu.SMEM(sums, jnp.float32),
+            sums=plgpu.SMEM((SEGMENTS - 1, *sums), jnp.float32),
             full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            both=plgpu.Barrier(num_arrivals=2),
-            left=plgpu.Barrier(),
+            free=plgpu.Barrier(num_arrivals=SEGMENTS, num_barriers=stages),
+            met=plgpu.Barrier(num_arrivals=SEGMENTS),
+            left=plgpu.Barrier(num_arrivals=SEGMENTS - 1),
             taken=plgpu.Barrier(),
         )
 
@@ -76,14 +76,14 @@ class WeightStream:
         sums: Any,
         full: Any,
         free: Any,
-        both: Any,
+        met: Any,
         left: Any,
         taken: Any,
     ) -> None:
         """Multiplies `tiles` tiles; every warpgroup calls it.
 
         Args:
-          warpgroup: this one's number: 0 and 1 multiply, 2 copies.
+          warpgroup: this one's number: 0 to 3 multiply, 4 copies.
           tiles: how many.
           codes: [R, bytes of a row] uint8 in global memory.
           scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8.
@@ -92,12 +92,12 @@ class WeightStream:
           load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
             divisor, column)`, see `stored_weights.load_inputs`, with the column of the weight's first.
           finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup 0.
-          codes_tile, scales_tile, inputs, sums, full, free, both, left, taken: `scratch`.
+          codes_tile, scales_tile, inputs, sums, full, free, met, left, taken: `scratch`.
         """
         stages, steps = codes_tile.shape[0], self.steps
         total = tiles * steps
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup == SEGMENTS)
         def _():
             @pl.loop(0, total)
             def _(i):
@@ -113,7 +113,7 @@ class WeightStream:
                     source, target = pl.ds(row, size), pl.ds(part * size, size)
                     for segment in range(SEGMENTS):
                         columns = pl.ds((step * SEGMENTS + segment) * SEGMENT, SEGMENT)
-                        there = codes_tile.at[stage, segment // 2, segment % 2, target]
+                        there = codes_tile.at[stage, segment, target]
                         plgpu.copy_gmem_to_smem(codes.at[source, columns], there, full.at[stage])
                     if scales_tile is not None:
                         there = scales_tile.at[stage, target]
@@ -124,15 +124,15 @@ class WeightStream:
             def _(i):
                 plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
 
-        @pl.when(warpgroup < 2)
+        @pl.when(warpgroup < SEGMENTS)
         def _():
             @pl.loop(0, tiles)
             def _(tile):
                 def load(source, rows, divisor=1, column=0):
-                    _meet(both)
+                    _meet(met)
                     at = column + first_step * self.layout.columns
                     stored_weights.load_inputs(inputs, source, rows, divisor, at, warpgroup, self.layout)
-                    _meet(both)
+                    _meet(met)
 
                 load_inputs(tile, load)
 
@@ -140,7 +140,7 @@ class WeightStream:
                     stage, step = lax.rem(j, jnp.int32(stages)), lax.rem(j, jnp.int32(steps))
                     if scales_tile is None:
                         (row,) = rows_of(tile)
-                        operand = scales[lax.div(row, jnp.int32(128)), 2 * (first_step + step) + warpgroup]
+                        operand = scales[lax.div(row, jnp.int32(128)), 2 * (first_step + step) + warpgroup // 2]
                         operand = operand.astype(jnp.int32)
                     else:
                         operand = scales_tile.at[stage]
@@ -156,28 +156,30 @@ class WeightStream:
                 zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
                 acc = lax.fori_loop(tile * steps, (tile + 1) * steps, add, zeros)
 
-                @pl.when(warpgroup == 1)
+                @pl.when(warpgroup > 0)
                 def _():
                     @pl.when(tile > 0)
                     def _():
                         plgpu.barrier_wait(taken)
 
-                    wgmma_results.put(sums, acc)
+                    wgmma_results.put(sums.at[warpgroup - 1], acc, None)
                     plgpu.barrier_arrive(left)
 
                 @pl.when(warpgroup == 0)
                 def _():
                     plgpu.barrier_wait(left)
-                    both_sums = wgmma_results.add(acc, sums)
+                    product = acc
+                    for other in range(SEGMENTS - 1):
+                        product = wgmma_results.add(product, sums.at[other])
                     plgpu.barrier_arrive(taken)
-                    finish(tile, both_sums)
+                    finish(tile, product)
 
-            @pl.when((warpgroup == 1) & (tiles > 0))
+            @pl.when((warpgroup > 0) & (tiles > 0))
             def _():
                 plgpu.barrier_wait(taken)
 
 
 def _meet(barrier):
-    """Waits for the other multiplying warpgroup; orders their accesses to shared memory."""
+    """Waits for the other multiplying warpgroups; orders their accesses to shared memory."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)

@@ -38,8 +38,8 @@ def _(acc, a, b):
 
 
 @primitive
-def put(inbox, values: jax.Array, block: jax.Array | int = 0) -> None:
-    """Writes values to the place of `inbox` in the shared memory of a block of the cluster, for `add` to read.
+def put(inbox, values: jax.Array, block: jax.Array | int | None) -> None:
+    """Writes values to `inbox`, or to its place in the shared memory of a block of the cluster, for `add` to read.
 
     `inbox`: [64 * columns] float32 shared memory; interpreted, [64, columns].
     """
@@ -47,14 +47,18 @@ def put(inbox, values: jax.Array, block: jax.Array | int = 0) -> None:
 
 
 @put.mosaic
-def _(inbox, values, block=0):
+def _(inbox, values, block):
+    blocks = [block] if isinstance(block, jax.Array) else []
+
     def emit(inbox, values, *blocks):
-        there = mlir.scalar(*blocks) if blocks else mlir.i32(block)
-        start = mgpu.utils.get_cluster_ptr(_own_pairs(inbox), there, generic=False)
+        start = _own_pairs(inbox)
+        if block is not None:
+            there = mlir.scalar(*blocks) if blocks else mlir.i32(block)
+            start = mgpu.utils.get_cluster_ptr(start, there, generic=False)
         for i, pair in enumerate(values.registers.flat):
             llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
 
-    mlir.inline(emit, inbox, values, *([] if isinstance(block, int) else [block]), layout=_layout)
+    mlir.inline(emit, inbox, values, *blocks, layout=_layout)
 
 
 @primitive

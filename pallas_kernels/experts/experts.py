@@ -1,9 +1,8 @@
 """The sum over a token's experts, for few tokens: as long as reading the experts that are hit takes.
 
 Two launches: gate and up with SwiGLU, then down. In both, a block of threads takes a stretch of the tiles of 64 rows of
-all experts that are hit. One warpgroup copies: weights stream through shared memory, over the borders of tiles. Two
-multiply, each half of a tile's columns, weights unpacked in registers as the rows of `wgmma` and up to 8 tokens of the
-expert as its columns. An expert's tokens stay in shared memory while its tiles last.
+all experts that are hit, and multiplies it with up to 8 of an expert's tokens, which stay in shared memory while its
+tiles last: see `weight_stream`.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from pallas_kernels.common import clusters, mlir_helpers as mlir, thread_ops, weight_stream
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.stored_weights import FP4, ROWS, SHIFT
+from pallas_kernels.common.stored_weights import FP4, ROWS, SEGMENTS, SHIFT
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.common.weight_stream import WeightStream
@@ -147,7 +146,7 @@ def _body(p, selected, weights, x, codes, scales, out, *, count, owners, rows, s
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers, tiles = jnp.int32(lax.axis_size("worker")), jnp.int32(p.tiles)
 
-    @pl.when(warpgroup == 2)
+    @pl.when(warpgroup == SEGMENTS)
     def _():
         assign(selected, count, owners, rows, scratch)
 

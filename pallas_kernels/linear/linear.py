@@ -193,7 +193,7 @@ def _add_up(p, outs, worker, split, row, sums, inbox, cluster):
 
     @pl.when(split > 0)
     def _():
-        wgmma_results.put(inbox.at[split - 1], sums)
+        wgmma_results.put(inbox.at[split - 1], sums, 0)
 
     clusters.arrive(cluster)
 
