@@ -12,8 +12,7 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.checkpoint.storage import FP4_GROUP
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.stored import WEIGHT_BLOCK
-from dsv4_jax.quant import round_to
+from dsv4_jax.quant import WEIGHT_BLOCK, round_to
 from dsv4_jax.quant.fp4 import E2M1_MAX, decode_e2m1, encode_e2m1
 from dsv4_jax.quant.fp8 import E4M3_MAX, decode_e4m3, encode_e4m3
 from dsv4_jax.quant.numerics import e8m0_reciprocal, e8m0_value

@@ -15,8 +15,9 @@ from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.nn import CSAIndexer, DeepseekV4ForCausalLM, Linear, StepCarry
 from dsv4_jax.nn.hyper_connection import expand_streams
 from dsv4_jax.nn.model import DecoderLayer
-from dsv4_jax.nn.moe import Experts, swiglu
+from dsv4_jax.nn.moe import Experts
 from dsv4_jax.nn.mtp import MTPBlock
+from dsv4_jax.ops import swiglu
 from dsv4_jax.quant import round_to
 
 

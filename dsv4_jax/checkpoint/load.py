@@ -21,9 +21,9 @@ from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import DeepseekV4ForCausalLM, StoredWeight
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.projections import join_in_place
-from dsv4_jax.nn.stored import WEIGHT_BLOCK
+from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dsv4_jax.checkpoint.storage import FP4_GROUP
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.projections import parameter_readers
-from dsv4_jax.nn.stored import WEIGHT_BLOCK
+from dsv4_jax.quant import WEIGHT_BLOCK
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
 
 

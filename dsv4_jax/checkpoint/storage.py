@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from dsv4_jax.checkpoint.reader import StoredTensor
-from dsv4_jax.nn.stored import WEIGHT_BLOCK
+from dsv4_jax.quant import WEIGHT_BLOCK
 
 
 FP4_GROUP = 32

@@ -8,7 +8,6 @@ from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, expand_stre
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery, IndexerScorer
 from dsv4_jax.nn.linear import Embedding, GroupedLinear, Linear, RMSNorm
 from dsv4_jax.nn.model import DeepseekV4ForCausalLM, DeepseekV4Model
-from dsv4_jax.nn.moe import MLP, Experts, HashRouter, HashTable, MoE, Router, TopKRouter, swiglu
+from dsv4_jax.nn.moe import MLP, Experts, HashRouter, HashTable, MoE, Router, TopKRouter
 from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.nn.projections import JoinedLinear, Projections, join_projections
-from dsv4_jax.nn.stored import StoredWeight

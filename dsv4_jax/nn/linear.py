@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops import linear
 from dsv4_jax.ops.linear import Part
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import round_to
+from dsv4_jax.quant import StoredWeight, round_to
 
 
 def normal(
@@ -27,7 +27,7 @@ def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array
 
 
 def multiply(
-    x: Float[Array, "... n"], weight: Float[Array, "m n"], parts: tuple[Part, ...]
+    x: Float[Array, "... n"], weight: Float[Array, "m n"] | StoredWeight, parts: tuple[Part, ...]
 ) -> tuple[Float[Array, "... _"], ...]:
     """`ops.linear`, but on a CPU parts that stay float32 are products of float32 copies.
 
@@ -64,7 +64,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
         """[..., in_features] to [..., out_features] in the same dtype, or float32."""
-        weight = self.weight[...]
+        weight = self.weight.get_value()
         return multiply(x, weight, ((weight.shape[0], self.rounded),))[0]
 
 
@@ -81,7 +81,7 @@ class GroupedLinear(nnx.Module):
     def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
         """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
         tokens, groups, _ = x.shape
-        weight = self.weight[...]
+        weight = self.weight.get_value()
         return linear(x.reshape(tokens, -1), weight, groups=groups, parts=((weight.shape[0], True),))[0]
 
 

@@ -6,10 +6,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.linear import Linear, matmul, normal
 from dsv4_jax.nn.projections import Projections
-from dsv4_jax.ops.linear import same_dtype
 from dsv4_jax.quant import round_to
 
 
@@ -17,8 +17,11 @@ class Router(nnx.Module):
     """Scores the experts; subclasses say which of them a token goes to.
 
     Attributes:
+      distinct: whether a token's experts always differ from each other.
       weight: [E, hidden] float32.
     """
+
+    distinct = False
 
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -54,6 +57,8 @@ class TopKRouter(Router):
       e_score_correction_bias: [E] float32.
     """
 
+    distinct = True
+
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.e_score_correction_bias = normal(rngs, (config.n_routed_experts,), std=0.1)
@@ -84,12 +89,6 @@ class HashRouter(Router):
         return jnp.take(self.tid2eid[...], token_ids, axis=0, mode="clip")
 
 
-def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
-    """`silu(min(gate, limit)) * clip(up, -limit, limit)` of [T, n] values, in float32, not rounded."""
-    clamped = jnp.minimum(gate.astype(jnp.float32), limit)
-    return jax.nn.silu(clamped) * jnp.clip(up.astype(jnp.float32), -limit, limit)
-
-
 class MLP(nnx.Module):
     """The shared expert, a gated MLP that every token passes.
 
@@ -110,7 +109,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
         projected = self.input_projections(self, x)
-        inner = swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
+        inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))
 
 
@@ -129,44 +128,26 @@ class Experts(nnx.Module):
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype)
 
     def __call__(
-        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+        self,
+        x: Float[Array, "T D"],
+        experts: Int[Array, "T k"],
+        weights: Float[Array, "T k"],
+        *,
+        distinct: bool = False,
     ) -> Float[Array, "T D"]:
-        """`sum_j down_j(weights[t, j] * swiglu_j(x[t]))` over the experts j of each token.
-
-        As in the release the routing weight enters before the last linear, which decides where bfloat16 rounds.
-        The sum over a token's experts runs in routing order, whatever else is in the batch.
+        """The sum of each token's experts, see `ops.experts`.
 
         Args:
           x: [T, hidden].
           experts: [T, k] int32 in [0, E).
           weights: [T, k] float32.
+          distinct: whether a token's experts differ from each other.
 
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
         """
-        tokens, k = experts.shape
-        by_expert = experts.reshape(-1)
-        if by_expert.size < self.gate_up_proj.shape[0]:
-            # Fewer (token, expert) pairs than experts, as in decoding: only the matrices of these experts are read,
-            # and dequantised where they are stored so.
-            order = jnp.arange(by_expert.size, dtype=jnp.int32)
-
-            def linear(x, weight):
-                return _paired_linear(x, weight[by_expert])
-
-        else:
-            # Sorted by expert, each expert is one group of a ragged matmul.
-            order = jnp.argsort(by_expert)
-            sizes = jnp.bincount(by_expert, length=self.gate_up_proj.shape[0])
-
-            def linear(x, weight):
-                return _ragged_linear(x, weight[...], sizes)
-
-        gate, up = jnp.split(linear(x[order // k], self.gate_up_proj), 2, axis=1)
-        inner = swiglu(gate, up, self.limit) * weights.reshape(-1)[order][:, None]
-        y = linear(round_to(inner, x.dtype), self.down_proj)
-        y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
-        return jnp.sum(y.astype(jnp.float32), axis=1)
+        gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
+        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit, distinct=distinct)
 
 
 class MoE(nnx.Module):
@@ -186,22 +167,5 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
-        routed = self.experts(x, *self.gate(x, token_ids))
+        routed = self.experts(x, *self.gate(x, token_ids), distinct=self.gate.distinct)
         return round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype)
-
-
-def _paired_linear(x, weight):
-    """[rows, n] x [rows, m, n] -> [rows, m] in x's dtype: a matrix for each row."""
-    y = jnp.einsum("pn,pmn->pm", *same_dtype(x, weight), precision="highest", preferred_element_type=jnp.float32)
-    return round_to(y, x.dtype)
-
-
-def _ragged_linear(x, weight, sizes):
-    """[rows, n] x [groups, m, n] -> [rows, m] in x's dtype: the rows fall into consecutive groups, one matrix each."""
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    y = jax.lax.ragged_dot_general(
-        *same_dtype(x, weight), sizes, numbers, precision="highest", preferred_element_type=jnp.float32
-    )
-    return round_to(y, x.dtype)

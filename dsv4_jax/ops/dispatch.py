@@ -96,6 +96,20 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
     return implementations["xla"](*args)
 
 
+def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
+    """A function that computes what `kernel` does and has the gradient of `reference`, both of the same arrays."""
+
+    @jax.custom_vjp
+    def call(*arrays):
+        return kernel(*arrays)
+
+    def backward(arrays, cotangents):
+        return jax.vjp(reference, *arrays)[1](cotangents)
+
+    call.defvjp(lambda *arrays: (kernel(*arrays), arrays), backward)
+    return call
+
+
 def why_not_local(args: Any) -> str | None:
     """None where the arrays lie on one device, or are one device's parts under `jax.shard_map`; else the reason.
 

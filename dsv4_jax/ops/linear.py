@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.ops.dispatch import LeftToXla, run
-from dsv4_jax.quant import round_to
-from pallas_kernels.linear import MOST_TOKENS, linear as linear_kernel
+from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.quant import StoredWeight, round_to
+from pallas_kernels.linear import MOST_STORED_TOKENS, MOST_TOKENS, linear as linear_kernel, stored_linear
 
 
 Part = tuple[int, bool]
@@ -18,7 +18,7 @@ LEAST_ROWS = 1536
 
 def linear(
     x: Float[Array, "... n"],
-    weight: Float[Array, "m k"],
+    weight: Float[Array, "m k"] | StoredWeight,
     *,
     parts: tuple[Part, ...] | None = None,
     groups: int = 1,
@@ -31,12 +31,13 @@ def linear(
     Args:
       x: [..., groups * k].
       weight: [m, k], [out, in] as in the checkpoint: `groups` matrices one below the other, each for its k channels.
+        Or such a matrix in the release's storage.
       parts: (rows, whether sums are rounded to x's dtype or stay float32), which make up all m rows; None: one part,
         float32.
       groups: a divisor of m.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
         bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
-        the rate of a copy (H100).
+        the rate of a copy (H100). Of weights stored as FP8 it takes 1 to 32 tokens; "xla" writes them out dequantised.
 
     Returns:
       [..., rows] of each part.
@@ -70,6 +71,7 @@ def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Flo
 
 def _linear_xla(parts, groups, x, weight):
     dtype = x.dtype
+    weight = weight[...] if isinstance(weight, StoredWeight) else weight
     x, weight = same_dtype(x, weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
     if groups == 1:
@@ -86,25 +88,23 @@ def _linear_xla(parts, groups, x, weight):
 
 
 def _linear_kernel_or_xla(parts, groups, x, weight):
-    if weight.shape[0] < LEAST_ROWS:
+    stored = isinstance(weight, StoredWeight)
+    if weight.shape[0] < LEAST_ROWS and not stored:
         raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
-    if x.size > MOST_TOKENS * x.shape[-1]:
-        raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    most = MOST_STORED_TOKENS if stored else MOST_TOKENS
+    if x.size > most * x.shape[-1]:
+        raise LeftToXla(f"the kernel is for up to {most} tokens, got {x.size // x.shape[-1]}")
     return _linear_kernel(False, parts, groups, x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _linear_kernel(interpret, parts, groups, x, weight):
-    return linear_kernel(x, weight, parts=parts, groups=groups, interpret=interpret)
+    options = dict(parts=parts, groups=groups, interpret=interpret)
 
+    def kernel(x, weight):
+        if not isinstance(weight, StoredWeight):
+            return linear_kernel(x, weight, **options)
+        if weight.kind != "FP8":
+            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {weight.kind}")
+        return stored_linear(x, weight.codes, weight.scale, **options)
 
-def _forward(interpret, parts, groups, x, weight):
-    return _linear_kernel(interpret, parts, groups, x, weight), (x, weight)
-
-
-def _backward(interpret, parts, groups, arrays, cotangents):
-    _, pull = jax.vjp(functools.partial(_linear_xla, parts, groups), *arrays)
-    return pull(cotangents)
-
-
-_linear_kernel.defvjp(_forward, _backward)
+    return with_gradient_of(functools.partial(_linear_xla, parts, groups), kernel)(x, weight)

@@ -18,12 +18,14 @@ def most_blocks(pairs: int, experts: int, size: int) -> int:
 def assign(selected, count, experts, rows, scratch) -> None:
     """Groups pairs by expert: block b holds up to N pairs of expert `experts[b]`. One warpgroup runs it.
 
+    On a GPU the order of an expert's pairs is that of atomic additions: not the same in two blocks of threads.
+
     Args:
       selected: [P] int32 in global memory, the expert of each pair, 0 .. E - 1.
       count: [1] int32, receives the number of blocks. It and all that follow are in shared memory.
       experts: [blocks] int32, receives the blocks' experts, in ascending order.
       rows: [blocks * N] int32, receives the blocks' pairs; -1 where there is none.
-      scratch: [2 * E + 4] int32, E a multiple of 128.
+      scratch: [2 * E + 4] int32, E a multiple of 128, at least the number of experts.
     """
     blocks, number = experts.shape[0], scratch.shape[0] // 2 - 2
     size = rows.shape[0] // blocks

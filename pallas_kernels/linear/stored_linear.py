@@ -7,6 +7,7 @@ sends its sums of a tile to one of them, which adds them up, in order, once all 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,6 +23,7 @@ from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.weight_stream import WeightStream
 
 
+MOST_STORED_TOKENS = 32
 TOKENS = 8  # `wgmma` has multiples of so many columns
 SCALED = 128  # rows, and columns, that share a scale
 MOST_BYTES = 130 << 10  # of inputs and sums in shared memory: weights stream through the rest
@@ -41,7 +43,7 @@ def stored_linear(
     """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
 
     Args:
-      x: [T, groups * K] bfloat16, T up to 64, or fewer where K is large.
+      x: [T, groups * K] bfloat16, T up to 32.
       codes: [groups * M, K] uint8, E4M3 bits, K a multiple of 256.
       scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
       parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
@@ -66,7 +68,7 @@ def stored_linear(
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
             f"columns in multiples of {FP8.columns}, got {depth}": depth % FP8.columns == 0,
-            f"at least one token, got {tokens}": tokens > 0,
+            f"1 to {MOST_STORED_TOKENS} tokens, got {tokens}": 0 < tokens <= MOST_STORED_TOKENS,
         }
     )
     assert sum(sizes) == rows
@@ -136,7 +138,7 @@ def _problem(tokens, rows, depth, groups, parts, interpret):
         workers = min(tiles, 2 if interpret else MULTIPROCESSORS // splits)
         stream = WeightStream(FP8, columns, depth // splits // FP8.columns)
         p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
-        if p.inbox_bytes + 2 * columns * depth // splits > MOST_BYTES or columns > 64:
+        if p.inbox_bytes + 2 * columns * depth // splits > MOST_BYTES:
             continue
         fits = p
         if interpret or 2 * workers * splits > MULTIPROCESSORS:
@@ -146,7 +148,7 @@ def _problem(tokens, rows, depth, groups, parts, interpret):
     return fits
 
 
-def _body(p, x, codes, scales, *outs, inbox=None, cluster=None, **streamed):
+def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **streamed):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     workers = jnp.int32(p.workers)
     first, end = lax.div(worker * p.tiles, workers), lax.div((worker + 1) * p.tiles, workers)

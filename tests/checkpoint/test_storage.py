@@ -17,7 +17,8 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import quantise_fp4, quantise_fp8
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import SLIDING, DSV4Config
-from dsv4_jax.nn import DeepseekV4ForCausalLM, StoredWeight
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.quant import StoredWeight
 from tests.paths import DATA, TINY
 
 

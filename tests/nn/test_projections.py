@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
-from dsv4_jax.nn import DeepseekV4ForCausalLM, JoinedLinear, Linear, Projections, StoredWeight, join_projections
+from dsv4_jax.nn import DeepseekV4ForCausalLM, JoinedLinear, Linear, Projections, join_projections
 from dsv4_jax.nn.projections import parameter_readers
+from dsv4_jax.quant import StoredWeight
 from tests.paths import DATA
 
 

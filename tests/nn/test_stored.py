@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv4_jax.nn import Experts, GroupedLinear, Linear, StoredWeight
+from dsv4_jax.nn import Experts, GroupedLinear, Linear
+from dsv4_jax.quant import StoredWeight
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

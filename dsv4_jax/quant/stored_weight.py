@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv4_jax.quant import decode_e4m3, decode_mxfp4, e8m0_value, round_to
+from dsv4_jax.quant.fp4 import decode_mxfp4
+from dsv4_jax.quant.fp8 import decode_e4m3
+from dsv4_jax.quant.numerics import e8m0_value, round_to
 
 
 WEIGHT_BLOCK = 128
@@ -19,8 +21,8 @@ WEIGHT_BLOCK = 128
 class StoredWeight:
     """Matrices in the release's storage, which a parameter may hold in place of an array.
 
-    Modules read parameters as `parameter[...]`, or `parameter[i]` for some matrices of a stack: here that dequantises
-    what is asked for, exactly, within the program that uses it. `nnx.Param(StoredWeight(...))` is all it takes.
+    `nnx.Param(StoredWeight(...))` is all it takes. Kernels read the codes. Whatever else reads `parameter[...]`, or
+    `parameter[i]` for some matrices of a stack, dequantises what it asks for, exactly, within the program that uses it.
 
     Attributes:
       codes: uint8; "FP8": [..., out, in] E4M3 bits; "FP4": [..., out, in / 2] two E2M1 codes, the even input's low.
