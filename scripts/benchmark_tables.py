@@ -26,7 +26,8 @@ def rewrite(text: str) -> str:
 def _lines(found: re.Match[str]) -> str:
     kind, names, before = found.groups()
     runs = [json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()) for name in names.split()]
-    keys = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in before.splitlines()[2:]]
+    cells = [line.split("|") for line in before.splitlines()[2:]]
+    keys = [(op.strip(), shape.strip()) for _, op, shape, *_ in cells]
     texts, numbers, rows = KINDS[kind](runs, keys)
     caption = dict.fromkeys(_caption(run) for run in runs)
     lines = [" | ".join(texts | numbers), " | ".join(["---"] * len(texts) + ["---:"] * len(numbers))]
