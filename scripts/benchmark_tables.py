@@ -1,0 +1,152 @@
+"""Writes the tables of README.md and benchmarks/README.md anew, from the files in benchmarks.
+
+A comment above a table says what it has: <!-- table: KIND FILE ... -->. The line below it names the device. Tables of
+the kinds `chosen`, `peers` and `beside` keep the cases that they have, others have every case of their files.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+
+ROOT = Path(__file__).parents[1]
+Row = dict[str, Any]
+Key = tuple[str, str]  # of an op's case: op and shape
+
+
+def rewrite(text: str) -> str:
+    """The page with the lines between each such comment and the end of its table replaced."""
+    return re.sub(r"^<!-- table: (\w+) (.+) -->\n[^|]*((?:^\|.*\n)+)", _lines, text, flags=re.MULTILINE)
+
+
+def _lines(found: re.Match[str]) -> str:
+    kind, names, before = found.groups()
+    runs = [json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()) for name in names.split()]
+    cells = [line.split("|") for line in before.splitlines()[2:]]
+    keys = [(op.strip(), shape.strip()) for _, op, shape, *_ in cells]
+    texts, numbers, rows = KINDS[kind](runs, keys)
+    caption = dict.fromkeys(_caption(run) for run in runs)
+    lines = [" | ".join(texts | numbers), " | ".join(["---"] * len(texts) + ["---:"] * len(numbers))]
+    lines += [" | ".join(cell.format_map(row) for cell in (texts | numbers).values()) for row in rows]
+    table = "".join(f"| {line} |\n" for line in lines)
+    return f"<!-- table: {kind} {names} -->\n{'; '.join(caption)}:\n\n{table}"
+
+
+def _caption(run: Row) -> str:
+    commit = f", commit {run['commit']}" if "commit" in run else ""
+    shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
+    return f"{run['device']}, jax {run['jax']}{commit}{shapes}"
+
+
+# A kind of table: (its files, the keys it has) -> (columns of text, columns of numbers, rows to format them with).
+Columns = dict[str, str]
+Table = tuple[Columns, Columns, list[Row]]
+OP = {"op": "{op}", "shape": "{shape}"}
+
+
+def ops(runs: list[Row], keys: list[Key]) -> Table:
+    """Every case of a run of `dsv4-jax bench`; older files rate all cases against a copy."""
+    numbers = {
+        "us": "{microseconds:,.2f}",
+        "GB/s": "{gigabytes_per_second:,.0f}",
+        "% of roofline": "{percent_of_roofline:.0f}",
+        "XLA us": "{xla_microseconds:,.1f}",
+        "times faster": "{times_xla:.1f}",
+    }
+    rows = [row for run in runs for row in run["results"]]
+    return OP, numbers, [dict(percent_of_roofline=row["percent_of_copy"]) | row for row in rows]
+
+
+def chosen(runs: list[Row], keys: list[Key]) -> Table:
+    """Times of some cases, of several files."""
+    found = {(row["op"], row["shape"]): row for run in runs for row in run["results"]}
+    return OP, {"us": "{microseconds:,.1f}", "XLA, same run": "{xla_microseconds:,.1f}"}, [found[key] for key in keys]
+
+
+def peers(runs: list[Row], keys: list[Key]) -> Table:
+    """Ours and the fastest peer of one run, timed in graphs; times from CUPTI where both have one."""
+    (run,) = runs
+
+    def row(key: Key) -> Row:
+        (ours,) = (row for row in run["comparisons"] if (row["op"], row["shape"], row["kernel"]) == (*key, "dsv4_jax"))
+        row = _against_peers(key, ours["graph_microseconds"], run, "graph_microseconds")
+        both = [f"{found['cupti_microseconds']:.2f}" for found in (ours, row) if "cupti_microseconds" in found]
+        return row | dict(cupti=" / ".join(both) if len(both) == 2 else "")
+
+    return OP, AGAINST_PEERS | {"CUPTI, ours / peer": "{cupti}"}, [row(key) for key in keys]
+
+
+def beside(runs: list[Row], keys: list[Key]) -> Table:
+    """Ours of the first file and the fastest peer of the second, both from CUPTI."""
+    ours, other = runs
+    found = {(row["op"], row["shape"]): row["microseconds"] for row in ours["results"]}
+    return OP, AGAINST_PEERS, [_against_peers(key, found[key], other, "cupti_microseconds") for key in keys]
+
+
+AGAINST_PEERS = {"ours, us": "{ours:.2f}", "best peer, us": "{kernel} {best:.2f}", "ratio": "{ratio:.2f}"}
+
+
+def _against_peers(key: Key, ours: float, run: Row, clock: str) -> Row:
+    others = [row for row in run["comparisons"] if (row["op"], row["shape"]) == key and row["kernel"] != "dsv4_jax"]
+    peer = min((row for row in others if clock in row), key=lambda row: row[clock])
+    return peer | dict(ours=ours, best=peer[clock], ratio=ours / peer[clock])
+
+
+def steps(runs: list[Row], keys: list[Key]) -> Table:
+    """Decode steps of `dsv4-jax bench step`."""
+    numbers = {
+        "requests": "{requests}",
+        "context": "{context:,}",
+        "ms": "{milliseconds:.2f}",
+        "loop": "{loop}",
+        "dispatch": "{dispatch_milliseconds:.2f}",
+        "floor ms": "{floor_milliseconds:.2f}",
+        "% of floor": "{percent_of_floor:.0f}",
+        "projections": "{kernel_milliseconds[projections]:.2f}",
+        "append, flush": "{kernel_milliseconds[append + flush]:.2f}",
+        "indexer": "{kernel_milliseconds[indexer]:.2f}",
+        "top-k": "{kernel_milliseconds[top-k]:.2f}",
+        "attention": "{kernel_milliseconds[attention]:.2f}",
+        "rest": "{kernel_milliseconds[rest]:.2f}",
+        "gaps": "{gap_milliseconds:.2f}",
+    }
+
+    def row(row: Row) -> Row:
+        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "")
+
+    return {}, numbers, [row(found) for run in runs for found in run["results"]]
+
+
+def cost(runs: list[Row], keys: list[Key]) -> Table:
+    """Bits per byte, from scripts/cache_cost.py."""
+    rows = [row | {f"from {place}": bits for place, bits in row["by_place"].items()} for row in runs[0]["text"]]
+    places = [name for name in rows[0] if name.startswith("from ")]
+    return CACHE, {"all": "{bits:.4f}"} | {name: f"{{{name}:.4f}}" for name in places}, rows
+
+
+def needles(runs: list[Row], keys: list[Key]) -> Table:
+    """Share of facts that were found, by distance, from scripts/cache_cost.py."""
+    rows = [row | {f"{int(far):,}": share for far, share in row["accuracy"].items()} for row in runs[0]["needles"]]
+    distances = [name for name in rows[0] if name[0].isdigit()]
+    return CACHE, {name: f"{{{name}:.0%}}" for name in distances}, rows
+
+
+CACHE = {"cache": "{format}", "attended to": "{attended}"}
+KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
+    ops=ops, chosen=chosen, peers=peers, beside=beside, steps=steps, cost=cost, needles=needles
+)
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+
+
+def main() -> None:
+    """Rewrites the tables."""
+    for page in PAGES:
+        page.write_text(rewrite(page.read_text()))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
