@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
-from dsv4_jax.cache.request_rows import copy_request, write_request
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.host.canary import check_snapshot
+from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
@@ -302,7 +301,7 @@ class KVCacheManager(Summarised):
             )
         length = state.length - num_tokens
         full = length // self.schema.block_tokens
-        if self._is_shared(state.blocks[full:]):
+        if self.requests.is_shared(state.blocks[full:]):
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
@@ -328,24 +327,7 @@ class KVCacheManager(Summarised):
           CacheFullError: too few slots or blocks are free.
         """
         self.check_cache(cache)
-        table = self.requests
-        parent = table.state(slot)
-        if n < 1:
-            raise ValueError(f"{n=} must be at least 1")
-        if not parent.length:
-            raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
-        slots = table.free_slots(n)
-        full, partial = divmod(parent.length, self.schema.block_tokens)
-        shared = parent.blocks[:full]
-        with table.transaction(n if partial else 0) as copies:
-            table.allocator.share(shared * n)
-            states = {}
-            for i, child in enumerate(slots):
-                blocks = shared + copies[i : i + 1]
-                states[child] = dataclasses.replace(parent, blocks=blocks, published_blocks=len(blocks))
-            cache = self._copy_request(cache, slot, states, parent.blocks[full] if partial else -1, copies)
-            table.commit(states)
-        return slots, cache
+        return fork(self.requests, cache, slot, n)
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Cuts a request down to any length.
@@ -369,33 +351,7 @@ class KVCacheManager(Summarised):
           CacheCorruptionError: a `PrefixCache` with `debug` finds the snapshot changed.
         """
         self.check_cache(cache)
-        table = self.requests
-        state = table.state(slot)
-        if not 0 <= length <= state.length:
-            raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
-        start, min_length, snapshot = length, state.min_length, None
-        if length < min_length:
-            kept = [node for node in state.cached_blocks if node.length <= length and node.snapshot is not None]
-            start = 0
-            if kept:
-                check_snapshot(self.schema, kept[-1], f"slot {slot}")
-                start, snapshot = kept[-1].length, kept[-1].snapshot
-            min_length = start
-        full, partial = divmod(start, self.schema.block_tokens)
-        keep, drop = state.blocks[: full + bool(partial)], state.blocks[full + bool(partial) :]
-        written = keep[full:]
-        with table.transaction(len(written) if self._is_shared(written) else 0) as copies:
-            if copies:
-                keep, drop = keep[:full] + copies, written + drop
-            table.allocator.release(drop)
-            state = RequestState(start, min_length, keep, len(keep), False, state.cached_blocks[:full])
-            if copies:
-                cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)
-            else:
-                where = jax.device_put((np.int32(slot), np.int32(start), table.block_table_row(keep)))
-                cache = write_request(cache, *where, snapshot)
-            table.commit({slot: state})
-        return start, cache
+        return truncate(self.requests, cache, slot, length)
 
     def release(self, slot: int) -> None:
         """Ends a request: its blocks and slot are free. What the device holds of it is never read again."""
@@ -425,18 +381,3 @@ class KVCacheManager(Summarised):
                 f"max_context={self.schema.max_context}"
             )
         return max(0, self.requests.blocks_for(length) - len(state.blocks))
-
-    def _is_shared(self, blocks):
-        return any(self.requests.allocator.references(block) > 1 for block in blocks)
-
-    def _copy_request(self, cache, source, states, block, copies):
-        """The cache after the slots of `states` became copies of `source`, and `copies`, if any, copies of `block`."""
-        max_requests = self.schema.max_requests
-        slots, blocks = np.full((2, max_requests), -1, np.int32)
-        slots[: len(states)], blocks[: len(copies)] = list(states), copies
-        table = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
-        for i, state in enumerate(states.values()):
-            table[i] = self.requests.block_table_row(state.blocks)
-        (length,) = {state.length for state in states.values()}
-        where = jax.device_put((np.int32(source), np.int32(block), np.int32(length), slots, blocks, table))
-        return copy_request(cache, *where)

@@ -162,6 +162,10 @@ class RequestTable:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.schema.block_tokens)
 
+    def is_shared(self, blocks: Iterable[int]) -> bool:
+        """Whether anybody else, a request or the evictor, holds one of a request's blocks too."""
+        return any(self.allocator.references(block) > 1 for block in blocks)
+
     def block_table_row(self, blocks: Sequence[int]) -> np.ndarray:
         """[max_blocks] int32 row of the block table for a request's blocks; -1 = none."""
         row = np.full((self.schema.max_blocks,), -1, np.int32)

@@ -1,3 +1,3 @@
 """The command line, as the cli's tests run it."""
 
-from tests.cli.conftest import refused, run, width  # noqa: F401
+from tests.cli.conftest import one_layer, refused, run, width  # noqa: F401

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 
 import chex
@@ -71,6 +72,26 @@ def test_the_three_namings_load_the_same_model(hybrid, tmp_path):
     assert_same(hybrid, module)
     assert jax.tree.structure(hybrid) == jax.tree.structure(module)
     assert_same(hybrid, load_checkpoint(write(tmp_path / "release", renamed("release")), dtype=jnp.float32))
+
+
+def test_one_routed_expert_in_the_spellings_of_transformers(hybrid, tmp_path):
+    """hf_tiny without its other experts, as transformers writes config.json and either set of names."""
+    for naming, source in ("hybrid", HF_TINY), ("module", HF_TINY / "module_names"):
+        stored = {k: x for k, x in tensors(source).items() if not re.search(r"experts\.[1-7]\.", k)}
+        for name, value in stored.items():
+            if name.endswith("tid2eid"):
+                stored[name] = np.zeros_like(value[:, :1])
+            elif ".gate." in name or ".mlp.experts." in name:
+                stored[name] = value[:1].copy()
+        folder = write(tmp_path / naming, stored)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | dict(n_routed_experts=1, num_experts_per_tok=1)))
+        assert detect_naming(DSV4Config.from_hf(folder), stored) == naming
+        loaded = flat(load_checkpoint(folder, dtype=jnp.float32))
+        for path, value in flat(hybrid).items():
+            first = value[:1] if ".gate." in path or ".mlp.experts." in path else value
+            if not path.endswith("tid2eid"):
+                np.testing.assert_array_equal(loaded[path], first, err_msg=path)
 
 
 def test_every_tensor_lands_where_its_name_says(hybrid):

@@ -15,10 +15,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from dsv4_jax.checkpoint import read_checkpoint, shard_over
+from dsv4_jax.checkpoint import read_checkpoint, save_release, shard_over
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import release_config
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import DATA, TINY
 
 
@@ -158,8 +159,12 @@ def test_parameters_are_cut_over_a_mesh(report, weights):
 
 
 @pytest.mark.slow
-def test_a_model_over_a_mesh_takes_the_same_steps():
-    assert max(on_four_devices(STEPS, TINY)) < 1e-5  # float32 sums in other orders; logits are up to 3
+def test_a_model_over_a_mesh_takes_the_same_steps(tmp_path):
+    config = DSV4Config.from_hf(TINY)
+    kinds = dict(layer_types=config.layer_types[:3], mlp_layer_types=config.mlp_layer_types[:3])
+    assert len(set(kinds["layer_types"])) == 3
+    save_release(DeepseekV4ForCausalLM(dataclasses.replace(config, num_hidden_layers=3, **kinds)), tmp_path)
+    assert max(on_four_devices(STEPS, tmp_path)) < 1e-5  # float32 sums in other orders; logits are up to 3
 
 
 def test_meshes_of_explicit_axes_are_refused():

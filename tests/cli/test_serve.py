@@ -35,17 +35,30 @@ def test_a_missing_extra_is_named(refused, monkeypatch):
 
 
 @pytest.mark.slow
-def test_serves_until_it_is_told_to_stop():
+def test_serves_until_it_is_told_to_stop(one_layer):
     environment = dict(
         os.environ,
         DSV4_JAX_API_KEY="secret",
         XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
     )
     command = [sys.executable, "-c", "import sys; from dsv4_jax.cli import main; sys.exit(main())", "serve"]
-    options = ["--host", "0.0.0.0", "--port", "0", "--mesh", "2", "--max-requests", "2", "--context", "256"]
+    options = [
+        "--checkpoint",
+        str(one_layer),
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "0",
+        "--mesh",
+        "2",
+        "--max-requests",
+        "2",
+        "--context",
+        "256",
+    ]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            (port,) = re.findall(r"^king_james: http://0.0.0.0:(\d+) when", process.stdout.readline())
+            (port,) = re.findall(r"^one_layer: http://0.0.0.0:(\d+) when", process.stdout.readline())
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
                 deadline = time.monotonic() + 120
                 while True:
@@ -60,7 +73,8 @@ def test_serves_until_it_is_told_to_stop():
                 assert http.post("/v1/completions", json=body).status_code == 401
                 headers = {"Authorization": "Bearer secret"}
                 answer = http.post("/v1/completions", json=body, headers=headers).json()
-            assert answer["usage"]["completion_tokens"] == 8 and len(answer["choices"][0]["text"]) == 8
+            assert 1 <= answer["usage"]["completion_tokens"] <= 8  # random weights may end a text
+            assert answer["choices"][0]["text"]
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
         finally:

@@ -2,25 +2,13 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import BlockAllocator, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import TINY
-
-
-@pytest.fixture(scope="session")
-def model():
-    return load_checkpoint(TINY, dtype=jnp.bfloat16)
-
-
-@pytest.fixture
-def manager(model):
-    return KVCacheManager(model.config, num_blocks=12, max_requests=3, max_context=96, block_tokens=16)
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +19,28 @@ def small():
         config, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
     )
     return CompiledModel(DeepseekV4ForCausalLM(config)), config
+
+
+@pytest.fixture(scope="session")
+def model(small):
+    return small[0].module
+
+
+@pytest.fixture(scope="session")
+def one_layer():
+    """For tests of what surrounds the layers."""
+    config = DSV4Config.from_hf(TINY)
+    kinds = dict(layer_types=(CSA,), mlp_layer_types=("moe",), compress_rate_hca=0)
+    return DeepseekV4ForCausalLM(dataclasses.replace(config, num_hidden_layers=1, **kinds))
+
+
+@pytest.fixture
+def manager(model):
+    return make_manager(model.config)
+
+
+def make_manager(config):
+    return KVCacheManager(config, num_blocks=12, max_requests=3, max_context=96, block_tokens=16)
 
 
 @pytest.fixture(scope="session")

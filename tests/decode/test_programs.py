@@ -9,10 +9,16 @@ import pytest
 from dsv4_jax.decode import CompiledModel, SamplingRows, decode_loop, decode_step, forward, sample_step, top_step
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.nn import join_projections
+from tests.decode.conftest import make_manager
 
 
-def test_each_method_is_the_function_of_its_name(small, roomy):
-    compiled, manager = small[0], roomy
+@pytest.fixture
+def manager(one_layer):
+    return make_manager(one_layer.config)
+
+
+def test_each_method_is_the_function_of_its_name(one_layer, manager):
+    compiled = CompiledModel(one_layer)
     batch = manager.prepare_forward({manager.admit(): [5]})
     slots = manager.schema.max_requests
     rows, seeds = jnp.array([0, -1, -1]), jnp.zeros(slots, jnp.uint32)
@@ -31,10 +37,10 @@ def test_each_method_is_the_function_of_its_name(small, roomy):
         assert function._cache_size() == programs
 
 
-def test_a_module_takes_the_same_step(model, manager):
+def test_a_module_takes_the_same_step(one_layer, manager):
     batch = manager.prepare_forward({manager.admit(): [5]})
-    expected, _ = decode_step(model, manager.init_cache(), batch)
-    got, _ = CompiledModel(model).decode_step(manager.init_cache(), batch)
+    expected, _ = decode_step(one_layer, manager.init_cache(), batch)
+    got, _ = CompiledModel(one_layer).decode_step(manager.init_cache(), batch)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -46,8 +52,8 @@ def test_nothing_is_copied_and_twice_is_once(model):
     assert jax.tree.structure(CompiledModel.of(model)) == jax.tree.structure(compiled)
 
 
-def test_compiled_programs_are_counted(model, manager):
-    compiled, same = CompiledModel(model), CompiledModel(model)
+def test_compiled_programs_are_counted(one_layer, manager):
+    compiled, same = CompiledModel(one_layer), CompiledModel(one_layer)
     slot = manager.admit()
     decode_step.clear_cache()
     for tokens, count in (([5], 1), ([6], 1), ([7, 8], 2)):
@@ -57,9 +63,9 @@ def test_compiled_programs_are_counted(model, manager):
     assert same.compilations == 0
 
 
-def check_joined(model, manager, atol):
+def check_joined(model, atol):
     """Logits within +-4: a product's float32 sum may run in another order and then round the other way to bfloat16."""
-    joined = CompiledModel(join_projections(model))
+    joined, manager = CompiledModel(join_projections(model)), make_manager(model.config)
     slots = [manager.admit() for _ in range(3)]
     for tokens in ([5, 6, 7, 8, 9], [1]):
         batch = manager.prepare_forward({slot: tokens for slot in slots})
@@ -68,12 +74,12 @@ def check_joined(model, manager, atol):
         np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
-def test_a_joined_model_takes_the_same_step(model, manager):
+def test_a_joined_model_takes_the_same_step(model):
     # Equal on the CPU where this was written; a unit in the last place elsewhere.
-    check_joined(model, manager, 2**-6)
+    check_joined(model, 2**-6)
 
 
 @pytest.mark.gpu
-def test_a_joined_model_takes_the_same_step_on_the_gpu(model, manager):
+def test_a_joined_model_takes_the_same_step_on_the_gpu(model):
     # Other tiles, so that many sums differ, and the layers behind carry it on.
-    check_joined(model, manager, 0.1)
+    check_joined(model, 0.1)

@@ -133,8 +133,8 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
     [
         (ENGINE, 1, False),
         (HOST, 23, False),
-        pytest.param(ENGINE, 7, True, marks=pytest.mark.slow),
-        pytest.param(HOST, 3, False, marks=pytest.mark.slow),
+        pytest.param(ENGINE, 11, True, marks=pytest.mark.slow),
+        pytest.param(HOST, 8, False, marks=pytest.mark.slow),
     ],
     ids=["engine", "host, some", "engine, some opcodes", "host, more"],
 )

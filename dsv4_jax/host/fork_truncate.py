@@ -1,0 +1,78 @@
+"""What a manager does with a request's bytes on the device: copies of the request, and a shorter one.
+
+Both launch one program that donates the cache; the manager says what they promise.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from dsv4_jax.cache import KVCache
+from dsv4_jax.cache.request_rows import copy_request, write_request
+from dsv4_jax.host.canary import check_snapshot
+from dsv4_jax.host.request_table import RequestState, RequestTable
+
+
+def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
+    """Does `KVCacheManager.fork`."""
+    parent = table.state(slot)
+    if n < 1:
+        raise ValueError(f"{n=} must be at least 1")
+    if not parent.length:
+        raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
+    slots = table.free_slots(n)
+    full, partial = divmod(parent.length, table.schema.block_tokens)
+    shared = parent.blocks[:full]
+    with table.transaction(n if partial else 0) as copies:
+        table.allocator.share(shared * n)
+        states = {}
+        for i, child in enumerate(slots):
+            blocks = shared + copies[i : i + 1]
+            states[child] = dataclasses.replace(parent, blocks=blocks, published_blocks=len(blocks))
+        cache = _copy_request(table, cache, slot, states, parent.blocks[full] if partial else -1, copies)
+        table.commit(states)
+    return slots, cache
+
+
+def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
+    """Does `KVCacheManager.truncate`."""
+    state = table.state(slot)
+    if not 0 <= length <= state.length:
+        raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
+    start, min_length, snapshot = length, state.min_length, None
+    if length < min_length:
+        kept = [node for node in state.cached_blocks if node.length <= length and node.snapshot is not None]
+        start = 0
+        if kept:
+            check_snapshot(table.schema, kept[-1], f"slot {slot}")
+            start, snapshot = kept[-1].length, kept[-1].snapshot
+        min_length = start
+    full, partial = divmod(start, table.schema.block_tokens)
+    keep, drop = state.blocks[: full + bool(partial)], state.blocks[full + bool(partial) :]
+    written = keep[full:]
+    with table.transaction(len(written) if table.is_shared(written) else 0) as copies:
+        if copies:
+            keep, drop = keep[:full] + copies, written + drop
+        table.allocator.release(drop)
+        state = RequestState(start, min_length, keep, len(keep), False, state.cached_blocks[:full])
+        if copies:
+            cache = _copy_request(table, cache, slot, {slot: state}, written[0], copies)
+        else:
+            where = jax.device_put((np.int32(slot), np.int32(start), table.block_table_row(keep)))
+            cache = write_request(cache, *where, snapshot)
+        table.commit({slot: state})
+    return start, cache
+
+
+def _copy_request(table, cache, source, states, block, copies):
+    """The cache after the slots of `states` became copies of `source`, and `copies`, if any, copies of `block`."""
+    max_requests = table.schema.max_requests
+    slots, blocks = np.full((2, max_requests), -1, np.int32)
+    slots[: len(states)], blocks[: len(copies)] = list(states), copies
+    rows = np.full((max_requests, table.schema.max_blocks), -1, np.int32)
+    for i, state in enumerate(states.values()):
+        rows[i] = table.block_table_row(state.blocks)
+    (length,) = {state.length for state in states.values()}
+    where = jax.device_put((np.int32(source), np.int32(block), np.int32(length), slots, blocks, rows))
+    return copy_request(cache, *where)
