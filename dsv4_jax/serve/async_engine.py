@@ -63,8 +63,8 @@ class Generation:
 class AsyncEngine:
     """Runs an engine's steps in a thread, which alone touches the engine and the device.
 
-    The methods are for the event loop's thread; none of them waits for the device. If a step raises, the requests that
-    may have been part of it end with the error, and the others go on.
+    The methods are for the event loop's thread; none of them waits for the device. If a step raises, its requests end
+    with the error, and the others go on.
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
@@ -226,13 +226,11 @@ class AsyncEngine:
 
     def _step(self):
         engine = self.engine
-        # If the step raises, the engine queues its requests again and does not say which these were.
-        scheduled = [*engine.running, *engine.waiting[: engine.manager.free_slots]]
         try:
             outputs = engine.step()
         except Exception as error:
             _log.exception("a step failed: its requests end with an error")
-            return self._fail([request for request in scheduled if request.finish_reason is None], error)
+            return self._fail([request for request in engine.last_scheduled if request.finish_reason is None], error)
         for output in outputs:
             request, count = output.request, len(output.tokens)
             if request not in self._running:  # cancelled, or ended by an error
