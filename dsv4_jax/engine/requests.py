@@ -72,7 +72,9 @@ class Request(Summarised):
         self.num_top_logprobs, self._scored_from = top_logprobs, 0 if prompt_logprobs else len(prompt)
         scored = len(self._ids) - self._scored_from
         self._logprobs = np.zeros((scored,))
-        self._top = TopLogprobs(np.zeros((scored, top_logprobs), np.int32), np.zeros((scored, top_logprobs)))
+        self._top = TopLogprobs(
+            np.zeros((scored, top_logprobs), np.int32), np.zeros((scored, top_logprobs), np.float32)
+        )
         self.offloaded: OffloadedRequest | None = None
 
     @property
