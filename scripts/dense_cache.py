@@ -36,6 +36,8 @@ class DenseCache:
         heads || softmax of the index scores). Its gradient reaches the indexer only; the selection itself has none.
       token_weights: [T] weights of the tokens in that mean.
       expert_load: [layers, E] share of each layer's (token, expert) pairs that went to each expert.
+      passes: None, or for a multi-token-prediction block the windows [B, S, D] that it wrote in its passes so far; see
+        `draft_training.draft_losses`.
       dropout: share of a block's output that is dropped (static).
     """
 
@@ -46,6 +48,7 @@ class DenseCache:
     index_loss: Any = 0.0
     token_weights: Any = None
     expert_load: Any = None
+    passes: Any = None
     dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))
 
     @classmethod
@@ -62,7 +65,7 @@ class DenseCache:
         schema = CacheSchema.from_config(
             config, num_blocks=0, max_requests=rows, max_context=length, kv_format=kv_format, dtype=dtype
         )
-        load = jnp.zeros((config.num_hidden_layers, config.n_routed_experts), jnp.float32)
+        load = jnp.zeros((len(config.layers), config.n_routed_experts), jnp.float32)
         weights = jnp.ones(rows * length, jnp.float32)
         return cls(schema, index_loss=jnp.float32(0), token_weights=weights, expert_load=load)
 
@@ -78,9 +81,9 @@ class DenseCache:
         return jnp.where(kept, y * jnp.asarray(1 / (1 - self.dropout), y.dtype), jnp.zeros((), y.dtype))
 
     def with_load(self, layer: int, experts: Int[Array, "T k"]) -> "DenseCache":
-        """Records to which experts a layer's tokens went."""
+        """Adds to which experts a layer's tokens went."""
         load = jnp.bincount(experts.reshape(-1), length=self.expert_load.shape[1]) / experts.size
-        return dataclasses.replace(self, expert_load=self.expert_load.at[layer].set(load))
+        return dataclasses.replace(self, expert_load=self.expert_load.at[layer].add(load))
 
     def handle(self, layer: int, batch: Batch) -> "DenseHandle":
         """One layer's view."""
@@ -153,16 +156,20 @@ class DenseHandle:
         self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
     ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
         window = self.cache.schema.config.sliding_window
-        before = jnp.pad(self.window, ((0, 0), (window, 0), (0, 0)))[:, :-window]
-        band = jnp.concatenate([_stacked(before, window), _stacked(self.window, window)], axis=2)
+        # A block's later passes see the first one's rows, and their own only at the token they began with.
+        first, *own = (*(self.cache.passes or ()), self.window)
+        before = jnp.pad(first, ((0, 0), (window, 0), (0, 0)))[:, :-window]
+        band = jnp.concatenate([_stacked(before, window), _stacked(first, window)], axis=2)
+        own = _stacked(jnp.stack(own, axis=2), window) if own else None
         number, entries = jnp.arange(band.shape[0], dtype=jnp.int32), self.entries
         scores = self.scores[0] if self.spec.selects else None
 
         @jax.checkpoint
         def block(inputs):
-            number, kv, q, indices, scores, token_weights = inputs
+            number, kv, own, q, indices, scores, token_weights = inputs
             logits = _product("bqhd,bkd->bqhk", q, kv) * q.shape[-1] ** -0.5
-            logits = jnp.where(_band(window, number)[None, :, None, :], logits, -jnp.inf)
+            ahead = 0 if own is None else own.shape[2]
+            logits = jnp.where(_band(window, number, ahead)[None, :, None, :], logits, -jnp.inf)
             if entries is not None:
                 positions = number * window + jnp.arange(window, dtype=jnp.int32)
                 visible = self._visible(positions, entries.shape[1])
@@ -170,6 +177,9 @@ class DenseHandle:
                 more = jnp.where(visible[None, :, None, :], more, -jnp.inf)
                 logits = jnp.concatenate([logits, more], axis=-1)
                 kv = jnp.concatenate([kv, entries], axis=1)
+            if own is not None:
+                more = _product("bqhd,bqed->bqhe", q, own) * q.shape[-1] ** -0.5
+                logits = jnp.concatenate([logits, more], axis=-1)
             top = jnp.maximum(jnp.max(logits, axis=-1), sinks[None, None, :])
             top = jax.lax.stop_gradient(top)[..., None]
             weights, sink = jnp.exp(logits - top), jnp.exp(sinks[None, None, :, None] - top)
@@ -181,13 +191,18 @@ class DenseHandle:
                 chosen = jnp.pad(chosen, ((0, 0), (0, 0), (2 * window, 0)), constant_values=True)
                 weights = jnp.where(chosen[:, :, None, :], weights, 0.0)
             total = jnp.sum(weights, axis=-1, keepdims=True) + sink
-            return round_to(_product("bqhk,bkd->bqhd", round_to(weights, q.dtype), kv) / total, q.dtype), loss
+            weights = round_to(weights, q.dtype)
+            out = _product("bqhk,bkd->bqhd", weights[..., : kv.shape[1]], kv)
+            if own is not None:
+                out += _product("bqhe,bqed->bqhd", weights[..., kv.shape[1] :], own)
+            return round_to(out / total, q.dtype), loss
 
         token_weights = self.cache.token_weights
-        blocks = (number, band, *map(self._blocks, (q, indices, scores, token_weights)))
+        blocks = (number, band, own, *map(self._blocks, (q, indices, scores, token_weights)))
         out, losses = jax.lax.map(block, blocks)
         loss = jnp.sum(losses) / jnp.sum(token_weights)
-        cache = dataclasses.replace(self.cache, index_loss=self.cache.index_loss + loss)
+        passes = None if self.cache.passes is None else (*self.cache.passes, self.window)
+        cache = dataclasses.replace(self.cache, index_loss=self.cache.index_loss + loss, passes=passes)
         return self._joined(out).reshape(q.shape), dataclasses.replace(self, cache=cache)
 
     # --- layouts: the model's [T, ...], rows [B, S, ...], blocks of queries [S / window, B, window, ...] ---
@@ -253,10 +268,13 @@ def _stacked(rows, window):
     return jnp.moveaxis(rows.reshape(rows.shape[0], -1, window, *rows.shape[2:]), 1, 0)
 
 
-def _band(window, number):
-    """[window, 2 * window]: which of the block's own tokens and the block's before it lie in each token's window."""
+def _band(window, number, ahead):
+    """[window, 2 * window]: which of the block's own tokens and the block's before it lie in each token's window.
+
+    The window is that of the position `ahead` of the token; of the tokens in between there are no rows.
+    """
     token, row = np.arange(window)[:, None], np.arange(2 * window)[None, :]
-    return jnp.asarray((token < row) & (row <= token + window)) & ((number > 0) | jnp.asarray(row >= window))
+    return jnp.asarray((token + ahead < row) & (row <= token + window)) & ((number > 0) | jnp.asarray(row >= window))
 
 
 def _with_previous(x, empty):

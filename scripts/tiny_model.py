@@ -16,6 +16,7 @@ from dsv4_jax.nn import CSAIndexer, DeepseekV4ForCausalLM, Linear, StepCarry
 from dsv4_jax.nn.hyper_connection import expand_streams
 from dsv4_jax.nn.model import DecoderLayer
 from dsv4_jax.nn.moe import Experts, swiglu
+from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.quant import round_to
 
 
@@ -115,7 +116,7 @@ def _first(config, rng, path, like):
         return jnp.zeros(like.shape, jnp.float32)
     if name == "base":
         # The biases of `pre`, `post` and `comb`: read one stream, write to all, mix little.
-        streams, reads = config.hc_mult, int(path.split(".")[2]) % config.hc_mult
+        streams, reads = config.hc_mult, _layer(config, path) % config.hc_mult
         read = np.where(np.arange(streams) == reads, 1.0, -1.0)
         return jnp.asarray(np.concatenate([read, np.zeros(streams), 3.0 * np.eye(streams).ravel()]), jnp.float32)
     if len(like.shape) == 1:
@@ -129,8 +130,13 @@ def _first(config, rng, path, like):
 
 
 def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Splits tensors into (trained by gradients, the balancing biases and the hash layers' tables)."""
-    fixed = {path: value for path, value in tensors.items() if path.endswith((_BALANCE, "tid2eid"))}
+    """Splits tensors into (trained by gradients, not trained by them).
+
+    The latter are the balancing biases and the hash layers' tables; of a model with a multi-token-prediction block, all
+    that is not in the block.
+    """
+    frozen = ("model.", "lm_head.") if any(path.startswith("mtp.") for path in tensors) else ()
+    fixed = {path: x for path, x in tensors.items() if path.endswith((_BALANCE, "tid2eid")) or path.startswith(frozen)}
     return {path: value for path, value in tensors.items() if path not in fixed}, fixed
 
 
@@ -149,21 +155,29 @@ def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> Deepseek
     return nnx.merge(graph, nnx.map_state(fill, state))
 
 
-def balanced(fixed: Tensors, expert_load: Float[Array, "L E"], rate: float) -> Tensors:
+def _layer(config, path):
+    """The number of the layer that a tensor belongs to; the multi-token-prediction block comes last."""
+    first, second, *rest = path.split(".")
+    return config.num_hidden_layers + int(second) if first == "mtp" else int(rest[0])
+
+
+def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"], rate: float) -> Tensors:
     """Routers' biases after a step: up where an expert got less than its share, else down, without a loss.
 
-    From DeepSeek-V3's report (arXiv 2412.19437), section 2.1.2.
+    Those of layers that ran no tokens stay. From DeepSeek-V3's report (arXiv 2412.19437), section 2.1.2.
     """
     result = dict(fixed)
     for path, bias in fixed.items():
         if path.endswith(_BALANCE):
-            load = expert_load[int(path.split(".")[2])]
+            load = expert_load[_layer(config, path)]
             result[path] = bias + rate * jnp.sign(jnp.mean(load) - load)
     return result
 
 
 def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     """The model, changed in place: layers become `TrainedLayer`, and their indexers' maps `DetachedLinear`."""
+    for block in model.mtp:
+        block.__class__ = TrainedMTPBlock
     for layer in model.model.layers:
         layer.__class__ = TrainedLayer
         compressor = layer.self_attn.compressor
@@ -193,6 +207,10 @@ class TrainedLayer(DecoderLayer):
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
         after = after.with_load(self.layer, experts)
         return expand_streams(streams, after.dropped(y, 2 * self.layer + 1), post, comb), carry, after
+
+
+class TrainedMTPBlock(TrainedLayer, MTPBlock):
+    """The multi-token-prediction block as a `TrainedLayer`."""
 
 
 def all_experts(

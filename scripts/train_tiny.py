@@ -15,10 +15,11 @@ import tyro
 from card import write_card
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from tiny_model import TINY, TINY_WINDOW_ONLY, TOY, TOY_WINDOW_ONLY, apart, assemble, named_tensors
+from tiny_model import TINY, TINY_WINDOW_ONLY, TOY, TOY_WINDOW_ONLY, apart, assemble, first_weights, named_tensors
 from training import Recipe, batch, evaluate, evaluate_needles, first_state, train_step
 
 from dsv4_jax.checkpoint import load_checkpoint, save_release, write_byte_tokenizer
+from dsv4_jax.data import packaged_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ class TrainTiny:
         --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best --needles 1 \\
         --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantise-from 0
+      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/mtp --steps 2000 --mtp --rows 32 \\
+        --length 1024
       python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
 
     Attributes:
@@ -51,6 +54,8 @@ class TrainTiny:
       steps: of the whole training, which may take several commands; schedules depend on it.
       minutes: save and stop after this time; the same command continues from there. Default: no limit.
       window_only: a model without compressed entries, with wider experts instead: same depth, about as many parameters.
+      mtp: train a multi-token-prediction block for the model in --init, by default the packaged one, which stays as it
+        is. The loss is the cross-entropy of the block's drafts with the model's own distributions.
       init: folder of a model to begin with, for fine-tuning; it also decides the shape.
       size: tiny is the packaged model's shape; toy is for trying this script out on a CPU.
       rows: sequences a step.
@@ -74,6 +79,7 @@ class TrainTiny:
     steps: int = 2000
     minutes: float | None = None
     window_only: bool = False
+    mtp: bool = False
     init: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     size: Literal["tiny", "toy"] = "tiny"
     rows: int = 16
@@ -142,9 +148,13 @@ class TrainTiny:
     def _begin(self) -> tuple[Recipe, dict[str, Any]]:
         shapes = {"tiny": (TINY, TINY_WINDOW_ONLY), "toy": (TOY, TOY_WINDOW_ONLY)}
         config, start = shapes[self.size][self.window_only], None
-        if self.init is not None:
-            model = load_checkpoint(self.init, dtype=jnp.float32)
-            config, start = model.config, apart(named_tensors(model))
+        init = packaged_checkpoint() if self.mtp and self.init is None else self.init
+        if init is not None:
+            model = load_checkpoint(init, dtype=jnp.float32)
+            config, tensors = dataclasses.replace(model.config, num_nextn_predict_layers=int(self.mtp)), {}
+            if self.mtp:
+                tensors = {path: x for part in first_weights(config, self.seed) for path, x in part.items()}
+            start = apart(tensors | named_tensors(model))
         mine = {field.name for field in dataclasses.fields(self)}
         options: Any = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe) if f.name in mine}
         recipe = Recipe(config, **options)
@@ -154,10 +164,11 @@ class TrainTiny:
     def _finish(self, recipe: Recipe, held_out: np.ndarray, lines: list[dict[str, Any]]) -> None:
         """Scores the best model on text that has decided nothing, and writes what goes with its weights."""
         best = self.out / "best"
-        tensors = named_tensors(load_checkpoint(best, dtype=jnp.float32))
+        tensors = named_tensors(load_checkpoint(best, recipe.config, dtype=jnp.float32))
         bits = evaluate(recipe, *apart(tensors), held_out)
         write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS, begin="<bos>")
-        write_card(best, recipe, self.steps, tensors, lines, bits, self.text.name)
+        if not self.mtp:
+            write_card(best, recipe, self.steps, tensors, lines, bits, self.text.name)
         Console().print(f"held-out text: {bits.mean():.4f} bits a byte; the model and its card are in {best}")
 
 

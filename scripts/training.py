@@ -10,6 +10,7 @@ import kjv
 import numpy as np
 import optax
 from dense_cache import DenseCache, whole_sequences
+from draft_training import draft_losses
 from fake_quant import as_stored
 from jaxtyping import Array, Float, Int
 from needles import training_row
@@ -98,7 +99,8 @@ def train_step(
       ids, weights: from `batch`.
 
     Returns:
-      (state; scalars: "bits" a byte, "index_loss" in nats, "gradient" norm, largest "load" of an expert over its share)
+      (state; scalars: "bits" a byte, "index_loss" in nats, "gradient" norm, largest "load" of an expert over its share;
+      with a multi-token-prediction block also "accepted" from `draft_losses`)
     """
     cache = dataclasses.replace(
         DenseCache.make(
@@ -112,21 +114,21 @@ def train_step(
     )
 
     def loss(trained):
-        losses, after = _losses(recipe, trained, state["fixed"], ids, cache)
+        losses, after, metrics = _losses(recipe, trained, state["fixed"], ids, cache)
         mean = jnp.sum(losses * weights[:, 1:]) / jnp.sum(weights[:, 1:])
-        return mean + after.index_loss, (mean, after)
+        return mean + after.index_loss, (mean, after, metrics)
 
-    gradient, (mean, after) = jax.grad(loss, has_aux=True)(state["trained"])
+    gradient, (mean, after, metrics) = jax.grad(loss, has_aux=True)(state["trained"])
     with jax.numpy_dtype_promotion("standard"):  # optax needs it, where the caller is stricter
         updates, optimiser = _optimiser(recipe).update(gradient, state["optimiser"], state["trained"])
     rate = recipe.learning_rate * jnp.minimum(20 * progress + 1e-2, 0.51 + 0.49 * jnp.cos(np.float32(np.pi) * progress))
     new = dict(
         trained=jax.tree.map(lambda value, update: value - rate * update, state["trained"], updates),
-        fixed=balanced(state["fixed"], after.expert_load, recipe.balance_rate),
+        fixed=balanced(recipe.config, state["fixed"], after.expert_load, recipe.balance_rate),
         optimiser=optimiser,
         step=state["step"] + 1,
     )
-    metrics = dict(
+    metrics |= dict(
         bits=mean / np.float32(np.log(2)),
         index_loss=after.index_loss,
         gradient=jnp.sqrt(sum((jnp.sum(g * g) for g in gradient.values()), start=jnp.float32(0))),
@@ -169,14 +171,20 @@ def _score(recipe, trained, fixed, ids):
 
 
 def _losses(recipe, trained, fixed, ids, cache):
-    """[B, S] negative log-likelihoods in nats of ids[:, 1:], and the cache with its losses and loads."""
+    """[B, S] losses in nats, the cache with its losses and loads, and further metrics.
+
+    Those of a model are the negative log-likelihoods of ids[:, 1:]; those of a multi-token-prediction block are from
+    `draft_losses`.
+    """
     tensors = as_stored(recipe.config, trained)
     tensors = {path: jnp.where(cache.quantise, tensors[path], value) for path, value in trained.items()}
     model = for_training(assemble(recipe.config, tensors | fixed, recipe.dtype))
+    if recipe.config.num_nextn_predict_layers:
+        return draft_losses(model, cache, ids)
     hidden, cache = model(cache, whole_sequences(ids[:, :-1]))
     assert isinstance(cache, DenseCache)
     logits = model.logits(hidden).reshape(*ids[:, 1:].shape, -1)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]), cache
+    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]), cache, {}
 
 
 def _optimiser(recipe):

@@ -51,7 +51,7 @@ def queries(rng, tokens):
 
 def check(view, q, weights, slots, positions, implementation):
     run = jax.jit(functools.partial(ops.indexer_scores, implementation=implementation))
-    got = np.asarray(run(view, q, weights, ints(slots), ints(positions)), np.float64)
+    got = np.asarray(run(view, q, weights, ints(slots), ints(positions)))
     assert got.shape == (len(slots), view.max_entries)
     q = np.asarray(jax.jit(view.codec.round_query)(q), np.float64)
     weights = np.asarray(weights, np.float64)
@@ -66,7 +66,8 @@ def check(view, q, weights, slots, positions, implementation):
         keys, valid = stored[slot, :visible], exists[slot, :visible]
         want = np.maximum(keys @ q[t].T, 0) @ weights[t]
         size = (np.abs(keys) @ np.abs(q[t]).T) @ np.abs(weights[t])
-        mine = got[t, :visible]
+        # Beyond, memory holds what an earlier program left there: signalling NaNs too, of which a cast would warn.
+        mine = got[t, :visible].astype(np.float64)
         np.testing.assert_array_equal(mine[~valid], -np.inf)
         assert (np.abs(mine - want)[valid] <= BOUND * size[valid]).all()
     if implementation == "interpret":
