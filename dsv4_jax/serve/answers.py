@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dsv4_jax.serve.app import Service
 
 _log = logging.getLogger("dsv4_jax.serve")
+# Of one answer: some hundred bytes each until it is sent.
+_MOST_LOGPROBS = 2**21
 
 
 class EventStream(StreamingResponse):
@@ -80,6 +82,12 @@ class Answer:
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
         if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.max_logprobs:
             message = f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.max_logprobs}"
+            raise APIError(400, message, param="logprobs")
+        shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts) * self._samples
+        if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MOST_LOGPROBS:
+            message = (
+                f"the answer may have {total} log-probabilities, the most is {_MOST_LOGPROBS}: ask for fewer tokens"
+            )
             raise APIError(400, message, param="logprobs")
         self.choices = []
         for i, prompt in enumerate(self._prompts):
@@ -155,6 +163,9 @@ class Answer:
         """The whole answer."""
         async for _ in self._updates():
             pass
+        return await asyncio.to_thread(self._response)
+
+    def _response(self):
         shown = []
         for first in range(0, len(self.choices), self._samples):
             answers = self.choices[first : first + self._samples]
@@ -177,13 +188,16 @@ class Answer:
                 yield _event(head | dict(choices=[choice]))
             async for choice, text, tokens in self._updates():
                 if text or choice.finish_reason or self._body.num_top is not None:
-                    yield _event(head | dict(choices=[self._chunk(text, tokens, choice)]))
+                    yield await _away(len(tokens), self._chunk_event, head, text, tokens, choice)
             if with_usage:
                 yield _event(head | dict(choices=[], usage=self._usage()))
         except APIError as error:
             yield _event(error.body)
             return
         yield b"data: [DONE]\n\n"
+
+    def _chunk_event(self, head, text, tokens, choice):
+        return _event(head | dict(choices=[self._chunk(text, tokens, choice)]))
 
     async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]]]:
         """(choice, its new text, its new tokens) as they come, until all choices are complete."""
@@ -213,7 +227,7 @@ class Answer:
             elif update.tokens:
                 metrics.first_token_seconds.observe(now - self._start)
             choice.last_seconds = now
-            text, tokens = choice.take(update)
+            text, tokens = await _away(len(update.prompt_logprobs), choice.take, update)
             if choice.finish_reason is not None and update.finish_reason is None:
                 self._generation.cancel(choice.index)
             yield choice, text, tokens
@@ -323,6 +337,11 @@ def _score(choice: Choice) -> float:
     """By which the best choices are found: as `n_best` does."""
     made = choice.generated
     return Candidate([t.token for t in made], sum(t.logprob or 0.0 for t in made)).score()
+
+
+async def _away[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What a function returns; outside the event loop if there are so many tokens that it would be held up."""
+    return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
 def _event(content: dict[str, Any]) -> bytes:

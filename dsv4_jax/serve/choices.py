@@ -1,5 +1,6 @@
 """One text of an answer as it grows, and its tokens' log-probabilities in OpenAI's shapes."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -102,8 +103,9 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None):
         """Without a tokenizer a token is shown as its id."""
         self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
+        self.name = functools.cache(self._name)
 
-    def name(self, token: int) -> tuple[str, list[int] | None]:
+    def _name(self, token: int) -> tuple[str, list[int] | None]:
         """A token as text, and its bytes. A part of a character is shown as `bytes:\\xe2\\x82`, as OpenAI does."""
         content = str(token).encode() if self._bytes is None else self._bytes[token]
         if content is None:

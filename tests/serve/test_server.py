@@ -12,6 +12,7 @@ import pytest
 
 from dsv4_jax.decode import Sampling
 from dsv4_jax.engine import generate
+from dsv4_jax.serve import answers
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
 
 
@@ -150,12 +151,12 @@ def test_chat(server, tokenizer):
 def test_likeliest_tokens_of_a_completion(server):
     ask = server.client.completions.create
     options = dict(
-        model="tiny", prompt=PROMPT, seed=1, max_tokens=40, extra_body=dict(ignore_eos=True), temperature=0.3
+        model="tiny", prompt=PROMPT, seed=1, max_tokens=20, extra_body=dict(ignore_eos=True), temperature=0.3
     )
     plain, choice = (ask(logprobs=k, **options).choices[0] for k in (0, 5))
     assert choice.text == plain.text and plain.logprobs.top_logprobs is None
     found = choice.logprobs
-    assert found.token_logprobs == plain.logprobs.token_logprobs and len(found.tokens) == 40
+    assert found.token_logprobs == plain.logprobs.token_logprobs and len(found.tokens) == 20
     ranks = []
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         ranks.append(list(top).index(token))
@@ -258,6 +259,11 @@ def test_models_health_and_pages(server):
         (dict(prompt="a", best_of=10**12), "best_of", "best_of: Input should be less than or equal to 128"),
         (dict(prompt="a", logprobs=21), "logprobs", "logprobs: Input should be less than or equal to 20"),
         (dict(prompt="a", logprobs=5, echo=True, top_logprobs=0), None, None),
+        (
+            dict(prompt=["a" * 220] * 20, max_tokens=30, logprobs=20, echo=True, n=2, best_of=2),
+            "logprobs",
+            "the answer may have 210840 log-probabilities, the most is 200000: ask for fewer tokens",
+        ),
         (dict(prompt="a", top_logprobs=2), "top_logprobs", "top_logprobs: this server only takes 0"),
         (dict(prompt="a", stop=[""]), "stop", "stop[0]: String should have at least 1 character"),
         (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty", "frequency_penalty: this server only takes 0"),
@@ -269,7 +275,8 @@ def test_models_health_and_pages(server):
         (dict(messages=[dict(role="user", content="x")], top_logprobs=0, logprobs=False), None, None),
     ],
 )
-def test_a_mistake_is_named(server, body, param, message):
+def test_a_mistake_is_named(server, body, param, message, monkeypatch):
+    monkeypatch.setattr(answers, "_MOST_LOGPROBS", 200_000)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     response = server.http.post(path, json=dict(max_tokens=1) | body)
     if message is None:
