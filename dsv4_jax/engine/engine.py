@@ -67,8 +67,7 @@ class Engine(Summarised):
           uniform: run all steps in one program of `token_budget` tokens. Matrix products with another number of rows
             may add in another order, so the last bit of a logit can depend on whether a token came in a chunk, alone or
             as a draft. This prevents it, at the price of slower decode steps.
-          max_logprobs: how many of the likeliest tokens a request may ask for; 0 = none, and no log-probabilities of
-            prompts. A step in which nobody asks takes no longer for it.
+          max_logprobs: the most `top_logprobs` of a request; 0 = none, and no log-probabilities of prompts either.
 
         Raises:
           ValueError: the manager holds requests, the cache or `prefix` is of another one, `token_budget` cannot hold a

@@ -172,8 +172,8 @@ class Scheduler:
             end = min(start + most, self._chunk_end(start, known - (not decode)))
             if end > start:
                 given = request.tokens[start + 1 : end + 1].tolist() if request.scores_prompt else []
-                rows -= max(len(given) - 1, 0)
                 given += [-1] if end == known else []
+                rows -= max(len(given) - 1, 0)
                 scheduled.append(ScheduledRequest(request, request.tokens[start:end], is_prefill=True, given=given))
                 budget -= end - start
         self.current = tuple(item.request for item in scheduled)

@@ -90,6 +90,20 @@ def test_prompts_of_any_length_are_scored(tokens):
         check_request(request)
 
 
+@pytest.mark.parametrize("tokens", range(4, 9))
+def test_prompts_share_the_places_of_a_step(tokens):
+    """A step finds four tokens: those of two requests that have read their prompts, and of others that score theirs."""
+    engine = engine_of(make(max_query_tokens=1), drafter=None)
+    requests = [engine.add([5], max_new_tokens=40) for _ in range(2)]
+    engine.step()
+    requests += [engine.add(LONG[:tokens], max_new_tokens=2, prompt_logprobs=True) for _ in range(3)]
+    drain(engine)
+    requests += [engine.add(LONG[:tokens], max_new_tokens=2, prompt_logprobs=True) for _ in range(2)]
+    drain(engine)
+    for request in requests:
+        check_request(request)
+
+
 def test_what_the_engine_does_not_find_is_refused():
     with pytest.raises(ValueError, match="max_logprobs=161 must be at most 160"):
         engine_of(max_logprobs=161)
