@@ -42,3 +42,28 @@ def check(tokens, logprobs, top):
     if top.ids.shape[1]:
         mine = top.ids == np.asarray(tokens[1:])[:, None]
         np.testing.assert_array_equal(np.asarray(top.logprobs)[mine], np.asarray(logprobs)[rows[mine.any(axis=1)]])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftingBigram(Bigram):
+    """Its drafts are its own choices after even tokens, and wrong ones after odd tokens."""
+
+    def forward_streams(self, cache, batch):
+        hidden = self._hidden(batch.token_ids + 1)
+        streams = jnp.zeros((len(hidden), cache.streams.shape[-1] // CONFIG.hidden_size, CONFIG.hidden_size))
+        return hidden, streams.astype(cache.streams.dtype), cache.begin_step(batch)
+
+    def mtp_forward(self, streams, cache, batch):
+        odd = batch.token_ids % 2 == 1
+        return self._hidden(jnp.where(odd, -1, 1) * (batch.token_ids + 1)), streams, cache
+
+    def mtp_write(self, streams, cache, batch):
+        return cache
+
+    def _hidden(self, rows):
+        return jnp.zeros((len(rows), CONFIG.hidden_size)).at[:, 0].set(rows.astype(jnp.float32))
+
+    def logits(self, hidden):
+        row = hidden[:, 0].astype(jnp.int32)
+        return jnp.sign(hidden[:, :1]) * self.table[jnp.abs(row) - 1]

@@ -1,16 +1,18 @@
 """An engine that tells the likeliest tokens and scores prompts: the same numbers whatever happens to a request."""
 
+import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dsv4_jax.decode import CompiledModel, Sampling
-from dsv4_jax.engine import Engine, PromptLookup
+from dsv4_jax.decode import CompiledModel, Sampling, decode_loop
+from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
 from dsv4_jax.host import PrefixCache
-from tests.decode.bigram import MODEL, check
-from tests.host.managers import BLOCK, ids, make
+from tests.decode.bigram import MODEL, DraftingBigram, check
+from tests.host.managers import BLOCK, CONFIG, ids, make
 
 
 WARM = Sampling(1.0, top_k=2)  # repeats itself, so that some drafts are right
@@ -75,6 +77,33 @@ def test_every_number_whatever_happens(monkeypatch):
         check_request(request)
     assert child.generated != total[1][1].generated and len(child.prompt_logprobs) == len(LONG) - 1
     check_request(child)
+
+
+def test_with_drafts_of_the_device():
+    """Some of them right: in the engine, and in the loop on the device."""
+    config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
+    engine = engine_of(make(config), model=DraftingBigram(MODEL.table), drafter=MTPDrafter())
+    requests = [engine.add(LONG, max_new_tokens=40, seed=i, top_logprobs=6, prompt_logprobs=True) for i in range(3)]
+    drain(engine)
+    assert 0.2 < engine.metrics.acceptance < 0.8 and engine.metrics.compilations == 2
+    for request in requests:
+        check_request(request)
+
+    manager = make(config)
+    slot = manager.admit()
+    batch = manager.prepare_forward({slot: LONG[-1:]}, reserve=39)
+    *found, _ = decode_loop(
+        DraftingBigram(MODEL.table),
+        manager.init_cache(),
+        batch,
+        jnp.zeros(4, jnp.uint32),
+        steps=40,
+        drafts=2,
+        top_logprobs=3,
+    )
+    tokens, accepted, logprobs, top = (jax.tree.map(lambda x: x[slot], x) for x in found)
+    assert tokens.tolist() == requests[0].generated and accepted.max() > 0
+    check([LONG[-1], *tokens.tolist()], logprobs, top)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, BLOCK, BLOCK + 1])
