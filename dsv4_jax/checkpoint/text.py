@@ -70,6 +70,26 @@ def _byte_characters() -> list[str]:
     return [chr(codes[byte]) for byte in range(256)]
 
 
+class TokenBytes:
+    """The bytes that single tokens stand for: parts of characters, too."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        # The names of a byte-level vocabulary's own tokens are their bytes.
+        self._bytes = {character: byte for byte, character in enumerate(_byte_characters())}
+        self._named_otherwise = tokenizer.get_added_tokens_decoder().keys()
+        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+
+    def __getitem__(self, token: int) -> bytes | None:
+        """The bytes of a token, those of its name if it is special; None if the tokenizer does not tell."""
+        name = self._tokenizer.id_to_token(token) or ""
+        is_byte_level = self._is_byte_level and token not in self._named_otherwise
+        if is_byte_level and self._bytes.keys() >= set(name):
+            return bytes(self._bytes[character] for character in name)
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if _UNFINISHED in text else text.encode()
+
+
 class TextStream:
     """Token ids, one by one, to text; characters that are not complete yet are held back.
 

@@ -138,6 +138,7 @@ class ServeCommand:
         from dsv4_jax.checkpoint import shard_over
         from dsv4_jax.engine import Engine, PromptLookup
         from dsv4_jax.host import KVCacheManager, PrefixCache
+        from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
@@ -173,4 +174,5 @@ class ServeCommand:
             drafter=PromptLookup() if self.drafts else None,
             prefix=PrefixCache(manager, key=options.model_name),
             uniform=self.uniform,
+            max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
         )

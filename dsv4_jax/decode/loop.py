@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, newest_tokens
-from dsv4_jax.decode.sampling import GREEDY, Sampling
+from dsv4_jax.decode.sampling import GREEDY, LogprobRows, Sampling, TopLogprobs
 from dsv4_jax.decode.step import Model, draw, last_tokens
 
 
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("steps", "sampling", "stop_tokens", "drafts"))
+@functools.partial(
+    jax.jit, donate_argnames="cache", static_argnames=("steps", "sampling", "stop_tokens", "drafts", "top_logprobs")
+)
 def decode_loop(
     model: Model,
     cache: KVCache,
@@ -25,7 +27,8 @@ def decode_loop(
     sampling: Sampling = GREEDY,
     stop_tokens: tuple[int, ...] = (),
     drafts: int = 0,
-) -> tuple[Int[Array, "slots steps"], KVCache] | tuple[Int[Array, "slots steps"], Int[Array, "slots steps"], KVCache]:
+    top_logprobs: int = 0,
+) -> tuple[Any, ...]:
     """Decode steps in one `lax.while_loop` until all requests have their tokens: the host is not asked between them.
 
     With `drafts`, each step also verifies that many tokens of each request that the model's multi-token-prediction
@@ -41,10 +44,13 @@ def decode_loop(
       stop_tokens: a request ends after one of these (static).
       drafts: how many tokens to guess of each request; less than the cache's `max_query_tokens` (static). The requests'
         earlier tokens must have run through `draft_step`.
+      top_logprobs: how many of the likeliest tokens to find at each step (static).
 
     Returns:
       (tokens [slots, steps] int32: what each request got, its stop token included, then -1; with `drafts` also
-      accepted [slots, steps] int32: how many drafts each of its steps kept, then -1; cache).
+      accepted [slots, steps] int32: how many drafts each of its steps kept, then -1; with `top_logprobs` also the
+      tokens' log-probabilities [slots, steps] float32 and `TopLogprobs` [slots, steps, k], zeros where there is no
+      token; cache).
 
     Raises:
       ValueError: the cache has no room for so many drafts, or the model no block that makes them.
@@ -60,6 +66,7 @@ def decode_loop(
     )
     ahead = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
     stops = jnp.asarray(stop_tokens, jnp.int32)
+    asked = LogprobRows(top=top_logprobs) if top_logprobs else None
 
     def unfinished(carry: Any) -> Any:
         return jnp.any(carry["newest"].slots >= 0)
@@ -79,10 +86,11 @@ def decode_loop(
             slots=jnp.where(live, slots[:, None], -1).reshape(-1),
         )
         rows = jnp.where(live, jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape), -1).reshape(-1)
-        drawn, _, guesses, cache = draw(model, cache, batch, rows, sampling, seeds, drafts)
-        drawn = drawn.reshape(live.shape)
+        *drawn, guesses, cache = draw(model, cache, batch, rows, sampling, seeds, asked, drafts)
+        drawn = jax.tree.map(lambda x: x.reshape(*live.shape, *x.shape[1:]), drawn if asked else drawn[:1])
+        tokens = drawn[0]
         kept = jnp.where(active, cache.lengths - newest.positions - 1, 0)
-        is_stop = jnp.any(drawn[:, :, None] == stops[None, None, :], axis=2)
+        is_stop = jnp.any(tokens[:, :, None] == stops[None, None, :], axis=2)
         stopped = jnp.cumsum(is_stop, axis=1, dtype=jnp.int32) > is_stop.astype(jnp.int32)
         new = live & (ahead <= kept[:, None]) & ~stopped
         got = jnp.sum(new, axis=1, dtype=jnp.int32)
@@ -91,19 +99,22 @@ def decode_loop(
         goes_on = active & ~jnp.any(new & is_stop, axis=1) & (made + got < steps)
 
         held = newest.positions + got
-        token = jnp.take_along_axis(drawn, kept[:, None], axis=1)[:, 0]
+        token = jnp.take_along_axis(tokens, kept[:, None], axis=1)[:, 0]
         return dict(
             newest=newest_tokens(token, jnp.where(goes_on, held, -1)),
             guesses=guesses,
             made=made + got,
             steps=carry["steps"] + active.astype(jnp.int32),
-            tokens=carry["tokens"].at[slots[:, None], to].set(drawn, mode="drop"),
+            drawn=jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), carry["drawn"], drawn),
             accepted=carry["accepted"].at[slots, step].set(got - 1, mode="drop"),
             cache=dataclasses.replace(cache, lengths=jnp.where(active, held, cache.lengths)),
         )
 
     none, zeros = jnp.full((len(slots), steps), -1, jnp.int32), jnp.zeros_like(slots)
     start = dict(newest=newest, guesses=jnp.zeros((len(slots), drafts), jnp.int32), cache=cache)
-    start |= dict(made=zeros, steps=zeros, tokens=none, accepted=none)
+    logprobs = jnp.zeros((*none.shape, top_logprobs))
+    found = [logprobs[..., 0], TopLogprobs(logprobs.astype(jnp.int32), logprobs)] if asked else []
+    start |= dict(made=zeros, steps=zeros, drawn=[none, *found], accepted=none)
     end: Any = jax.lax.while_loop(unfinished, advance, start)
-    return (end["tokens"], end["accepted"], end["cache"]) if drafts else (end["tokens"], end["cache"])
+    tokens, *logprobs = end["drawn"]
+    return tokens, *([end["accepted"]] if drafts else []), *logprobs, end["cache"]

@@ -73,6 +73,41 @@ class SamplingRows:
         return jax.tree.map(lambda x: x[rows], self)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogprobRows:
+    """Which log-probabilities a step finds, besides those of the tokens that it draws.
+
+    Attributes:
+      given: [rows] int32 the token that is known to follow each row: it takes the place of a drawn one; -1 = draw one.
+        None = draw all.
+      wanted: [] bool whether the likeliest tokens of any row are wanted: otherwise zeros come back, and nothing is
+        computed. None = they are.
+      top: how many of the likeliest tokens of each row (static).
+    """
+
+    given: Any = None
+    wanted: Any = None
+    top: int = dataclasses.field(default=0, metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TopLogprobs:
+    """The likeliest tokens in some places, the best first; of equal ones the lowest id.
+
+    Attributes:
+      ids: [..., k] int32.
+      logprobs: [..., k] float32 log-probabilities under the model, temperature and `top_p` aside.
+    """
+
+    ids: Any
+    logprobs: Any
+
+    def __getitem__(self, places) -> "TopLogprobs":
+        return TopLogprobs(self.ids[places], self.logprobs[places])
+
+
 def sample(
     logits: Float[Array, "n vocab"],
     sampling: Sampling | SamplingRows,
@@ -107,6 +142,29 @@ def sample(
         return jnp.where(warm, drawn(seeds, positions, scaled).astype(jnp.int32), best)
 
     return jax.lax.cond(jnp.any(warm), draw, lambda: best)
+
+
+def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], rows: LogprobRows) -> TopLogprobs:
+    """The likeliest tokens of each row.
+
+    Args:
+      logits: [n, vocab] float32.
+      norm: [n] the log of the sum of their exponentials.
+      rows: how many, and whether at all.
+
+    Returns:
+      Arrays [n, k].
+    """
+
+    def find():
+        best, ids = jax.lax.top_k(logits, rows.top)
+        return TopLogprobs(ids.astype(jnp.int32), best - norm[:, None])
+
+    if rows.wanted is None:
+        return find()
+    # A step in which nobody wants them costs what it did.
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
+    return jax.lax.cond(rows.wanted, find, lambda: nothing)
 
 
 def _key(seed, position):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftingModel, check_drafts, draft, forward_for_drafts, newest_tokens
-from dsv4_jax.decode.sampling import Sampling, SamplingRows, sample
+from dsv4_jax.decode.sampling import LogprobRows, Sampling, SamplingRows, TopLogprobs, sample, top_logprobs
 from dsv4_jax.ops.views import run_bounds
 
 
@@ -66,7 +66,11 @@ def sample_step(
     rows: Int[Array, "rows"],
     sampling: SamplingRows,
     seeds: UInt32[Array, "slots"],
-) -> tuple[Int[Array, "rows"], Float[Array, "rows"], KVCache]:
+    logprobs: LogprobRows | None = None,
+) -> (
+    tuple[Int[Array, "rows"], Float[Array, "rows"], KVCache]
+    | tuple[Int[Array, "rows"], Float[Array, "rows"], TopLogprobs, KVCache]
+):
     """Runs the batch's tokens and draws what follows some of them, in one program for every kind of sampling.
 
     A request's tokens that are drawn after stand side by side. All but the first of them are drafts: where the token
@@ -79,13 +83,14 @@ def sample_step(
       rows: [rows] indices of tokens of the batch; -1 = none.
       sampling: [slots] how each slot's tokens are drawn.
       seeds: [slots] one seed a request.
+      logprobs: which log-probabilities are found besides those of the drawn tokens; None = none.
 
     Returns:
-      (tokens [rows] int32, their log-probabilities [rows] float32 under the model, temperature aside, cache). What
-      stands where `rows` is -1 means nothing.
+      (tokens [rows] int32, their log-probabilities [rows] float32 under the model, temperature and `top_p` aside; with
+      `logprobs` the `TopLogprobs` [rows, k]; cache). What stands where `rows` is -1 means nothing.
     """
-    tokens, logprobs, _, cache = draw(model, cache, batch, rows, sampling, seeds)
-    return tokens, logprobs, cache
+    *drawn, _, cache = draw(model, cache, batch, rows, sampling, seeds, logprobs)
+    return *drawn, cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="drafts")
@@ -96,9 +101,13 @@ def draft_step(
     rows: Int[Array, "rows"],
     sampling: SamplingRows,
     seeds: UInt32[Array, "slots"],
+    logprobs: LogprobRows | None = None,
     *,
     drafts: int,
-) -> tuple[Int[Array, "rows"], Float[Array, "rows"], Int[Array, "slots {drafts}"], KVCache]:
+) -> (
+    tuple[Int[Array, "rows"], Float[Array, "rows"], Int[Array, "slots {drafts}"], KVCache]
+    | tuple[Int[Array, "rows"], Float[Array, "rows"], TopLogprobs, Int[Array, "slots {drafts}"], KVCache]
+):
     """`sample_step`, then guesses what follows the newest token of each request that got one.
 
     The model's multi-token-prediction block guesses, see `drafts.draft`. It needs all tokens of a request: prompts run
@@ -107,18 +116,18 @@ def draft_step(
     Args:
       model: a model with that block, or a `CompiledModel` of it.
       cache: the cache; donated. Its `max_query_tokens` are more than `drafts`.
-      batch, rows, sampling, seeds: as for `sample_step`.
+      batch, rows, sampling, seeds, logprobs: as for `sample_step`.
       drafts: how many tokens to guess (static).
 
     Returns:
-      (tokens [rows] and log-probabilities [rows] as from `sample_step`, guesses [slots, drafts] int32, which mean
-      nothing for slots that drew no token; cache).
+      (tokens [rows], log-probabilities [rows] and, with `logprobs`, `TopLogprobs` as from `sample_step`; guesses
+      [slots, drafts] int32, which mean nothing for slots that drew no token; cache).
 
     Raises:
       ValueError: the cache has no room for so many drafts, or for none.
     """
     check_drafts(cache.schema, drafts)
-    return draw(model, cache, batch, rows, sampling, seeds, drafts=drafts)
+    return draw(model, cache, batch, rows, sampling, seeds, logprobs, drafts=drafts)
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="k")
@@ -170,7 +179,7 @@ def last_kept(
     return jnp.full((num_slots,), -1, jnp.int32).at[to].max(index, mode="drop")
 
 
-def draw(model, cache, batch, rows, sampling, seeds, drafts=0):
+def draw(model, cache, batch, rows, sampling, seeds, logprobs=None, drafts=0):
     """`draft_step` for callers that are traced already; without drafts its guesses are [slots, 0]."""
     at = jnp.maximum(rows, 0)
     streams: Any = None
@@ -181,15 +190,18 @@ def draw(model, cache, batch, rows, sampling, seeds, drafts=0):
     logits, slots = model.logits(hidden[at]), jnp.maximum(batch.slots[at], 0)
     of_rows = sampling if isinstance(sampling, Sampling) else sampling[slots]
     tokens = sample(logits, of_rows, seeds[slots], batch.positions[at] + 1)
-    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
+    if logprobs is not None and logprobs.given is not None:
+        tokens = jnp.where(logprobs.given >= 0, logprobs.given, tokens)
+    chosen, norm = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0], jax.nn.logsumexp(logits, axis=1)
+    drawn: Any = tokens, chosen - norm, *(() if logprobs is None else (top_logprobs(logits, norm, logprobs),))
     cache = dataclasses.replace(cache, lengths=kept_lengths(cache.lengths, batch, rows, tokens))
     if not drafts:
-        return tokens, logprobs, jnp.zeros((cache.lengths.shape[0], 0), jnp.int32), cache
+        return *drawn, jnp.zeros((cache.lengths.shape[0], 0), jnp.int32), cache
     last = last_kept(batch, rows, tokens, cache.lengths.shape[0])
     row = jnp.maximum(last, 0)
     newest = newest_tokens(tokens[row], jnp.where(last >= 0, batch.positions[at[row]], -1))
     guesses, _, cache = draft(model, cache, streams[at[row]], newest, sampling, seeds, count=drafts)
-    return tokens, logprobs, guesses, cache
+    return *drawn, guesses, cache
 
 
 def run_model(model, cache, batch):

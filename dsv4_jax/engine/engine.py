@@ -18,7 +18,7 @@ from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.drafters import Drafter, MTPDrafter, accept
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, check_no_requests, check_request
-from dsv4_jax.engine.runner import StepRunner
+from dsv4_jax.engine.runner import StepResults, StepRunner
 from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.summary import Summarised, Summary
@@ -36,7 +36,7 @@ class Engine(Summarised):
 
     Attributes:
       manager: owns the slots and blocks; only the engine may admit requests to it.
-      token_budget, draft_tokens, prefix: as for `__init__`.
+      token_budget, draft_tokens, prefix, max_logprobs: as for `__init__`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Engine(Summarised):
         draft_tokens: int | None = None,
         prefix: PrefixCache | None = None,
         uniform: bool = False,
+        max_logprobs: int = 0,
     ):
         """An engine without requests; `warm_up` compiles its programs.
 
@@ -66,11 +67,12 @@ class Engine(Summarised):
           uniform: run all steps in one program of `token_budget` tokens. Matrix products with another number of rows
             may add in another order, so the last bit of a logit can depend on whether a token came in a chunk, alone or
             as a draft. This prevents it, at the price of slower decode steps.
+          max_logprobs: the most `top_logprobs` of a request; 0 = none, and no log-probabilities of prompts either.
 
         Raises:
           ValueError: the manager holds requests, the cache or `prefix` is of another one, `token_budget` cannot hold a
-            token and its drafts for every slot, `draft_tokens` do not fit the manager's `max_query_tokens`, or the
-            model has no block for `MTPDrafter`.
+            token and its drafts for every slot, `draft_tokens` do not fit the manager's `max_query_tokens`, the model
+            has no block for `MTPDrafter`, or `max_logprobs` are more than the vocabulary has tokens.
         """
         schema = manager.schema
         check_no_requests(manager)
@@ -95,9 +97,11 @@ class Engine(Summarised):
                 f"{token_budget=} must be at least {decode_size}: {1 + draft_tokens} for each of "
                 f"{schema.max_requests} requests"
             )
+        self.max_logprobs = check_whole("max_logprobs", max_logprobs, 0, schema.config.vocab_size)
         self.manager, self.prefix, self.token_budget, self.draft_tokens = manager, prefix, token_budget, draft_tokens
         model = CompiledModel.of(model)
-        self._runner = StepRunner(model, manager, decode_size, token_budget, uniform=uniform, drafts=drafts)
+        options = dict(uniform=uniform, drafts=drafts, max_logprobs=max_logprobs)
+        self._runner = StepRunner(model, manager, decode_size, token_budget, **options)
         self._metrics = EngineMetrics()
         self._scheduler = Scheduler(
             manager,
@@ -139,6 +143,11 @@ class Engine(Summarised):
         return bool(scheduler.running or scheduler.waiting or scheduler.pending_outputs)
 
     @property
+    def last_scheduled(self) -> tuple[Request, ...]:
+        """Requests that the last step ran. If it raised: those it would have run, or was preparing to run."""
+        return self._scheduler.current
+
+    @property
     def metrics(self) -> EngineMetrics:
         """What the engine has done so far, and holds now; a copy."""
         return dataclasses.replace(
@@ -160,6 +169,8 @@ class Engine(Summarised):
         stop_tokens: Sequence[int] = (),
         priority: int = 0,
         draft_tokens: int | None = None,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         id: Hashable = None,
     ) -> Request:
         """Queues a request, which a later `step` runs, and returns it.
@@ -168,17 +179,23 @@ class Engine(Summarised):
           prompt: [n] token ids.
           max_new_tokens, sampling, seed, stop_tokens, priority: as in `Request`; `priority` is at least 0.
           draft_tokens: how many drafts of it a step verifies at most; None = the engine's, 0 = none.
+          top_logprobs: how many of the likeliest tokens to keep in place of each of its tokens.
+          prompt_logprobs: find log-probabilities of the prompt's tokens too: all of them run, in the prefix cache or
+            not, and no more in a step than it can draw.
           id: a name for it that no unfinished request has; None = a number.
 
         Raises:
           TypeError: an argument of another kind, such as a `sampling` that is no `Sampling`.
-          ValueError: a bad prompt, a limit below 1, a negative priority, more drafts than the engine's, an id that is
-            taken, or more tokens than the cache ever holds.
+          ValueError: a bad prompt, a limit below 1, a negative priority, more drafts or log-probabilities than the
+            engine's, an id that is taken, or more tokens than the cache ever holds.
         """
         ids = check_request(self.manager, prompt, max_new_tokens)
         draft_tokens = self.draft_tokens if draft_tokens is None else check_whole("draft_tokens", draft_tokens, 0)
         if draft_tokens > self.draft_tokens:
             raise ValueError(f"{draft_tokens=} must be from 0 to {self.draft_tokens}, the engine's draft_tokens")
+        top_logprobs = check_whole("top_logprobs", top_logprobs, 0)
+        if max(top_logprobs, prompt_logprobs) > self.max_logprobs:
+            raise ValueError(f"{top_logprobs=}, {prompt_logprobs=}: the engine has max_logprobs={self.max_logprobs}")
         if not isinstance(id, Hashable):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
@@ -193,6 +210,8 @@ class Engine(Summarised):
             stop_tokens=stop_tokens,
             priority=priority,
             draft_tokens=draft_tokens,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
             order=order,
         )
         self._scheduler.add(request)
@@ -300,6 +319,7 @@ class Engine(Summarised):
     def _run_step(self, decode):
         scheduler = self._scheduler
         with self._restart_on_error():
+            scheduler.current = ()
             scheduler.admit()
             self._metrics.waits += len(scheduler.waiting)
             if scheduled := scheduler.schedule(decode=decode):
@@ -318,7 +338,7 @@ class Engine(Summarised):
 
     def _execute(self, scheduled: list[ScheduledRequest]):
         """Runs a batch and gives each request what was drawn for it."""
-        scheduler, rows, at = self._scheduler, [], 0
+        scheduler, rows, given, at = self._scheduler, [], [], 0
         sampling, seeds, failed = self._runner.sampling_rows([item.request for item in scheduled])
         for request, error in failed.items():
             scheduler.finish(request, "error", error)
@@ -327,37 +347,38 @@ class Engine(Summarised):
             return
         for item in scheduled:
             at += len(item.tokens)
-            rows.append(range(at - 1 - item.num_drafts, at) if item.samples else range(0))
-        batch, drawn, scheduler.cache = self._runner(
-            scheduler.cache,
-            {item.request.slot: item.tokens for item in scheduled},
-            [row for sampled in rows for row in sampled],
-            sampling,
-            seeds,
-        )
-        tokens, logprobs, *drafts = jax.device_get(drawn)
-        for item in (item for item in scheduled if drafts and item.samples):
-            item.request.predicted = drafts[0][item.request.slot]
-        tokens, logprobs = iter(tokens.tolist()), iter(logprobs.tolist())
+            rows += range(at - len(item.given), at)
+            given += item.given
+        tokens = {item.request.slot: item.tokens for item in scheduled}
+        top = any(item.given and item.request.num_top_logprobs for item in scheduled)
+        batch, found, scheduler.cache = self._runner(scheduler.cache, tokens, rows, sampling, seeds, given, top=top)
+        found, at = jax.device_get(found), 0
         self._metrics.steps += 1
         self._metrics.mixed_steps += batch.prefill
-        for item, sampled in zip(scheduled, rows, strict=True):
-            n = len(sampled)
-            self._update(item, list(itertools.islice(tokens, n)), list(itertools.islice(logprobs, n)))
+        for item in scheduled:
+            self._update(item, found.rows(slice(at, at := at + len(item.given))))
 
-    def _update(self, item: ScheduledRequest, drawn: list[int], logprobs: list[float]):
+    def _update(self, item: ScheduledRequest, found: StepResults):
         """Gives a request the accepted tokens, forgets rejected drafts, and finishes it if it is done."""
         request, manager, metrics = item.request, self.manager, self._metrics
-        known, length = len(request.tokens), manager.length(request.slot)
+        known, length, scored = len(request.tokens), manager.length(request.slot), item.num_scored
+        drafts = item.tokens[len(item.tokens) - item.num_drafts :].tolist()
+        new = accept(drafts, found.tokens[scored:].tolist()) if item.samples else []
+        bad = np.flatnonzero(~np.isfinite(found.logprobs[: scored + len(new)]))
+        if bad.size:
+            last = length - len(item.given) + bad[0]
+            error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+            return self._scheduler.finish(request, "error", error)
+        if scored:
+            request.score(length - len(item.tokens) + 1, found.logprobs[:scored], found.top)
         if item.samples:
-            new = accept(item.tokens[len(item.tokens) - item.num_drafts :].tolist(), drawn)
-            if not np.isfinite(logprobs[: len(new)]).all():
-                error = FloatingPointError(f"request {request.id!r}: logits after its token {known - 1} are not finite")
-                return self._scheduler.finish(request, "error", error)
+            drawn = found.rows(slice(scored, scored + len(new)))
+            if drawn.drafts is not None:
+                request.predicted = drawn.drafts[request.slot]
             metrics.drafted_tokens += item.num_drafts
             metrics.accepted_tokens += len(new) - 1
             self._scheduler.pending_outputs.setdefault(request, known)
-            metrics.generated_tokens += len(request.extend(new, logprobs, item.num_drafts))
+            metrics.generated_tokens += len(request.extend(new, drawn.logprobs, item.num_drafts, drawn.top))
             # The newest token is not in the cache yet; rejected drafts, and accepted ones after the end, are.
             manager.rewind(request.slot, length - (len(request.tokens) - 1))
         metrics.prompt_tokens += len(item.tokens) if item.is_prefill else 0

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from dsv4_jax.arguments import check_whole
-from dsv4_jax.decode.sampling import Sampling
+from dsv4_jax.decode.sampling import Sampling, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
 from dsv4_jax.summary import Share, Summarised, Summary
 
@@ -27,6 +27,7 @@ class Request(Summarised):
       seed: of their random bits, which depend on positions too.
       stop_tokens: it ends after one of these.
       draft_tokens: how many drafts of it a step verifies at most.
+      num_top_logprobs: how many of the likeliest tokens are kept for each of its tokens.
       predicted: [n] int32 drafts that the last step made of it on the device.
       drafted_tokens: drafts of it that were verified.
       accepted: how many drafts each step kept that gave it tokens: one token less than it gave.
@@ -50,6 +51,8 @@ class Request(Summarised):
         stop_tokens: Sequence[int],
         priority: int,
         draft_tokens: int = 0,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         order: int,
     ):
         """A request that has not run; `prompt` is [n] int32. Raises TypeError or ValueError for a bad argument."""
@@ -64,8 +67,14 @@ class Request(Summarised):
         self.slot = -1
         # Room for all tokens it can ever hold, so that no step copies the history. `_length` of them are known.
         self._ids = np.concatenate([prompt, np.zeros((max_new_tokens,), np.int32)])
-        self._logprobs = np.zeros((max_new_tokens,))
         self._prompt_length = self._length = len(prompt)
+        # Of tokens from position `_scored_from` on.
+        self.num_top_logprobs, self._scored_from = top_logprobs, 0 if prompt_logprobs else len(prompt)
+        scored = len(self._ids) - self._scored_from
+        self._logprobs = np.zeros((scored,))
+        self._top = TopLogprobs(
+            np.zeros((scored, top_logprobs), np.int32), np.zeros((scored, top_logprobs), np.float32)
+        )
         self.offloaded: OffloadedRequest | None = None
 
     @property
@@ -84,6 +93,7 @@ class Request(Summarised):
         child = copy.copy(self)
         child.id, child.order, child.seed, child.slot, child.offloaded = order, order, check_seed(seed), -1, None
         child._ids, child._logprobs, child.accepted = self._ids.copy(), self._logprobs.copy(), self.accepted.copy()
+        child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
         return child
 
     @property
@@ -106,7 +116,31 @@ class Request(Summarised):
     @property
     def logprobs(self) -> list[float]:
         """Log-probability of each generated token under the model, temperature aside."""
-        return self._logprobs[: self._length - self._prompt_length].tolist()
+        return self._logprobs[self._prompt_length - self._scored_from : self._length - self._scored_from].tolist()
+
+    @property
+    def top_logprobs(self) -> TopLogprobs:
+        """The likeliest tokens in place of each generated one, as arrays [n, num_top_logprobs]."""
+        return self._top[self._prompt_length - self._scored_from : self._length - self._scored_from]
+
+    @property
+    def prompt_logprobs(self) -> list[float]:
+        """Log-probability of each token of the prompt but the first; empty if they are not wanted, or not known yet."""
+        return self._logprobs[self._scored_prompt].tolist()
+
+    @property
+    def prompt_top_logprobs(self) -> TopLogprobs:
+        """The likeliest tokens in place of these, as arrays [n, num_top_logprobs]."""
+        return self._top[self._scored_prompt]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be found: they are wanted, and it has no token yet."""
+        return self._scored_from == 0 and self._length == self._prompt_length
+
+    @property
+    def _scored_prompt(self):
+        return slice(1, self._prompt_length if self._scored_from == 0 and self.generated else 1)
 
     @property
     def acceptance(self) -> float:
@@ -123,17 +157,32 @@ class Request(Summarised):
         """Sort key: the lowest is served first and preempted last."""
         return -self.priority, self.order
 
-    def extend(self, tokens: list[int], logprobs: list[float], num_drafts: int = 0) -> list[int]:
+    def score(self, start: int, logprobs: Sequence[float] | np.ndarray, top: TopLogprobs | None) -> None:
+        """Keeps log-probabilities [n] of its tokens from position `start` on, and of the likeliest tokens, `top`."""
+        count, first = len(logprobs), start - self._scored_from
+        here = slice(first, first + count)
+        self._logprobs[here] = logprobs
+        if top is not None and (k := self.num_top_logprobs):
+            self._top.ids[here], self._top.logprobs[here] = top.ids[:count, :k], top.logprobs[:count, :k]
+
+    def extend(
+        self,
+        tokens: list[int],
+        logprobs: Sequence[float] | np.ndarray,
+        num_drafts: int = 0,
+        top: TopLogprobs | None = None,
+    ) -> list[int]:
         """Appends drawn tokens up to one that ends the request; returns those it appended.
 
-        `num_drafts` were verified by the step: all of `tokens` but the last are drafts that were right.
+        `num_drafts` were verified by the step: all of `tokens` but the last are drafts that were right. `logprobs` and
+        `top` are theirs, at least.
         """
         new = tokens[: self.remaining]
         stop = next((i for i, token in enumerate(new) if token in self.stop_tokens), None)
         new = new if stop is None else new[: stop + 1]
-        length, at = self._length + len(new), self._length - self._prompt_length
+        length, count = self._length + len(new), len(new)
         self._ids[self._length : length] = new
-        self._logprobs[at : at + len(new)] = logprobs[: len(new)]
+        self.score(self._length, logprobs[:count], top)
         reason = "stop" if stop is not None else "length" if length == len(self._ids) else None
         self._length, self.finish_reason = length, reason
         self.drafted_tokens += num_drafts

@@ -1,16 +1,37 @@
 """Runs an engine's steps on the device, in programs of fixed shapes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, SamplingRows
+from dsv4_jax.decode.sampling import GREEDY, LogprobRows, SamplingRows, TopLogprobs
 from dsv4_jax.engine.requests import Request
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
+
+
+class StepResults(NamedTuple):
+    """What a step found, on the device or the host.
+
+    Attributes:
+      tokens: [decode_size] int32, drawn or given.
+      logprobs: [decode_size] float32 their log-probabilities.
+      top: the likeliest tokens [decode_size, max_logprobs]; None = not wanted.
+      drafts: [slots, drafts] int32; None without drafts on the device.
+    """
+
+    tokens: Any
+    logprobs: Any
+    top: TopLogprobs | None
+    drafts: Any
+
+    def rows(self, here: slice) -> "StepResults":
+        """What it found for some rows; `drafts` of all slots."""
+        top = None if self.top is None else self.top[here]
+        return StepResults(self.tokens[here], self.logprobs[here], top, self.drafts)
 
 
 class StepRunner:
@@ -18,6 +39,7 @@ class StepRunner:
 
     They have `decode_size` tokens, which are also the most that any step draws, and `token_budget`. Where `uniform`,
     decode steps run in the second one too. Where `drafts` is not 0, each makes that many drafts a slot for the next.
+    Where `max_logprobs` is not 0, each can find so many of the likeliest tokens, and log-probabilities of known tokens.
     """
 
     def __init__(
@@ -29,10 +51,12 @@ class StepRunner:
         *,
         uniform: bool,
         drafts: int = 0,
+        max_logprobs: int = 0,
     ):
         """Compiles nothing yet."""
         self._model, self._manager = model, manager
         self.decode_size, self.token_budget, self.uniform, self.drafts = decode_size, token_budget, uniform, drafts
+        self.max_logprobs = max_logprobs
         self._before = model.compilations
 
     @property
@@ -47,26 +71,33 @@ class StepRunner:
         sampled_rows: Sequence[int],
         sampling: SamplingRows,
         seeds: np.ndarray,
-    ) -> tuple[Batch, list[Any], KVCache]:
+        given: Sequence[int] = (),
+        top: bool = False,
+    ) -> tuple[Batch, StepResults, KVCache]:
         """Prepares a batch and launches its step; does not wait for it.
 
         Each slot brings `tokens` [n]. A token is drawn after each of the batch's tokens at the indices `sampled_rows`,
-        as `sampling` and `seeds` say of its slot. The cache is donated.
+        as `sampling` and `seeds` say of its slot, or `given` has the one that is known to follow (otherwise -1). `top`
+        says whether the likeliest tokens are wanted. The cache is donated.
 
         Returns:
-          (the batch, [tokens, log-probabilities] drawn, each [decode_size] in the order of `sampled_rows` and padded,
-          and where there are drafts [slots, drafts] of them; the cache).
+          (the batch; what the step found, in the order of `sampled_rows` and padded; the cache).
         """
         sizes = dict(prefill_size=self.token_budget, decode_size=0 if self.uniform else self.decode_size)
         batch = self._manager.prepare_forward(tokens, **sizes)
         rows = np.full((self.decode_size,), -1, np.int32)
         rows[: len(sampled_rows)] = sampled_rows
-        inputs = jax.device_put((rows, sampling, seeds))
+        args = rows, sampling, seeds
+        if self.max_logprobs:
+            known = np.full_like(rows, -1)
+            known[: len(given)] = given
+            args += (LogprobRows(known, np.bool_(top), self.max_logprobs),)
+        inputs = jax.device_put(args)
         if self.drafts:
-            *drawn, cache = self._model.draft_step(cache, batch, *inputs, drafts=self.drafts)
+            tokens, logprobs, *found, drafts, cache = self._model.draft_step(cache, batch, *inputs, drafts=self.drafts)
         else:
-            *drawn, cache = self._model.sample_step(cache, batch, *inputs)
-        return batch, drawn, cache
+            (tokens, logprobs, *found, cache), drafts = self._model.sample_step(cache, batch, *inputs), None
+        return batch, StepResults(tokens, logprobs, found[0] if top else None, drafts), cache
 
     def sampling_rows(self, requests: Sequence[Request]) -> tuple[SamplingRows, np.ndarray, dict[Request, Exception]]:
         """How each slot's tokens are drawn, their seeds [slots] uint32, and what is wrong with a request, if anything.

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import jax
 import numpy as np
@@ -23,8 +23,19 @@ class ScheduledRequest:
     request: Request
     tokens: np.ndarray
     is_prefill: bool = False  # of its prompt, or read again after a restart; not the one drawn last
-    samples: bool = True  # a token is drawn after them
     num_drafts: int = 0  # how many of them, the last ones, are drafts
+    # What follows each of the last ones, for which something is to be found: a token of the prompt, or -1 = draw one.
+    given: Sequence[int] = (-1,)
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is drawn after them."""
+        return bool(self.given) and self.given[-1] < 0
+
+    @property
+    def num_scored(self) -> int:
+        """How many of `given` are tokens of the prompt."""
+        return sum(token >= 0 for token in self.given)
 
 
 class Scheduler:
@@ -41,6 +52,7 @@ class Scheduler:
       waiting: those without, in the same order.
       pending_outputs: requests that may have new tokens, or failed, since `Engine.step` last returned, with the number
         of tokens they had then.
+      current: requests that the newest step is about: the one it admits, then those that may run, then those that do.
     """
 
     def __init__(
@@ -61,6 +73,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.pending_outputs: dict[Request, int] = {}
+        self.current: tuple[Request, ...] = ()
+        # Where a new cache belongs. Arrays that nobody placed stay so: placed ones are arguments of another program.
+        self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, cache)
 
     def add(self, *requests: Request) -> None:
         """Queues requests, with or without a slot."""
@@ -117,12 +132,13 @@ class Scheduler:
         if _is_lost(self.cache):
             if self.prefix is not None:
                 self.prefix.evict(self.manager.schema.num_blocks)
-            self.cache = self.manager.init_cache()
+            self.cache = jax.device_put(self.manager.init_cache(), self._shardings)
 
     def admit(self) -> None:
         """Gives slots to waiting requests, in order; the first one that does not fit holds up those behind it."""
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
+            self.current = (request,)
             # With one block to spare: otherwise it might be preempted again at once.
             num_tokens = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, num_tokens):
@@ -141,21 +157,30 @@ class Scheduler:
 
         Blocks are reserved for all of it, and requests preempted where necessary. `decode` is that of `Engine.step`.
         """
+        self.current = tuple(self.running)
         unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.running}
         newest = [request for request, count in unread.items() if count == 1]
         scheduled = [item for request in newest if decode and (item := self._schedule_decode(request))]
         budget = self.token_budget - sum(len(item.tokens) for item in scheduled)
-        for request in [request for request, count in unread.items() if count > 1 and request.slot >= 0]:
+        readers = [request for request, count in unread.items() if count > 1 and request.slot >= 0]
+        # What is left of the places where a step finds tokens, when each may draw one.
+        rows = self.manager.schema.max_requests * (1 + self.draft_tokens) - len(readers)
+        rows -= sum(len(item.given) for item in scheduled)
+        for request in readers:
             start, known = self.manager.length(request.slot), len(request.tokens)
-            end = min(start + budget, self._chunk_end(start, known - (not decode)))
+            most = min(budget, rows + 1) if request.scores_prompt else budget
+            end = min(start + most, self._chunk_end(start, known - (not decode)))
             if end > start:
-                tokens = request.tokens[start:end]
-                scheduled.append(ScheduledRequest(request, tokens, is_prefill=True, samples=end == known))
+                given = request.tokens[start + 1 : end + 1].tolist() if request.scores_prompt else []
+                given += [-1] if end == known else []
+                rows -= max(len(given) - 1, 0)
+                scheduled.append(ScheduledRequest(request, request.tokens[start:end], is_prefill=True, given=given))
                 budget -= end - start
+        self.current = tuple(item.request for item in scheduled)
         return scheduled
 
     def _fits(self, request, num_tokens):
-        if self.prefix is not None and request.offloaded is None:
+        if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens)
         free = self.manager.free_blocks + (0 if self.prefix is None else self.prefix.evictable)
         return self.manager.requests.blocks_for(num_tokens) <= free
@@ -164,7 +189,7 @@ class Scheduler:
         """A slot for a request, which holds what is still known of it in the cache or in host memory."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded)
-        elif self.prefix is not None:
+        elif self.prefix is not None and not request.scores_prompt:  # what it scores must run
             slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens)
             if not request.generated:
                 request.cached_tokens = hit_tokens
@@ -184,7 +209,8 @@ class Scheduler:
             try:
                 self.manager.allocate(request.slot, 1 + len(drafts))
                 tokens = np.concatenate([request.tokens[-1:], drafts])
-                return ScheduledRequest(request, tokens, is_prefill=not request.generated, num_drafts=len(drafts))
+                is_prefill, num_drafts = not request.generated, len(drafts)
+                return ScheduledRequest(request, tokens, is_prefill, num_drafts, given=[-1] * (1 + num_drafts))
             except CacheFullError:
                 if len(drafts):
                     drafts = drafts[:0]  # no request is preempted for the sake of drafts

@@ -1,12 +1,13 @@
 """Answers to completions and chat completions: from a body to requests of the engine, and from their tokens to text."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,58 +18,18 @@ from dsv4_jax.decode.sampling import Sampling
 from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.requests import check_request
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
+from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import ChatBody, CompletionBody, parse, usage
-from dsv4_jax.serve.text import AnswerText
+from dsv4_jax.serve.text import AnswerText, token_offsets
 
 
 if TYPE_CHECKING:
     from dsv4_jax.serve.app import Service
 
 _log = logging.getLogger("dsv4_jax.serve")
-
-
-class Choice:
-    """One text of an answer, as it grows.
-
-    Attributes:
-      index: its request in the `Generation`.
-      tokens, logprobs: of the request so far, up to the end of the text.
-      text: all that was shown.
-      finish_reason: "stop" or "length" once it is complete.
-      cached_tokens: tokens of its prompt that the prefix cache held.
-    """
-
-    def __init__(self, index: int, text: AnswerText, echo: str):
-        """A choice whose text begins with `echo`."""
-        self.index, self._answer, self._unshown = index, text, echo
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.offsets: list[int] = []  # where in the text each token begins, or what was held back before it
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.cached_tokens = 0
-        self.last_seconds = 0.0
-
-    def take(self, update: Update) -> str:
-        """Adds an update; returns the new text."""
-        self.cached_tokens = update.cached_tokens
-        new, self._unshown = self._unshown, ""
-        for i, (token, logprob) in enumerate(zip(update.tokens, update.logprobs, strict=True)):
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.offsets.append(len(self.text) + len(new))
-            # The token that ends a request is no part of its text.
-            if update.finish_reason != "stop" or i + 1 < len(update.tokens):
-                new += self._answer.add(token)
-            if self._answer.stopped:
-                break
-        else:
-            if update.finish_reason is not None:
-                new += self._answer.finish()
-        self.finish_reason = "stop" if self._answer.stopped else update.finish_reason
-        self.text += new
-        return new
+# Of one answer: some hundred bytes each until it is sent.
+_MOST_LOGPROBS = 2**21
 
 
 class EventStream(StreamingResponse):
@@ -118,10 +79,22 @@ class Answer:
         if (count := len(self._prompts) * self._samples) > service.engine.capacity:
             message = f"{count} answers are more than the {service.engine.capacity} that the server takes at once"
             raise APIError(400, message, param="n")
-        self.choices = [
-            Choice(i, AnswerText(service.tokenizer, prompt, self._stops), self._echo(i // self._samples))
-            for i, prompt in enumerate(prompt for prompt in self._prompts for _ in range(self._samples))
-        ]
+        self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
+        if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.max_logprobs:
+            message = f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.max_logprobs}"
+            raise APIError(400, message, param="logprobs")
+        shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts) * self._samples
+        if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MOST_LOGPROBS:
+            message = (
+                f"the answer may have {total} log-probabilities, the most is {_MOST_LOGPROBS}: ask for fewer tokens"
+            )
+            raise APIError(400, message, param="logprobs")
+        self.choices = []
+        for i, prompt in enumerate(self._prompts):
+            offsets = token_offsets(service.tokenizer, prompt) if self._scores_prompts else []
+            for index in range(i * self._samples, (i + 1) * self._samples):
+                text = AnswerText(service.tokenizer, prompt, self._stops)
+                self.choices.append(Choice(index, text, self._echo(i), offsets))
         self._head = dict(
             id=f"{self.id_prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=service.options.model_name
         )
@@ -143,21 +116,17 @@ class Answer:
         """What the answers to a prompt begin with."""
         return ""
 
-    def _choice(self, index: int, text: str, first: int, choice: Choice) -> dict[str, Any]:
-        """A choice of a complete answer: its text and log-probabilities from token `first` on."""
+    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
+        """A choice of a complete answer."""
         raise NotImplementedError
 
-    def _chunk(self, text: str, first: int, choice: Choice) -> dict[str, Any]:
-        """The same of an event."""
-        return self._choice(choice.index, text, first, choice)
+    def _chunk(self, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
+        """The same of an event: its new text and tokens."""
+        return self._choice(choice.index, text, tokens, choice)
 
     def _openings(self) -> list[dict[str, Any]]:
         """Choices of events that come before the first token."""
         return []
-
-    @property
-    def _has_logprobs(self) -> bool:
-        return self._body.logprobs is not None and self._body.logprobs is not False  # 0 asks for them
 
     def submit(self) -> None:
         """Hands the requests to the engine.
@@ -166,17 +135,19 @@ class Answer:
           APIError: the queue is full.
         """
         body, service = self._body, self._service
-        if not self._limit:
+        if not self._limit and not self._scores_prompts:
             return
         try:
             ends = () if body.ignore_eos else service.options.end_tokens
             self._generation = service.engine.submit(
                 self._prompts,
                 n=self._samples,
-                max_new_tokens=self._limit,
+                max_new_tokens=max(self._limit, 1),
                 sampling=Sampling(body.temperature, max(body.top_k, 0), body.top_p),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
+                top_logprobs=body.num_top or 0,
+                prompt_logprobs=self._scores_prompts,
             )
         except QueueFullError as error:
             raise APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from None
@@ -192,14 +163,16 @@ class Answer:
         """The whole answer."""
         async for _ in self._updates():
             pass
+        return await asyncio.to_thread(self._response)
+
+    def _response(self):
         shown = []
         for first in range(0, len(self.choices), self._samples):
             answers = self.choices[first : first + self._samples]
             if self._samples > self._body.n:
-                score = {answer: Candidate(answer.tokens, sum(answer.logprobs)).score() for answer in answers}
-                answers = sorted(answers, key=lambda answer: score[answer], reverse=True)[: self._body.n]
+                answers = sorted(answers, key=_score, reverse=True)[: self._body.n]
             shown += answers
-        choices = [self._choice(i, choice.text, 0, choice) for i, choice in enumerate(shown)]
+        choices = [self._choice(i, choice.text, choice.scored, choice) for i, choice in enumerate(shown)]
         return JSONResponse(dict(object=self.kind) | self._head | dict(choices=choices, usage=self._usage()))
 
     def stream(self) -> Response:
@@ -213,9 +186,9 @@ class Answer:
         try:
             for choice in self._openings():
                 yield _event(head | dict(choices=[choice]))
-            async for choice, text, first in self._updates():
-                if text or choice.finish_reason or self._has_logprobs:
-                    yield _event(head | dict(choices=[self._chunk(text, first, choice)]))
+            async for choice, text, tokens in self._updates():
+                if text or choice.finish_reason or self._body.num_top is not None:
+                    yield await _away(len(tokens), self._chunk_event, head, text, tokens, choice)
             if with_usage:
                 yield _event(head | dict(choices=[], usage=self._usage()))
         except APIError as error:
@@ -223,11 +196,14 @@ class Answer:
             return
         yield b"data: [DONE]\n\n"
 
-    async def _updates(self) -> AsyncIterator[tuple[Choice, str, int]]:
-        """(choice, its new text, its first new token) as they come, until all choices are complete."""
+    def _chunk_event(self, head, text, tokens, choice):
+        return _event(head | dict(choices=[self._chunk(text, tokens, choice)]))
+
+    async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]]]:
+        """(choice, its new text, its new tokens) as they come, until all choices are complete."""
         if self._generation is None:  # max_tokens=0
             for choice in self.choices:
-                yield choice, choice.take(Update(choice.index, finish_reason="length")), 0
+                yield choice, *choice.take(Update(choice.index, finish_reason="length"))
             return
         deadline = self._start + self._service.options.request_seconds
         metrics = self._service.metrics
@@ -242,20 +218,22 @@ class Answer:
                 continue
             if update.finish_reason in ("error", "cancelled"):
                 raise _as_api_error(update.error)
-            now, first = time.monotonic(), len(choice.tokens)
-            if first:
+            if not self._limit:  # it ran for its prompt only
+                update = dataclasses.replace(update, tokens=(), logprobs=(), top=None, finish_reason="length")
+            now = time.monotonic()
+            if choice.num_generated:
                 for _ in update.tokens:
                     metrics.token_seconds.observe((now - choice.last_seconds) / len(update.tokens))
             elif update.tokens:
                 metrics.first_token_seconds.observe(now - self._start)
             choice.last_seconds = now
-            text = choice.take(update)
+            text, tokens = await _away(len(update.prompt_logprobs), choice.take, update)
             if choice.finish_reason is not None and update.finish_reason is None:
                 self._generation.cancel(choice.index)
-            yield choice, text, first
+            yield choice, text, tokens
 
     def _usage(self) -> dict[str, Any]:
-        generated = sum(len(choice.tokens) for choice in self.choices)
+        generated = sum(choice.num_generated for choice in self.choices)
         # Other samples than the first find the prompt because the first has read it.
         cached = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
         return usage(sum(map(len, self._prompts)), generated, cached)
@@ -280,10 +258,6 @@ class Answer:
         for prompt in self._prompts:
             check_request(manager, prompt, max(limit, 1))
         return limit
-
-    def _token_text(self, token: int) -> str:
-        tokenizer = self._service.tokenizer
-        return str(token) if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 class CompletionAnswer(Answer):
@@ -317,15 +291,9 @@ class CompletionAnswer(Answer):
             return given
         return " ".join(map(str, given)) + " " if tokenizer is None else tokenizer.decode(given)
 
-    def _choice(self, index: int, text: str, first: int, choice: Choice) -> dict[str, Any]:
-        logprobs = None
-        if self._has_logprobs:
-            logprobs = dict(
-                tokens=[self._token_text(token) for token in choice.tokens[first:]],
-                token_logprobs=choice.logprobs[first:],
-                top_logprobs=None,
-                text_offset=choice.offsets[first:],
-            )
+    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
+        num_top = self._body.num_top
+        logprobs = None if num_top is None else self._service.names.of_completion(tokens, num_top)
         return dict(index=index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
 
 
@@ -349,28 +317,31 @@ class ChatAnswer(Answer):
         asked = self._body.max_completion_tokens or self._body.max_tokens
         return max(room, 1) if asked is None else asked
 
-    def _choice(self, index: int, text: str, first: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
         message = dict(role="assistant", content=text, refusal=None)
-        return dict(index=index, message=message) | self._rest(first, choice)
+        return dict(index=index, message=message) | self._rest(tokens, choice)
 
-    def _chunk(self, text: str, first: int, choice: Choice) -> dict[str, Any]:
-        return dict(index=choice.index, delta=dict(content=text) if text else {}) | self._rest(first, choice)
+    def _chunk(self, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
+        return dict(index=choice.index, delta=dict(content=text) if text else {}) | self._rest(tokens, choice)
 
     def _openings(self) -> list[dict[str, Any]]:
         delta = dict(role="assistant", content="")
         return [dict(index=choice.index, delta=delta, logprobs=None, finish_reason=None) for choice in self.choices]
 
-    def _rest(self, first: int, choice: Choice) -> dict[str, Any]:
-        logprobs = None
-        if self._has_logprobs:
-            content = []
-            for token, logprob in zip(choice.tokens[first:], choice.logprobs[first:], strict=True):
-                text = self._token_text(token)
-                # A token may be a part of a character.
-                parts = None if "\ufffd" in text else list(text.encode())
-                content.append(dict(token=text, logprob=logprob, bytes=parts, top_logprobs=[]))
-            logprobs = dict(content=content, refusal=None)
+    def _rest(self, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
+        logprobs = None if self._body.num_top is None else self._service.names.of_chat(tokens)
         return dict(logprobs=logprobs, finish_reason=choice.finish_reason)
+
+
+def _score(choice: Choice) -> float:
+    """By which the best choices are found: as `n_best` does."""
+    made = choice.generated
+    return Candidate([t.token for t in made], sum(t.logprob or 0.0 for t in made)).score()
+
+
+async def _away[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What a function returns; outside the event loop if there are so many tokens that it would be held up."""
+    return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.chat import ChatTemplate
+from dsv4_jax.serve.choices import TokenNames
 from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.metrics import ServerMetrics
 
@@ -52,6 +53,7 @@ class Service:
     Attributes:
       engine, tokenizer, options: as for `create_app`.
       chat: how messages become a prompt; None without a tokenizer.
+      names: how log-probabilities show tokens.
       metrics: of the server.
       max_body_bytes: the longest body that is read.
       created: when the server was made, in seconds since 1970.
@@ -61,6 +63,7 @@ class Service:
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
         self.engine, self.tokenizer, self.options = engine, tokenizer, options
         self.chat = None if tokenizer is None else ChatTemplate(tokenizer)
+        self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
         # Room for a prompt of the longest context, also where each token is several escaped characters.
         self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context

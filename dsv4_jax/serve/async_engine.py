@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from dsv4_jax.decode.sampling import Sampling
+from dsv4_jax.decode.sampling import Sampling, TopLogprobs
 from dsv4_jax.engine import Engine, Request
 
 
@@ -30,6 +30,9 @@ class Update:
       index: which request: number of its prompt * n + number of its sample.
       tokens: its new token ids.
       logprobs: their log-probabilities under the model.
+      top: the likeliest tokens in their place [n, k].
+      prompt_logprobs, prompt_top: with the first tokens, the same of the prompt's tokens after its first, if they were
+        asked for.
       cached_tokens: tokens of its prompt that the prefix cache held.
       finish_reason: "stop", "length" or "cancelled" in its last update, else None.
       error: what went wrong with it; then this is its last update.
@@ -38,6 +41,9 @@ class Update:
     index: int
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    top: TopLogprobs | None = None
+    prompt_logprobs: Sequence[float] = ()
+    prompt_top: TopLogprobs | None = None
     cached_tokens: int = 0
     finish_reason: Literal["stop", "length", "cancelled", "error"] | None = None
     error: Exception | None = None
@@ -63,8 +69,8 @@ class Generation:
 class AsyncEngine:
     """Runs an engine's steps in a thread, which alone touches the engine and the device.
 
-    The methods are for the event loop's thread; none of them waits for the device. If a step raises, the requests that
-    may have been part of it end with the error, and the others go on.
+    The methods are for the event loop's thread; none of them waits for the device. If a step raises, its requests end
+    with the error, and the others go on.
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
@@ -113,6 +119,8 @@ class AsyncEngine:
         sampling: Sampling,
         seed: int,
         stop_tokens: Sequence[int],
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
     ) -> Generation:
         """Queues `n` requests for each prompt. Sample k of a prompt draws with seed + k, as in `n_best`.
 
@@ -122,7 +130,7 @@ class AsyncEngine:
         Args:
           prompts: [n] token ids each; checked already with `check_request`.
           n: samples of each prompt.
-          max_new_tokens, sampling, seed, stop_tokens: as for `Engine.add`.
+          max_new_tokens, sampling, seed, stop_tokens, top_logprobs, prompt_logprobs: as for `Engine.add`.
 
         Raises:
           ValueError: these are more requests than the server ever takes.
@@ -133,8 +141,14 @@ class AsyncEngine:
             raise ValueError(f"{len(prompts)} prompts with {n} samples each are more than {self.capacity} requests")
         if count + self.unfinished > self.capacity:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting, the most is {self.capacity}")
-        options = dict(max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=tuple(stop_tokens))
-        add = functools.partial(self.engine.add, **options)
+        add = functools.partial(
+            self.engine.add,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=tuple(stop_tokens),
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
         adds = [functools.partial(add, prompt, seed=seed + k) for prompt in prompts for k in range(n)]
         generation = Generation(self, adds, n)
         self.unfinished += count
@@ -226,25 +240,27 @@ class AsyncEngine:
 
     def _step(self):
         engine = self.engine
-        # If the step raises, the engine queues its requests again and does not say which these were.
-        scheduled = [*engine.running, *engine.waiting[: engine.manager.free_slots]]
         try:
             outputs = engine.step()
         except Exception as error:
             _log.exception("a step failed: its requests end with an error")
-            return self._fail([request for request in scheduled if request.finish_reason is None], error)
+            return self._fail([request for request in engine.last_scheduled if request.finish_reason is None], error)
         for output in outputs:
-            request, count = output.request, len(output.tokens)
+            request = output.request
             if request not in self._running:  # cancelled, or ended by an error
                 continue
             generation, index = self._running[request]
+            first = len(request.generated) - len(output.tokens)
             if request.finish_reason is not None:
                 del self._running[request]
             self._update(
                 generation,
                 index,
                 tokens=output.tokens,
-                logprobs=request.logprobs[-count:] if count else [],
+                logprobs=request.logprobs[first:],
+                top=request.top_logprobs[first:],
+                prompt_logprobs=request.prompt_logprobs if not first else (),
+                prompt_top=request.prompt_top_logprobs if not first else None,
                 cached_tokens=request.cached_tokens,
                 finish_reason=request.finish_reason,
                 error=request.error,

@@ -29,6 +29,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
 )
 
 
+# As vLLM has it. OpenAI takes 5 for completions and 20 for chats.
+MAX_LOGPROBS = 20
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -78,7 +82,7 @@ class CompletionBody(_GenerationBody):
     prompt: Any
     max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1, le=128)
-    logprobs: int | None = Field(None, ge=0, le=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
     @model_validator(mode="after")
@@ -87,9 +91,12 @@ class CompletionBody(_GenerationBody):
             raise ValueError(f"best_of={self.best_of} must be at least n={self.n}")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of answers are compared when they are complete: leave out stream, or best_of")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo does not go with logprobs: those of prompts are not computed")
         return self
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens to tell; None = no log-probabilities at all."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -148,6 +155,18 @@ class ChatBody(_GenerationBody):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs: true")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        """As of completions."""
+        return self.top_logprobs if self.logprobs else None
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
@@ -177,8 +196,6 @@ def _explain(wrong: Mapping[str, Any]) -> str:
             return f"{name}: there is no such field"
         case "missing":
             return f"{name}: this field is needed"
-        case "less_than_equal" if name == "logprobs":
-            return "logprobs: only 0, the tokens' own log-probabilities; those of other tokens are not computed"
     message = wrong["msg"].removeprefix("Value error, ")
     return f"{name}: {message}" if name else message
 

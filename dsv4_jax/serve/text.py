@@ -78,3 +78,12 @@ class AnswerText:
         """What was held back when the last token has come."""
         text = "" if self._stream is None else self._stops.add(self._stream.finish())
         return text if self.stopped else text + self._stops.finish()
+
+
+def token_offsets(tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+    """Each token of a text, and where in it the token begins, or what was held back before it."""
+    stream, offsets, end = None if tokenizer is None else TextStream(tokenizer), [], 0
+    for token in map(int, tokens):
+        offsets.append((token, end))
+        end += len(f"{token} " if stream is None else stream.add(token))
+    return offsets

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dsv4_jax.checkpoint import TextStream, read_tokenizer, write_byte_tokenizer
+from dsv4_jax.checkpoint import TextStream, TokenBytes, read_tokenizer, write_byte_tokenizer
 from tests.paths import PACKAGED
 
 
@@ -92,6 +92,18 @@ def test_other_tokenizers_stream_too(kind):
     pieces = [stream.add(token) for token in ids]
     assert "".join(pieces) == other.decode(ids) == text
     assert "\ufffd" not in "".join(pieces)
+
+    parts = [TokenBytes(other)[token] for token in ids]
+    if kind == "bytes":
+        assert b"".join(parts) == text.encode() and any(len(part) > 1 for part in parts)
+    else:
+        assert parts == [other.decode([token]).encode() for token in ids]
+
+
+def test_tokens_have_bytes_and_specials_those_of_their_names(tokenizer):
+    found = TokenBytes(tokenizer)
+    assert [found[token] for token in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert (found[256], found[259], found[258]) == (b"<bos>", b"<eos>", b"")  # the last is no token
 
 
 def test_the_packaged_tokenizer_fits_the_vocabulary():

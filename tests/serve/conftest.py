@@ -90,7 +90,7 @@ def serve_again(bytes_model, make_manager, tokenizer):
     def make(free=BLOCKS, debug=False, uniform=False, **options):
         manager = make_manager(free)
         prefix = PrefixCache(manager, key="tiny", debug=debug)
-        run = dict(token_budget=24, drafter=PromptLookup(), prefix=prefix, uniform=uniform)
+        run = dict(token_budget=24, drafter=PromptLookup(), prefix=prefix, uniform=uniform, max_logprobs=20)
         engine = Engine(bytes_model[0], manager, **run)
         return serving(engine, tokenizer, **options)
 

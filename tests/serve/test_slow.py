@@ -43,9 +43,15 @@ def test_clients_come_and_go(server, bytes_model, make_manager, tokenizer):
 
 BODY = {
     "model": "tiny", "prompt": "In the beginning", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "seed": 3, "n": 1,
-    "stop": ["x"], "stop_token_ids": [10], "logprobs": 0, "echo": False, "stream": False, "user": "me",
+    "stop": ["x"], "stop_token_ids": [10], "logprobs": 2, "echo": False, "stream": False, "user": "me",
 }  # fmt: skip
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": True, "logprobs": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 2,
+    "stream": True,
+    "logprobs": True,
+    "top_logprobs": 2,
+}
 WEIRD = """null true -1 0 1e400 -1e400 NaN 1e-320 99999999999999999999999 1.5 "" "\ud800" "\u0000" [] [[]] [null] {}
 {"a":1} [1e9] [257] [-1] ["a",1] [["a"]] [9223372036854775808] "text // 'a' [[[[[[""".split()
 WEIRD += ["[" * 400 + "]" * 400, '"' + "é" * 3000 + '"', "\x00", "\xff"]
@@ -69,7 +75,10 @@ def mutated(rng):
         field = str(rng.choice(list(body)))
         text = text.replace(f'"{field}": {json.dumps(body[field])}', f'"{field}": {rng.choice(WEIRD)}')
     elif kind == 1:  # another field
-        text = text[:-1] + f', "{rng.choice(["tools", "suffix", "best_of", "x", "é", ""])}": {rng.choice(WEIRD)}}}'
+        text = (
+            text[:-1]
+            + f', "{rng.choice(["tools", "suffix", "best_of", "top_logprobs", "x", "é", ""])}": {rng.choice(WEIRD)}}}'
+        )
     content = bytearray(text.encode("utf-8", "surrogatepass"))
     if kind == 2:
         for _ in range(rng.integers(1, 6)):

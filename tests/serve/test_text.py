@@ -2,13 +2,17 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.chat import ChatTemplate
+from dsv4_jax.serve.choices import Choice, ScoredToken, TokenNames
 from dsv4_jax.serve.protocol import Message
-from dsv4_jax.serve.text import AnswerText, StopStrings
+from dsv4_jax.serve.text import AnswerText, StopStrings, token_offsets
 
 
 def shown(answer, tokens):
@@ -73,6 +77,34 @@ def test_how_a_text_is_cut_into_pieces_makes_no_difference(text, stops, cuts):
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     assert found == bool(ends)
     assert not found or any(text.startswith(out + stop) and len(out + stop) == min(ends) for stop in stops)
+
+
+def test_tokens_of_a_prompt_begin_where_their_text_does(tokenizer):
+    assert token_offsets(tokenizer, [256, *"aé€b".encode()]) == list(
+        zip([256, *"aé€b".encode()], [0, 0, 1, 1, 2, 2, 2, 3], strict=True)
+    )
+    assert token_offsets(None, [17, 4, 9]) == [(17, 0), (4, 3), (9, 5)]
+
+
+def test_tokens_in_shapes_of_openai(tokenizer):
+    scored = [ScoredToken(256, None, [], 0), ScoredToken(0xC3, -2.0, [(97, -0.5), (0xC3, -2.0)], 0)]
+    scored.append(ScoredToken(97, -3.0, [(98, -0.5)], 1))
+    assert TokenNames(tokenizer).of_completion(scored, 2) == dict(
+        tokens=["<bos>", "bytes:\\xc3", "a"],
+        token_logprobs=[None, -2.0, -3.0],
+        top_logprobs=[None, {"a": -0.5, "bytes:\\xc3": -2.0}, {"b": -0.5, "a": -3.0}],
+        text_offset=[0, 0, 1],
+    )
+    part = dict(token="bytes:\\xc3", logprob=-2.0, bytes=[0xC3])
+    (entry,) = TokenNames(tokenizer).of_chat(scored[1:2])["content"]
+    assert entry == part | dict(top_logprobs=[dict(token="a", logprob=-0.5, bytes=[97]), part])
+    assert TokenNames(None).of_completion(scored[2:], 0) == dict(
+        tokens=["97"], token_logprobs=[-3.0], top_logprobs=None, text_offset=[1]
+    )
+    # JSON has no infinity: what cannot come has the number that vLLM sends.
+    choice = Choice(0, AnswerText(tokenizer, [256], []), "")
+    top = TopLogprobs(np.array([[97, 98]]), np.array([[-0.5, -np.inf]], np.float32))
+    assert choice.take(Update(0, tokens=[97], logprobs=[-0.5], top=top))[1][0].top == [(97, -0.5), (98, -9999.0)]
 
 
 def test_a_chat_is_written_as_the_release_does(tokenizer, tmp_path):
