@@ -42,8 +42,10 @@ def model():
     return load_checkpoint(FOLDER, DSV4Config.from_hf(FOLDER, mtp=True), dtype=jnp.float32)
 
 
-def manager_of(model):
-    sizes = dict(num_blocks=24, max_requests=3, max_context=64, block_tokens=16, max_query_tokens=1 + K)
+def manager_of(model, requests=3):
+    sizes = dict(
+        num_blocks=8 * requests, max_requests=requests, max_context=64, block_tokens=16, max_query_tokens=1 + K
+    )
     return KVCacheManager(model.config, kv_format="plain", dtype=jnp.float32, **sizes)
 
 
@@ -226,11 +228,11 @@ def compiled(model):
     return CompiledModel(model)
 
 
-def engine_of(compiled, prefix=False):
+def engine_of(compiled, prefix=False, requests=3):
     """All steps in one program: a row's sums do not depend on how many drafts there are."""
-    host = manager_of(compiled.module)
+    host = manager_of(compiled.module, requests)
     shared = PrefixCache(host, key="") if prefix else None
-    return Engine(compiled, host, token_budget=24, drafter=MTPDrafter(), prefix=shared, uniform=True)
+    return Engine(compiled, host, token_budget=8 * requests, drafter=MTPDrafter(), prefix=shared, uniform=True)
 
 
 def length_that_ends_with_drafts(golden, row):
@@ -316,8 +318,8 @@ def test_drafts_change_no_drawn_token(compiled, golden):
 @pytest.mark.slow
 def test_drafts_keep_the_models_distribution(compiled, golden):
     """The token after the first one, which drafts guess, is as often each id as softmax says."""
-    # A step reads three such prompts at once.
-    engine, prompt, options = engine_of(compiled), golden["ids"][0, :7], dict(max_new_tokens=3)
+    # Many at once, and prompts so short that a step reads all of theirs.
+    engine, prompt, options = engine_of(compiled, requests=16), golden["ids"][0, :7], dict(max_new_tokens=3)
     draws = [engine.add(prompt, seed=i, sampling=Sampling(temperature=1.0, top_k=4), **options) for i in range(1500)]
     finish(engine)
     assert engine.metrics.acceptance > 0.05
