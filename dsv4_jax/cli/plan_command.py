@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli.options import CacheFormat, Dtype, JsonFlag, check_positive
+from dsv4_jax.cli.options import CacheFormat, Dtype, JsonFlag, check_not_negative, check_positive
 from dsv4_jax.data import block_tokens
 from dsv4_jax.sizes import parse_bytes, readable_bytes
 
@@ -42,6 +42,8 @@ class PlanCommand:
       dtype: of the model; decides the bytes of plain rows.
       block_tokens: tokens that a block stands for. Default: 128, or the next multiple of the model's compression rates.
       max_query_tokens: tokens of a request in a decode step (speculative decoding: more than 1).
+      drafts: K, plan for drafts of the model's multi-token-prediction block: its window, the residual streams that it
+        begins with, and room for steps of 1 + K tokens.
       weights: bytes of the memory that are already taken, for instance by the model's weights.
       as_json: print one JSON object instead.
     """
@@ -54,19 +56,21 @@ class PlanCommand:
     dtype: Dtype = "bfloat16"
     block_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     max_query_tokens: int = 1
+    drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     weights: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     as_json: JsonFlag = False
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
         check_positive(context=self.context)
+        check_not_negative(drafts=self.drafts)
         if self.max_requests is not None:
             check_positive(max_requests=self.max_requests)
         memory = _parse_size("memory", self.memory)
         weights = 0 if self.weights is None else _parse_size("weights", self.weights)
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
-        config = _read_config(self.config)
+        config = _read_config(self.config, mtp=self.drafts > 0)
         one = self.schema(config, self.context)
         report = self._report(config, one, memory, weights)
         if self.as_json:
@@ -88,7 +92,7 @@ class PlanCommand:
             kv_format=self.cache_format,
             dtype=jnp.dtype(self.dtype),
             block_tokens=block_tokens(config) if self.block_tokens is None else self.block_tokens,
-            max_query_tokens=self.max_query_tokens,
+            max_query_tokens=max(self.max_query_tokens, 1 + self.drafts) if self.drafts else self.max_query_tokens,
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
@@ -107,6 +111,7 @@ class PlanCommand:
             weights_bytes=weights,
             context=self.context,
             block_tokens=one.block_tokens,
+            drafts=self.drafts,
             bytes_per_token=one.bytes_per_token,
             bytes_per_request=one.bytes_per_request,
             dense_bf16_bytes_per_token=one.dense_bytes_per_token,
@@ -126,15 +131,15 @@ def _parse_size(name: str, text: str) -> int:
         raise ValueError(f"--{name}: {str(error).removeprefix('memory=')}") from None
 
 
-def _read_config(name: str) -> "DSV4Config":
+def _read_config(name: str, *, mtp: bool) -> "DSV4Config":
     from dsv4_jax.config import DSV4Config
 
     presets = dict(v4_flash=DSV4Config.v4_flash, v4_pro=DSV4Config.v4_pro)
     if name in presets:
-        return presets[name]()
+        return dataclasses.replace(presets[name](), num_nextn_predict_layers=int(mtp))
     if not Path(name).exists():
         raise ValueError(f"--config {name} is neither {' nor '.join(presets)} nor an existing folder")
-    return DSV4Config.from_hf(Path(name))
+    return DSV4Config.from_hf(Path(name), mtp=mtp)
 
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:

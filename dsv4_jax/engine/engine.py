@@ -108,7 +108,7 @@ class Engine(Summarised):
             manager.init_cache() if cache is None else cache,
             self._metrics,
             token_budget=token_budget,
-            drafter=drafter,
+            drafter=None if isinstance(drafter, MTPDrafter) else drafter,
             draft_tokens=draft_tokens,
             prefix=prefix,
         )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.engine.drafters import Drafter, MTPDrafter
+from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
@@ -62,11 +62,11 @@ class Scheduler:
         metrics: EngineMetrics,
         *,
         token_budget: int,
-        drafter: Drafter | MTPDrafter | None,
+        drafter: Drafter | None,
         draft_tokens: int,
         prefix: PrefixCache | None,
     ):
-        """A scheduler without requests; arguments as for `Engine`."""
+        """A scheduler without requests; arguments as for `Engine`, but without a drafter for drafts of the device."""
         self.manager, self.cache, self.metrics = manager, cache, metrics
         self.token_budget, self.drafter, self.draft_tokens, self.prefix = token_budget, drafter, draft_tokens, prefix
         self.requests: dict[Hashable, Request] = {}
@@ -222,8 +222,6 @@ class Scheduler:
         """[n] int32 drafts, as many as may be verified at most."""
         count = min(request.draft_tokens, request.remaining - 1)
         if self.drafter is None or not count:
-            return np.zeros((0,), np.int32)
-        if isinstance(self.drafter, MTPDrafter):
             return request.predicted[:count]
         drafts = self.drafter.draft(request.tokens, count)
         if len(drafts) > count:

@@ -1,5 +1,6 @@
 """`dsv4-jax plan` agrees with the schema: n requests fit, n + 1 do not."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ def memory_of(config, requests, context, **sizes):
         ("v4_flash", 1048576, 80 * GIB, 0, [], {}),
         ("v4_pro", 100_001, 141 * 10**9, 96 * GIB // 2, ["--block-tokens", "256"], dict(block_tokens=256)),
         ("v4_flash", 4096, GIB, 0, ["--max-query-tokens", "4"], dict(max_query_tokens=4)),
+        ("v4_flash", 4096, GIB, 0, ["--drafts", "2"], dict(max_query_tokens=3)),
         ("tiny", 500, 10**6, 1, ["--cache-format", "per_entry"], dict(kv_format="per_entry")),
         (
             "tiny", 500, 10**6, 0, ["--cache-format", "plain", "--dtype", "float32"],
@@ -37,6 +39,8 @@ def memory_of(config, requests, context, **sizes):
 )  # fmt: skip
 def test_exactly_as_many_as_fit(run, name, context, memory, weights, options, sizes):
     config = CONFIGS[name]
+    if "--drafts" in options:
+        config = dataclasses.replace(config, num_nextn_predict_layers=1)
     given = ["--config", TINY if name == "tiny" else name, "--memory", f"{memory}B", "--context", context]
     if weights:
         given += ["--weights", f"{weights}B"]
@@ -56,6 +60,16 @@ def test_exactly_as_many_as_fit(run, name, context, memory, weights, options, si
     blocks = -(-context // report["block_tokens"])
     for part in report["pools"].values():
         assert part["full"] == blocks * part["per_block"] + part["per_request"]
+
+
+def test_drafts_take_a_window_and_the_streams(run):
+    given = ["--config", "v4_flash", "--memory", "80GiB", "--context", "4096", "--json"]
+    without, drafts = (json.loads(run("plan", *given, *more))["pools"] for more in ([], ["--drafts", "2"]))
+    # One more window of 584-byte rows; in each, room for the step's 2 drafts and one that follows the first.
+    more = 584 * (44 * (128 + 3) - 43 * 128)
+    assert drafts["sliding windows"]["full"] - without["sliding windows"]["full"] == more
+    # Three tokens' four streams of 4096 bfloat16.
+    assert drafts["residual streams"]["full"] == 3 * 4 * 4096 * 2
 
 
 def test_published_bytes_of_flash(run):

@@ -243,14 +243,13 @@ def test_the_device_loop_makes_no_transfer(model, manager):
 def test_no_copy_of_a_pool_in_a_step_that_drafts(tokens):
     config = DSV4Config.from_hf(DATA / "official_mtp", mtp=True)
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config))
-    temp = {}
-    for blocks in (300, 3000):
-        sizes = dict(num_blocks=blocks, max_requests=3, max_context=96, block_tokens=16, max_query_tokens=4)
-        host = KVCacheManager(config, **sizes)
-        batch = host.prepare_forward({host.admit(): [1] * tokens}, prefill_size=40, decode_size=12)
-        cache = KVCache.abstract(host.schema)
-        rows, seeds = jnp.zeros((12,), jnp.int32), jnp.zeros((3,), jnp.uint32)
-        sampling = jax.device_put(SamplingRows.of([GREEDY] * 3))
-        compiled = draft_step.lower(model, cache, batch, rows, sampling, seeds, drafts=3).compile()
-        temp[blocks] = check_in_place(compiled, cache)
-    assert temp[300] == temp[3000]
+    sizes = dict(num_blocks=30_000, max_requests=3, max_context=96, block_tokens=16, max_query_tokens=4)
+    host = KVCacheManager(config, **sizes)
+    batch = host.prepare_forward({host.admit(): [1] * tokens}, prefill_size=40, decode_size=12)
+    cache = KVCache.abstract(host.schema)
+    rows, seeds = jnp.zeros((12,), jnp.int32), jnp.zeros((3,), jnp.uint32)
+    sampling = jax.device_put(SamplingRows.of([GREEDY] * 3))
+    compiled = draft_step.lower(model, cache, batch, rows, sampling, seeds, drafts=3).compile()
+    scratch, pools = check_in_place(compiled, cache), host.schema.block_bytes_by_pool()
+    # Of the largest pool, at least; the other pools share a name in the program with smaller arrays.
+    assert scratch < max(pools.values()), (scratch, pools)

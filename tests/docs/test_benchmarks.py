@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import PACKAGED
+
 
 FILES = {path.name: json.loads(path.read_text()) for path in (Path(__file__).parents[2] / "benchmarks").glob("*.json")}
 PEERS = FILES.pop("peers_h200.json")
 COST = FILES.pop("cache_cost.json")
 SERVE = FILES.pop("serve.json")
 LOAD = FILES.pop("serve_load.json")
+DRAFTS = FILES.pop("drafts.json")
+CARD = (PACKAGED / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -43,6 +47,15 @@ def test_facts_are_found_through_a_quantised_cache():
         assert list(found[name, "top-k"]) == ["1000", "2000", "4000", "8000", "16000"]
         assert min(found[name, "top-k"].values()) > 0.95
     assert max(found["plain", "window"].values()) == 0
+
+
+def test_drafts_are_mostly_right_and_change_nothing():
+    for name in ("greedy", "temperature_1"):
+        for count in (1, 2, 3):
+            row = DRAFTS[f"{name}_{count}"]
+            assert row["tokens"] >= 10_000 and row["differing"] == 0
+            assert len(row["at_least"]) == count and min(row["at_least"]) > 0.35
+            assert f"{row['kept']:.2f}" in CARD, "the packaged model's card has other numbers"
 
 
 def test_the_prefix_cache_serves_the_same_tokens_sooner():

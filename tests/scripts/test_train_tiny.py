@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_cache import DenseCache, whole_sequences
+from draft_training import draft_losses
 from fake_quant import as_stored
 from flax import nnx
 from tiny_model import (
@@ -25,7 +26,9 @@ from tiny_model import (
 from train_tiny import TrainTiny
 from training import Recipe, evaluate, train_step
 
-from dsv4_jax import DeepseekV4ForCausalLM, KVCacheManager, load_checkpoint
+from dsv4_jax import DeepseekV4ForCausalLM, DSV4Config, KVCacheManager, load_checkpoint
+from dsv4_jax.checkpoint import save_release
+from dsv4_jax.decode.drafts import forward_for_drafts, newest_tokens
 from dsv4_jax.decode.step import forward
 
 
@@ -94,6 +97,58 @@ def test_the_index_loss_is_a_weighted_mean_over_tokens(toy, ids):
 def test_refuses_a_length_that_is_no_multiple_of_the_window():
     with pytest.raises(ValueError, match="length=60 must be a multiple of the model's window, 8"):
         DenseCache.make(TOY, 1, 60)
+
+
+def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
+    """Three passes over whole sequences are, at any token, three steps after it; but for wrong drafts, see there."""
+    config, length, t = dataclasses.replace(TOY, num_nextn_predict_layers=1), 4 * TOY.sliding_window, 20
+    trained, fixed = first_weights(config, 0)
+    model = assemble(config, trained | fixed, jnp.float32)
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, length + 1), dtype=np.int32)
+    cache = DenseCache.make(config, 2, length, kv_format="plain", dtype=jnp.float32)
+    losses, after, metrics = jax.jit(lambda m, *args: draft_losses(for_training(m), *args))(model, cache, ids)
+    np.testing.assert_allclose(np.sum(after.expert_load, axis=1), [0, 0, 1], rtol=1e-6)
+    assert 0 <= metrics["accepted"] <= 3
+
+    sizes = dict(num_blocks=2, max_requests=2, max_context=128, max_query_tokens=4)
+    manager = KVCacheManager(config, kv_format="plain", dtype=jnp.float32, **sizes)
+    for row in ids:
+        manager.admit(row)
+
+    @jax.jit
+    def passes(model, cache, batch, true):
+        _, streams, cache = forward_for_drafts(model, cache, batch)
+        at, logits = jnp.arange(2, dtype=jnp.int32) * (t + 1) + t, []
+        newest, streams = newest_tokens(true[:, 0], batch.positions[at]), streams[at]
+        for i in range(3):
+            step = dataclasses.replace(newest, token_ids=true[:, i], positions=newest.positions + i)
+            hidden, streams, cache = model.mtp_forward(streams, cache, step)
+            logits.append(model.logits(hidden))
+        return jnp.stack(logits, axis=1)
+
+    read = manager.prepare_forward({slot: ids[slot, : t + 1] for slot in (0, 1)}, prefill_size=2 * (t + 1))
+    of_block = passes(model, manager.init_cache(), read, jnp.asarray(ids[:, t + 1 : t + 4]))
+    of_model, _ = dense_logits(model, cache, ids[:, :-1])
+    target = jax.nn.softmax(of_model[:, t + 1 : t + 4])
+    entropies = -jnp.sum(target * jax.nn.log_softmax(of_block), axis=-1)
+    expected = np.asarray(entropies) @ np.array([4, 2, 1], np.float32) / 7
+    np.testing.assert_allclose(losses[:, t], expected, **CLOSE)
+
+
+@pytest.mark.slow
+def test_trains_a_block_and_leaves_the_model_as_it_is(toy, tmp_path):
+    (tmp_path / "text").write_bytes(b"In the beginning God created the heaven and the earth.\n" * 100)
+    save_release(toy, tmp_path / "toy")
+    options: Any = dict(rows=2, length=LENGTH, every=3, learning_rate=2e-2, dtype="float32", quantise_from=0.0)
+    train = TrainTiny(tmp_path / "text", tmp_path / "out", steps=6, mtp=True, init=tmp_path / "toy", **options)
+    last = train.run()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert last["validation"] < lines[0]["validation"] and 0 <= last["accepted"] <= 3
+    best = tmp_path / "out" / "best"
+    whole = named_tensors(load_checkpoint(best, DSV4Config.from_hf(best, mtp=True), dtype=jnp.float32))
+    for path, value in named_tensors(load_checkpoint(tmp_path / "toy", dtype=jnp.float32)).items():
+        np.testing.assert_array_equal(whole.pop(path), value, err_msg=path)
+    assert whole and all(path.startswith("mtp.0.") for path in whole)
 
 
 @pytest.mark.slow
