@@ -61,6 +61,16 @@ def ops(runs: list[Row], keys: list[Key]) -> Table:
     return OP, numbers, [dict(percent_of_roofline=row["percent_of_copy"]) | row for row in rows]
 
 
+def alone(runs: list[Row], keys: list[Key]) -> Table:
+    """Every case of a run in which XLA's version was not timed."""
+    numbers = {
+        "us": "{microseconds:,.2f}",
+        "GB/s": "{gigabytes_per_second:,.0f}",
+        "% of a read": "{percent_of_roofline:.0f}",
+    }
+    return OP, numbers, [row for run in runs for row in run["results"]]
+
+
 def chosen(runs: list[Row], keys: list[Key]) -> Table:
     """Times of some cases, of several files."""
     found = {(row["op"], row["shape"]): row for run in runs for row in run["results"]}
@@ -137,7 +147,7 @@ def needles(runs: list[Row], keys: list[Key]) -> Table:
 
 CACHE = {"cache": "{format}", "attended to": "{attended}"}
 KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
-    ops=ops, chosen=chosen, peers=peers, beside=beside, steps=steps, cost=cost, needles=needles
+    ops=ops, alone=alone, chosen=chosen, peers=peers, beside=beside, steps=steps, cost=cost, needles=needles
 )
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 

@@ -12,6 +12,7 @@ from dsv4_jax.bench.cases import Case, close, normal
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn.attention import Attention
+from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight, encode_e4m3
 
 
 _TOKENS = (8, 32)
@@ -20,7 +21,7 @@ _AGREE = close(relative=2**-7, absolute=1e-3)
 
 
 def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """The matrix products of an attention layer of each group, those with the same input joined."""
+    """The matrix products of an attention layer of each group, those with the same input joined; two of them in FP8."""
     if small:  # the packaged model's shapes
         schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
     config = schema.config
@@ -41,15 +42,26 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     for name, shape in shapes.items():
         for tokens in (2,) if small else _TOKENS:
             yield _linear_case(name, *shape, tokens)
+    for name in ("q_b", "o_b"):
+        rows, depth = getattr(attention, f"{name}_proj").weight.shape
+        for tokens in (2,) if small else (1, *_TOKENS):
+            yield _linear_case(f"{name} in FP8", ((rows, True),), depth, 1, tokens, stored=True)
 
 
-def _linear_case(name, parts, depth, groups, tokens):
+def _linear_case(name, parts, depth, groups, tokens, *, stored=False):
     rows = sum(size for size, _ in parts)
-    size = 2 * rows * depth
+    size = (1 if stored else 2) * rows * depth
+
+    def weight(rng):
+        if not stored:
+            return normal(rng, (rows, depth), jnp.bfloat16)
+        codes = encode_e4m3(normal(rng, (rows, depth), jnp.float32))
+        scale = jnp.asarray(rng.integers(118, 123, (-(-rows // WEIGHT_BLOCK), -(-depth // WEIGHT_BLOCK))), jnp.uint8)
+        return StoredWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
 
     def make(rng, calls):
         count = min(calls, max(2, (1 << 30) // size))
-        weights = [normal(rng, (rows, depth), jnp.bfloat16) for _ in range(count)]
+        weights = [weight(rng) for _ in range(count)]
         xs = [normal(rng, (tokens, groups * depth), jnp.bfloat16) for _ in range(calls)]
         return None, [(x, weights[i % count]) for i, x in enumerate(xs)]
 

@@ -9,6 +9,7 @@ from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_cases import attention_cases
 from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
+from dsv4_jax.bench.experts_cases import experts_cases
 from dsv4_jax.bench.indexer_cases import indexer_cases
 from dsv4_jax.bench.linear_cases import linear_cases
 from dsv4_jax.cache import CacheSchema
@@ -26,6 +27,7 @@ CASES: dict[str, Callable[[CacheSchema, bool], Iterator[Case]]] = dict(
     indexer=indexer_cases,
     attention=attention_cases,
     linear=linear_cases,
+    experts=experts_cases,
 )
 
 

@@ -11,8 +11,8 @@ import tyro
 from dsv4_jax.cli.options import check_positive, check_writable, notify
 
 
-Op = Literal["append", "flush", "gather", "indexer", "attention", "linear"]
-OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention", "linear")
+Op = Literal["append", "flush", "gather", "indexer", "attention", "linear", "experts"]
+OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention", "linear", "experts")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""The cases of `dsv4-jax bench experts`."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax import ops
+from dsv4_jax.bench.cases import Case, close, int32, normal, tree_bytes
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.quant import StoredWeight
+
+
+# Two products and what is between them are rounded to bfloat16, by 2**-8 of a value each, from sums in another order.
+_AGREE = close(relative=2**-6, absolute=2**-6)
+
+
+def experts_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+    """The routed experts of a layer in FP4; no two tokens have an expert in common, so all that are hit are read."""
+    if small:  # the packaged model's shapes
+        schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
+    for tokens in (1,) if small else (1, 8):
+        yield _experts_case(schema.config, tokens)
+
+
+def _experts_case(config, tokens):
+    number, chosen = config.n_routed_experts, config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    shapes = (number, 2 * inner, hidden), (number, hidden, inner)
+
+    def weight(key, rows, columns):
+        codes = jax.random.bits(key, (number, rows, columns // 2), jnp.uint8)
+        scale = jax.random.randint(jax.random.fold_in(key, 1), (number, rows, columns // 32), 118, 123)
+        return StoredWeight(codes, scale.astype(jnp.uint8), "FP4", jnp.dtype(jnp.bfloat16))
+
+    def make(rng, calls):
+        key = jax.random.key(int(rng.integers(1 << 30)))
+        weights = [jax.jit(weight, static_argnums=(1, 2))(jax.random.fold_in(key, i), *shapes[i][1:]) for i in (0, 1)]
+        inputs = []
+        for _ in range(calls):
+            selected = int32(rng.permutation(number)[: tokens * chosen].reshape(tokens, chosen))
+            inputs.append(
+                (normal(rng, (tokens, hidden), jnp.bfloat16), selected, normal(rng, selected.shape, jnp.float32))
+            )
+        return weights, inputs
+
+    def call(weights, x, selected, routing, *, implementation):
+        options = dict(limit=config.swiglu_limit, distinct=True, implementation=implementation)
+        return ops.experts(x, selected, routing, *weights, **options)
+
+    pairs = tokens * chosen
+    of_expert = tree_bytes(jax.eval_shape(lambda key: [weight(key, *shape[1:]) for shape in shapes], jax.random.key(0)))
+    nbytes = pairs * of_expert // number + tokens * hidden * 6
+    flops = 6 * pairs * hidden * inner
+    return Case("experts", f"FP4, T={tokens}", nbytes, make, call, flops=flops, reads=True, agree=_AGREE, xla_calls=4)
