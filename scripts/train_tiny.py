@@ -167,8 +167,10 @@ class TrainTiny:
         tensors = named_tensors(load_checkpoint(best, recipe.config, dtype=jnp.float32))
         bits = evaluate(recipe, *apart(tensors), held_out)
         write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS, begin="<bos>")
-        if not self.mtp:
-            write_card(best, recipe, self.steps, tensors, lines, bits, self.text.name)
+        if self.mtp:
+            Console().print(f"held-out text: {bits.mean():.4f} bits a draft; the model with its block is in {best}")
+            return
+        write_card(best, recipe, self.steps, tensors, lines, bits, self.text.name)
         Console().print(f"held-out text: {bits.mean():.4f} bits a byte; the model and its card are in {best}")
 
 

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dsv4_jax import ops
@@ -13,6 +14,8 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import CompiledModel, Sampling, SamplingRows
 from dsv4_jax.decode.step import draw, last_logits
+from dsv4_jax.engine import Engine, MTPDrafter
+from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.pallas_kernels.kernels import compile_in_process
 
@@ -23,14 +26,19 @@ def step(model, cache, batch, *drawing):
         return draw(model, cache, batch, *drawing, drafts=1) if drawing else last_logits(model, cache, batch)
 
 
-def arguments(requests=8, joined=False, drafts=0):
-    """(model, cache, batch, and what is needed to draw) of shapes alone: a layer of each kind, rows as released."""
-    config = dataclasses.replace(
+def small_config(drafts):
+    """A layer of each kind with the released widths of heads, and maybe a block that makes drafts."""
+    return dataclasses.replace(
         DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("moe",) * 3,
         hidden_size=512, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=8,
         num_nextn_predict_layers=drafts,
     )  # fmt: skip
+
+
+def arguments(requests=8, joined=False, drafts=0):
+    """(model, cache, batch, and what is needed to draw) of shapes alone, cache rows as released."""
+    config = small_config(drafts)
     model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, joined=joined)))
     sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4", max_query_tokens=1 + drafts)
     cache = KVCache.abstract(CacheSchema.from_config(config, **sizes))
@@ -79,3 +87,17 @@ for given in arguments(), arguments(joined=True, drafts=1), arguments(requests=1
 def test_no_copy_of_a_pool_in_a_step_on_the_gpu(drafts):
     given = arguments(drafts=drafts)
     check_in_place(jax.jit(step, donate_argnums=1).lower(*given).compile(), given[1])
+
+
+@pytest.mark.gpu
+def test_drafts_change_no_token_on_the_gpu():
+    """Requests with and without drafts in one program; a random block's are nearly all refused."""
+    model = DeepseekV4ForCausalLM(small_config(drafts=1), joined=True)
+    manager = KVCacheManager(model.config, num_blocks=64, max_requests=4, max_context=512, max_query_tokens=3)
+    engine = Engine(model, manager, token_budget=64, drafter=MTPDrafter(), uniform=True)
+    prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 200))
+    requests = [engine.add(prompt, max_new_tokens=40, draft_tokens=k) for prompt in prompts for k in (0, 2)]
+    while engine.busy:
+        engine.step()
+    for without, drafted in zip(requests[::2], requests[1::2], strict=True):
+        assert drafted.drafted_tokens > 40 and drafted.generated == without.generated
