@@ -1,11 +1,15 @@
 """What `dsv4_jax` offers: names that are imported when they are used."""
 
+import ast
 import importlib
 import types
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 import dsv4_jax
+import pallas_kernels
 
 
 @pytest.mark.parametrize("name", dsv4_jax.__all__)
@@ -19,3 +23,13 @@ def test_every_name_is_found(name):
 
 def test_other_names_are_no_attributes():
     assert "Engine" in dir(dsv4_jax) and not hasattr(dsv4_jax, "engin")
+
+
+def test_no_two_modules_or_classes_share_a_name():
+    rooms = Path(dsv4_jax.__file__).parent, Path(pallas_kernels.__file__).parent
+    files = [file for room in rooms for file in room.rglob("*.py") if file.name != "__init__.py"]
+    modules = Counter(file.stem for file in files if file.parent.name != "ops")  # an op has its kernel's name
+    trees = [ast.parse(file.read_bytes()) for file in files]
+    classes = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert len(classes) > 100
+    assert not [name for name, count in [*modules.items(), *classes.items()] if count > 1]

@@ -17,7 +17,7 @@ from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
-from dsv4_jax.nn.linear import Linear, RMSNorm
+from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.ops.norm_rope import rms_normalize
 
 

@@ -1,7 +1,7 @@
 """The host side: slots, blocks and lengths of requests. Plain Python and NumPy, never traced."""
 
 from dsv4_jax.host.allocator import BlockAllocator
-from dsv4_jax.host.errors import CacheCorruptionError, CacheFullError
+from dsv4_jax.host.cache_errors import CacheCorruptionError, CacheFullError
 from dsv4_jax.host.manager import KVCacheManager
 from dsv4_jax.host.offload import OffloadedRequest, offload, resume
 from dsv4_jax.host.prefix_cache import PrefixCache, PrefixMetrics

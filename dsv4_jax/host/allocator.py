@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Callable, Iterable, Sequence
 
-from dsv4_jax.host.errors import CacheFullError
+from dsv4_jax.host.cache_errors import CacheFullError
 
 
 class BlockAllocator:

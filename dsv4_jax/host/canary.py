@@ -9,7 +9,7 @@ import numpy as np
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cache.checksums import checksum_blocks, checksum_rows
 from dsv4_jax.cache.request_rows import RequestRows
-from dsv4_jax.host.errors import CacheCorruptionError
+from dsv4_jax.host.cache_errors import CacheCorruptionError
 from dsv4_jax.host.request_table import RequestTable
 
 

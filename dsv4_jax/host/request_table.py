@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
-from dsv4_jax.host.errors import CacheFullError
+from dsv4_jax.host.cache_errors import CacheFullError
 from dsv4_jax.summary import Share
 
 

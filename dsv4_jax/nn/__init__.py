@@ -6,7 +6,7 @@ from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, expand_streams, sinkhorn
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery, IndexerScorer
-from dsv4_jax.nn.linear import Embedding, GroupedLinear, Linear, RMSNorm
+from dsv4_jax.nn.layers import Embedding, GroupedLinear, Linear, RMSNorm
 from dsv4_jax.nn.model import DeepseekV4ForCausalLM, DeepseekV4Model
 from dsv4_jax.nn.moe import MLP, Experts, HashRouter, HashTable, MoE, Router, TopKRouter
 from dsv4_jax.nn.mtp import MTPBlock

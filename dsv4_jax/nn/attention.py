@@ -14,7 +14,7 @@ from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery
-from dsv4_jax.nn.linear import GroupedLinear, Linear, RMSNorm, normal
+from dsv4_jax.nn.layers import GroupedLinear, Linear, RMSNorm, normal
 from dsv4_jax.nn.projections import Projections
 from dsv4_jax.ops import apply_rope, norm_rope
 

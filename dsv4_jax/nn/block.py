@@ -11,7 +11,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.hyper_connection import HyperConnection, expand_streams
-from dsv4_jax.nn.linear import RMSNorm
+from dsv4_jax.nn.layers import RMSNorm
 from dsv4_jax.nn.moe import MoE
 
 

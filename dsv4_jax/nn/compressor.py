@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.linear import Linear, RMSNorm, normal
+from dsv4_jax.nn.layers import Linear, RMSNorm, normal
 from dsv4_jax.ops import CompressorWeights
 
 

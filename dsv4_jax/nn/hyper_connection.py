@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.linear import matmul, normal
+from dsv4_jax.nn.layers import matmul, normal
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
 

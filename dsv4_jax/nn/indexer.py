@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.cache import CacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.compressor import Compressor
-from dsv4_jax.nn.linear import Linear
+from dsv4_jax.nn.layers import Linear
 from dsv4_jax.ops import apply_rope
 from dsv4_jax.quant import round_to
 

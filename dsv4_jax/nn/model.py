@@ -13,7 +13,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.block import DecoderLayer
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.hyper_connection import HyperHead
-from dsv4_jax.nn.linear import Embedding, Linear, RMSNorm, matmul
+from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm, matmul
 from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.nn.projections import join_in_place
 from dsv4_jax.quant import round_to

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.linear import Linear, matmul, normal
+from dsv4_jax.nn.layers import Linear, matmul, normal
 from dsv4_jax.nn.projections import Projections
 from dsv4_jax.quant import round_to
 

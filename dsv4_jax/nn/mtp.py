@@ -11,7 +11,7 @@ from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.block import DecoderLayer
 from dsv4_jax.nn.hyper_connection import HyperHead
-from dsv4_jax.nn.linear import Linear, RMSNorm
+from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.quant import round_to
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsv4_jax.nn.linear import Linear, multiply
+from dsv4_jax.nn.layers import Linear, multiply
 
 
 class JoinedLinear(nnx.Module):

@@ -23,7 +23,7 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.chat import ChatTemplate
 from dsv4_jax.serve.choices import TokenNames
 from dsv4_jax.serve.errors import APIError, unavailable
-from dsv4_jax.serve.metrics import ServerMetrics
+from dsv4_jax.serve.server_metrics import ServerMetrics
 
 
 _log = logging.getLogger("dsv4_jax.serve")
