@@ -19,8 +19,9 @@ from dsv4_jax.quant import WEIGHT_BLOCK
 
 
 FP4_GROUP = 32
-# Within these e8m0 bytes every code's value is a normal number, or zero: 448 * 2 ** 119 and 2 ** -9 * 2 ** -117.
-STORED_SCALES = 10, 246
+# Within these e8m0 bytes 2 ** -32 of every code's value, which kernels compute with, is a normal bfloat16, or zero:
+# 448 * 2 ** 33 and 2 ** -9 * 2 ** -85 are the outermost.
+STORED_SCALES = 42, 160
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -52,7 +53,7 @@ class QuantisedTensor:
 
     @property
     def can_stay(self) -> bool:
-        """Whether a device can compute every value exactly: none is NaN, infinite or subnormal in float32."""
+        """Whether a device, and its kernels, can compute with every value exactly: none is NaN, far too large or small."""
         low, high = STORED_SCALES
         if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
             return False

@@ -27,7 +27,7 @@ class StoredWeight:
     Attributes:
       codes: uint8; "FP8": [..., out, in] E4M3 bits; "FP4": [..., out, in / 2] two E2M1 codes, the even input's low.
       scale: uint8, E8M0 bits; "FP8": [..., ceil(out / 128), ceil(in / 128)], one for each block of 128 x 128; "FP4":
-        [..., out, in / 32], one for each 32 inputs. From 10 to 246: outside, values may be subnormal or infinite.
+        [..., out, in / 32], one for each 32 inputs. From 42 to 160: outside, kernels would not hold values exactly.
       kind: "FP8" or "FP4" (static).
       dtype: of the values: float32 or bfloat16, which both hold them exactly (static).
     """
