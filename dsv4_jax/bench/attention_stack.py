@@ -37,34 +37,26 @@ class DraftAttention(nnx.Module):
         return of_streams + self.e_proj(self.norm(embedded))[:, None, :]
 
     def __call__(
-        self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch
-    ) -> tuple[Float[Array, "T h D"], KVCache]:
-        """[T, hc_mult, hidden] to the same, and the updated cache."""
-        y, _, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), StepCarry())
-        return streams + y[:, None, :], cache
+        self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch, carry: StepCarry
+    ) -> tuple[Float[Array, "T h D"], StepCarry, KVCache]:
+        """[T, hc_mult, hidden] to the same, the carry and the updated cache."""
+        y, carry, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), carry)
+        return streams + y[:, None, :], carry, cache
 
     def write_window(self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
         """The cache after `__call__`."""
         return self.attention.write_window(self.norm(streams[:, 0]), cache.handle(self.layer, batch))
 
 
-class AttentionStack(nnx.Module):
-    """`x + attention(norm(x))`, layer after layer, with random weights; `mtp` holds the layers that make drafts."""
+class DraftingStack(nnx.Module):
+    """Layers, and `mtp`, those that make drafts; `streams` are `hc_mult`."""
 
-    def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
-        layers = range(config.num_hidden_layers)
-        self.attentions = nnx.List([Attention(config, i, param_dtype=jnp.bfloat16, rngs=rngs) for i in layers])
-        self.norms = nnx.List([RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs) for _ in layers])
-        self.mtp = nnx.List([DraftAttention(config, rngs) for _ in range(config.num_nextn_predict_layers)])
-        self.streams = config.hc_mult
+    mtp: nnx.List
+    streams: int
 
-    def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-        """[T, hidden] bfloat16 to the same, and the updated cache."""
-        cache, carry = cache.begin_step(batch), StepCarry()
-        for layer, (norm, attention) in enumerate(zip(self.norms, self.attentions, strict=True)):
-            y, carry, cache = attention(norm(x), cache.handle(layer, batch), carry)
-            x = x + y
-        return x, cache
+    def unread_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a step of so many tokens does not read."""
+        return 0.0
 
     def draft(
         self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, requests: int, count: int
@@ -83,10 +75,30 @@ class AttentionStack(nnx.Module):
         def guess(carry, ahead):
             streams, cache = carry
             drafted = dataclasses.replace(newest, positions=newest.positions + ahead)
-            return block(block.join(streams, streams[:, -1]), cache, drafted), None
+            streams, _, cache = block(block.join(streams, streams[:, -1]), cache, drafted, StepCarry())
+            return (streams, cache), None
 
         (streams, cache), _ = lax.scan(guess, (streams[last], cache), jnp.arange(1, count + 1, dtype=jnp.int32))
         return streams[:, 0], cache
+
+
+class AttentionStack(DraftingStack):
+    """`x + attention(norm(x))`, layer after layer, with random weights; `mtp` holds the layers that make drafts."""
+
+    def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
+        layers = range(config.num_hidden_layers)
+        self.attentions = nnx.List([Attention(config, i, param_dtype=jnp.bfloat16, rngs=rngs) for i in layers])
+        self.norms = nnx.List([RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs) for _ in layers])
+        self.mtp = nnx.List([DraftAttention(config, rngs) for _ in range(config.num_nextn_predict_layers)])
+        self.streams = config.hc_mult
+
+    def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
+        """[T, hidden] bfloat16 to the same, and the updated cache."""
+        cache, carry = cache.begin_step(batch), StepCarry()
+        for layer, (norm, attention) in enumerate(zip(self.norms, self.attentions, strict=True)):
+            y, carry, cache = attention(norm(x), cache.handle(layer, batch), carry)
+            x = x + y
+        return x, cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("requests", "drafts"))
@@ -168,10 +180,10 @@ class StackDecoder:
 
     def batch(self, reserve: int = 0) -> Batch:
         """`tokens` tokens of each request, the first of which it keeps, and blocks for `reserve` more."""
-        size, ids = self.requests * self.tokens, [0] * self.tokens
-        batch = self.manager.prepare_forward(
-            dict.fromkeys(self._slots, ids), reserve=reserve, prefill_size=size, decode_size=size
-        )
+        size, vocab = self.requests * self.tokens, self.manager.schema.config.vocab_size
+        # Tokens all over the vocabulary, which hash layers send to experts all over theirs.
+        ids = {slot: [(7919 * (slot * self.tokens + i)) % vocab for i in range(self.tokens)] for slot in self._slots}
+        batch = self.manager.prepare_forward(ids, reserve=reserve, prefill_size=size, decode_size=size)
         for slot in self._slots:
             self.manager.rewind(slot, self.tokens - 1)
         return batch
@@ -200,7 +212,8 @@ class StackDecoder:
 def floor_bytes(decoder: StackDecoder, context: int) -> int:
     """Bytes that a step has to read: all weights, and the rows and keys that its requests attend to or score.
 
-    It reads those of the layers that make drafts once for each draft.
+    It reads those of the layers that make drafts once for each draft. Of routed experts it counts as many as tokens
+    that choose at random hit.
     """
     schema, stack = decoder.manager.schema, decoder.stack
     window = min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
@@ -215,4 +228,4 @@ def floor_bytes(decoder: StackDecoder, context: int) -> int:
             if spec.selects and group.key is not None:
                 read += entries * tree_bytes(group.key.struct)
     weights = tree_bytes(stack.arrays) - draft_weights + decoder.drafts * draft_weights
-    return decoder.requests * read + weights
+    return decoder.requests * read + weights - round(stack.module.unread_bytes(decoder.requests * decoder.tokens))

@@ -1,7 +1,8 @@
-"""`dsv4-jax bench step`: whole decode steps of the attention layers, and where their time goes."""
+"""`dsv4-jax bench step` and `model`: whole decode steps of attention layers or of whole ones; where their time goes."""
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import statistics
 import time
@@ -16,6 +17,8 @@ from rich.progress import Progress
 
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
+from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
@@ -33,6 +36,7 @@ WARM_UP = 4
 # Kinds of kernels, by parts of their names. XLA's own matrix products are found in the text of the program.
 KINDS = {
     "append + flush": ("append_swa", "flush"),
+    "experts": ("experts",),
     "indexer": ("round_index_query", "indexer_scores"),
     "top-k": ("indexer_topk",),
     "attention": ("sparse_attention", "combine"),
@@ -46,22 +50,29 @@ MODELS = dict(flash="V4-Flash", pro="V4-Pro", tiny="a tiny model")
 ACCEPTANCES = (0.5, 0.7, 0.9)
 MOST_DRAFTS = 8
 # Batch sizes and contexts that are measured by default, with a GPU and without.
-DEFAULTS = dict(gpu=((1, 8, 32), (4096, 65536, 1048576)), cpu=((1, 4), (512, 4096)))
+DEFAULTS = dict(
+    step=dict(gpu=((1, 8, 32), (4096, 65536, 1048576)), cpu=((1, 4), (512, 4096))),
+    model=dict(gpu=((1, 8, 32, 128), (4096, 65536)), cpu=((1, 4), (512, 4096))),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`."""
+    """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
+
+    `whole`: layers with experts and hyper-connections, as `model` measures them, not their attention alone.
+    """
 
     batches: tuple[int, ...] | None
     contexts: tuple[int, ...] | None
     layers: int
     trace: Path | None
     drafts: int = 0
+    whole: bool = False
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
-        batches, contexts = DEFAULTS[device]
+        batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
         batches = batches if self.batches is None else self.batches
         contexts = contexts if self.contexts is None else self.contexts
         for context in contexts:
@@ -130,6 +141,7 @@ class StepCase:
             kinds = _by_kind(kernels, decoder.step_text)
             result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
             result["longest_kernels"] = _longest(kernels)
+            result["launches"] = len(kernels) * 4 / STEPS
             result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
 
@@ -154,13 +166,17 @@ def run(
     if small:
         config, report["shapes"] = read_config(packaged_checkpoint()), "tiny"
     batches, all_contexts = options.cases(config, "cpu" if small else "gpu")
-    if layers := options.layers:
+    layers = options.layers
+    if options.whole and not layers and not small:
+        layers = _most_layers(config)
+    if layers:
         kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
         rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
         config = dataclasses.replace(config, num_hidden_layers=layers, compress_rate_hca=rate, **kinds)
     config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
     steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
-    stack = CompiledModel(join_projections(AttentionStack(config, nnx.Rngs(0))))
+    whole = options.whole
+    stack = CompiledModel(random_stack(config) if whole else join_projections(AttentionStack(config, nnx.Rngs(0))))
     weights = sum(leaf.nbytes for leaf in stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
@@ -187,9 +203,9 @@ def run(
         times = [case.time(loop=case.decoder is cases[0].decoder) for case in in_turn()]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
         print(
-            f"{report['device']}, jax {report['jax']}. Attention layers of {MODELS[report['shapes']]}: "
-            f"{config.num_hidden_layers}, {weights / 1e9:.2f} GB. Milliseconds a step; floor: weights and cache read "
-            f"once at {copy / 1e9:,.0f} GB/s.\n\n" + _line(_COLUMNS),
+            f"{report['device']}, jax {report['jax']}. {'Whole' if whole else 'Attention'} layers of "
+            f"{MODELS[report['shapes']]}: {config.num_hidden_layers}, {weights / 1e9:.2f} GB. Milliseconds a step; "
+            f"floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n\n" + _line(_COLUMNS),
             flush=True,
         )
         places: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -239,6 +255,13 @@ def _cells(row):
 def _line(cells):
     widths = (5, 8, 6, 6, *(max(8, len(column)) for column in _COLUMNS[4:]))
     return "  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=False))
+
+
+def _most_layers(config):
+    """How many layers take at most seven tenths of the device's memory: the rest is the cache's and the programs'."""
+    limit = 0.7 * jax.devices()[0].memory_stats()["bytes_limit"]
+    sizes = itertools.accumulate(tree_bytes(nnx.state(layer)) for layer in abstract_stack(config).layers)
+    return sum(size <= limit for size in sizes)
 
 
 def _fits(config, weights, sizes):

@@ -14,7 +14,8 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
 
     Where gaps between kernels take more than a tenth of a step, the time of its kernels is marked too.
     """
-    title = f"Attention layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
+    layers = report.get("layers", "attention").capitalize()
+    title = f"{layers} layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
     with _axes(path, title, "context (tokens a request)", "milliseconds a step") as axes:
         kinds = {(row["requests"], row.get("tokens", 1), row.get("drafts", 0)) for row in report["results"]}
         for requests, tokens, drafts in sorted(kinds):

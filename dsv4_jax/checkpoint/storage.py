@@ -53,7 +53,7 @@ class QuantisedTensor:
 
     @property
     def can_stay(self) -> bool:
-        """Whether a device, and its kernels, can compute with every value exactly: none is NaN, far too large or small."""
+        """Whether devices and their kernels compute with every value exactly: no NaN, nothing too large or small."""
         low, high = STORED_SCALES
         if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
             return False

@@ -28,7 +28,8 @@ class BenchCommand:
 
     `step` runs the attention layers of the model with random weights and a full cache (on a CPU: those of a tiny
     model). It reports milliseconds a step, the floor (the time to read weights and cache once), and which kinds of
-    kernels take the time.
+    kernels take the time. `model` does the same with whole layers, experts and hyper-connections included, whose
+    weights are random and stored as the release's are: as many layers as fit the device, if not told otherwise.
 
     `serve` has the packaged model answer made-up conversations that share system prompts and send their history again
     with every turn, without and with a prefix cache. It reports throughput, time to the first token, the share of
@@ -39,28 +40,32 @@ class BenchCommand:
       dsv4-jax bench append gather --shapes flash --json h100.json
       dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
       dsv4-jax bench step --batches 1 --contexts 4096 --drafts 2
+      dsv4-jax bench model --layers 8 --batches 1 8
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
-      ops: which operations (default: all), or step, or serve.
+      ops: which operations (default: all), or step, or model, or serve.
       shapes: the model whose shapes are used.
       cache_format: what the cache's bytes mean.
       only: only cases whose op or shape contains one of these texts.
       calls: calls that a median is taken over.
       out: also write the results to this file.
-      batches: step: batch sizes, in requests. Default: 1 8 32; on a CPU 1 4
-      contexts: step: context lengths, in tokens a request. Default: 4096 65536 1048576; on a CPU 512 4096
-      layers: step: run only this many layers, the first ones, where the whole model does not fit; 0 = all.
-      trace: step: write a profile of the steps at the longest context to this folder, for TensorBoard or Perfetto.
-      plot: step: plot time against context to this PNG file; serve: time to the first token against tokens sent.
+      batches: step, model: batch sizes, in requests. Default: 1 8 32, model 1 8 32 128; on a CPU 1 4
+      contexts: step, model: context lengths, in tokens a request. Default: 4096 65536 1048576, model 4096 65536; on a
+        CPU 512 4096
+      layers: step, model: run only this many layers, the first ones; 0 = all, or of model as many as fit.
+      trace: step, model: write a profile of the steps at the longest context to this folder, for TensorBoard or
+        Perfetto.
+      plot: step, model: plot time against context to this PNG file; serve: time to the first token against tokens
+        sent.
       conversations: serve: number of conversations.
       turns: serve: requests of each conversation.
-      drafts: serve: tokens that prompt lookup may guess in a step. step: also measure a step that verifies so many
-        drafts of each request, and one that then makes as many with the multi-token-prediction block's attention, and
-        report tokens a second for assumed shares of right drafts. 0 = no speculative decoding.
+      drafts: serve: tokens that prompt lookup may guess in a step. step, model: also measure a step that verifies so
+        many drafts of each request, and one that then makes as many with the multi-token-prediction block (step: its
+        attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative decoding.
     """
 
-    ops: tyro.conf.Positional[tuple[Op | Literal["step", "serve"], ...]] = OPS
+    ops: tyro.conf.Positional[tuple[Op | Literal["step", "model", "serve"], ...]] = OPS
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
     only: tuple[str, ...] = ()
@@ -78,13 +83,13 @@ class BenchCommand:
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
         check_positive(calls=self.calls, conversations=self.conversations, turns=self.turns)
-        for alone in ("step", "serve"):
+        for alone in ("step", "model", "serve"):
             if alone in self.ops and self.ops != (alone,):
                 raise ValueError(f"{alone} runs alone, not with {[op for op in self.ops if op != alone]}")
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
-        if self.plot is not None and self.ops not in (("step",), ("serve",)):
-            raise ValueError(f"--plot draws step or serve: dsv4-jax bench step --plot {self.plot}")
+        if self.plot is not None and self.ops not in (("step",), ("model",), ("serve",)):
+            raise ValueError(f"--plot draws step, model or serve: dsv4-jax bench step --plot {self.plot}")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
         if self.plot is not None and self.plot.suffix != ".png":
@@ -112,8 +117,10 @@ class BenchCommand:
             report |= dict(shapes=self.shapes, cache_format=self.cache_format)
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
             model = config, kv_format(self.cache_format)
-            if self.ops == ("step",):
-                options = decode_steps.StepOptions(self.batches, self.contexts, self.layers, self.trace, self.drafts)
+            if self.ops in (("step",), ("model",)):
+                cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
+                options = decode_steps.StepOptions(*cases, whole=self.ops == ("model",))
+                report["layers"] = "whole" if options.whole else "attention"
                 rows = decode_steps.run(*model, options, report)
             else:
                 rows = op_times.run(*model, self.ops, report, only=self.only, calls=self.calls)

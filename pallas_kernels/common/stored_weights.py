@@ -1,8 +1,8 @@
 """Weights in the release's storage on their way from shared memory into products: FP8, and FP4 with a scale for 32.
 
 A warpgroup multiplies 64 rows, of which a thread has two. Four threads share a row: each takes 16 bytes of 64, so that
-it holds whole scale blocks of FP4. `wgmma` wants other columns in that thread, but a sum does not depend on the order of
-its terms: `load_inputs` reorders the inputs instead.
+it holds whole scale blocks of FP4. `wgmma` wants other columns in that thread, but a sum does not depend on the order
+of its terms: `load_inputs` reorders the inputs instead.
 
 Unpacked weights are 2**-32 of their values, as bfloat16: exact for E8M0 scales from 2**-85 to 2**33.
 """

@@ -13,6 +13,7 @@ from dsv4_jax.bench import plots
 from dsv4_jax.bench.attention_stack import DraftAttention
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.decode_steps import StepOptions
+from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
 
@@ -57,7 +58,7 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["append", "--plot", "x.png"], "--plot draws step or serve: dsv4-jax bench step --plot x.png"),
+        (["append", "--plot", "x.png"], "--plot draws step, model or serve: dsv4-jax bench step --plot x.png"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
         (["step", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
@@ -95,3 +96,18 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
     for shapes in ("tiny", "flash"):
         plots.plot_steps(dict(shapes=shapes, device="cpu", results=[]), tmp_path)
     assert titles == [f"Attention layers of {model}, one decode step, cpu" for model in ("a tiny model", "V4-Flash")]
+
+
+def test_whole_layers_have_the_releases_storage(run, tmp_path):
+    options = "--batches", 2, "--contexts", 256, "--layers", 1, "--json", tmp_path / "model.json"
+    assert "Whole layers of a tiny model: 1" in run("bench", "model", *options)
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert report["layers"] == "whole" and report["results"][0]["milliseconds"] > 0
+    # An expert of V4-Flash: three matrices of 2048 x 4096 values of four bits, and a byte for each 32 of them.
+    config = DSV4Config.v4_flash()
+    first = dict(layer_types=config.layer_types[:1], mlp_layer_types=config.mlp_layer_types[:1], compress_rate_hca=0)
+    stack = abstract_stack(dataclasses.replace(config, num_hidden_layers=1, **first))
+    expert = 3 * 2048 * 4096 * 17 // 32
+    assert tree_bytes(nnx.state(stack.layers[0].mlp.experts)) == 256 * expert
+    # A token hits 6 of 256.
+    assert stack.unread_bytes(1) == pytest.approx(250 * expert)

@@ -1,0 +1,123 @@
+"""All layers of a model, with experts and hyper-connections, in the release's storage: for `dsv4-jax bench model`."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsv4_jax.bench.attention_stack import DraftingStack
+from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.save import stored_kind
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, RMSNorm, StepCarry
+from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
+
+
+class ModelStack(DraftingStack):
+    """A model between its embedding and its head; `mtp` holds the layers that make drafts."""
+
+    def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
+        options: dict[str, Any] = dict(param_dtype=jnp.bfloat16, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, i, **options) for i in range(config.num_hidden_layers)])
+        self.hc_head = HyperHead(config, rngs=rngs)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        drafts = range(config.num_hidden_layers, len(config.layers))
+        self.mtp = nnx.List([MTPBlock(config, i, **options) for i in drafts])
+        self.streams = config.hc_mult
+
+    def unread_bytes(self, tokens: int) -> float:
+        """Those of the routed experts that no token hits, if each chooses its experts at random."""
+        found = 0.0
+        for layer in self.layers:
+            config = layer.mlp.gate.config
+            share = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
+            found += share * tree_bytes(nnx.state(layer.mlp.experts))
+        return found
+
+    def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
+        """[T, hidden] bfloat16 embeddings to the head's input, and the updated cache."""
+        cache, carry = cache.begin_step(batch), StepCarry()
+        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
+        for layer in self.layers:
+            # As in the model.
+            layer, streams = jax.lax.optimization_barrier((layer, streams))
+            streams, carry, cache = layer(streams, cache, batch, carry)
+        return self.norm(self.hc_head(streams)), cache
+
+
+def abstract_stack(config: DSV4Config) -> ModelStack:
+    """The stack with shapes in the places of its arrays, quantised as the release's files are."""
+    stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
+    kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
+    graph, state = nnx.split(stack)
+
+    def stored(path, variable):
+        return variable.replace(_struct(kinds[_dotted(path)], variable.get_value()))
+
+    return nnx.merge(graph, nnx.map_state(stored, state))
+
+
+def random_stack(config: DSV4Config) -> ModelStack:
+    """The stack with random weights, made on the device."""
+    graph, state = nnx.split(abstract_stack(config))
+    keys = iter(jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state))))
+
+    def drawn(path, variable):
+        value = variable.get_value()
+        if isinstance(value, StoredWeight):
+            codes, scale = _codes(next(keys), value.codes.shape, value.scale.shape, value.kind)
+            return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
+        if path[-1] == "tid2eid":
+            return variable.replace(_routes(next(keys), value.shape, config.n_routed_experts))
+        ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
+        return variable.replace(_normal(next(keys), value.shape, value.dtype, float(ones)))
+
+    return nnx.merge(graph, nnx.map_state(drawn, state))
+
+
+def _dotted(path):
+    return ".".join(map(str, path))
+
+
+def _kind(weight):
+    return stored_kind(weight.sources[0], weight.source_shape)
+
+
+def _struct(kind, value):
+    """The shapes of a parameter of this kind of storage."""
+    *leading, rows, columns = value.shape if len(value.shape) > 1 else (1, *value.shape)
+    uint8 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
+    if kind == "F8_E4M3":
+        scale = math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK)
+        return StoredWeight(uint8(value.shape), uint8((*leading, *scale)), "FP8", value.dtype)
+    if kind == "I8":
+        codes, scale = (*leading, rows, columns // 2), (*leading, rows, columns // 32)
+        return StoredWeight(uint8(codes), uint8(scale), "FP4", value.dtype)
+    return value
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "mean"))
+def _normal(key, shape, dtype, mean):
+    return mean + 0.02 * jax.random.normal(key, shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "scales", "kind"))
+def _codes(key, shape, scales, kind):
+    """Codes and scales of values about as wide as those of `_normal`; no NaN."""
+    codes, scale = (jax.random.bits(jax.random.fold_in(key, i), x, jnp.uint8) for i, x in enumerate((shape, scales)))
+    if kind == "FP8":
+        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + scale % 2
+    return codes, 119 + scale % 2
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "experts"))
+def _routes(key, shape, experts):
+    first = jax.random.randint(key, (shape[0], 1), 0, experts, jnp.int32)
+    return (first + jnp.arange(shape[1], dtype=jnp.int32)[None, :]) % experts
