@@ -159,6 +159,7 @@ def test_trains_stops_goes_on_and_ships_what_it_trained(tmp_path):
         text=text, size="toy", steps=6, rows=2, length=LENGTH, every=3, learning_rate=2e-2, dtype="float32",
         select_from=0.0,
     )  # fmt: skip
+    compiled = train_step._cache_size()
     TrainTiny(out=tmp_path / "parts", minutes=0, **options).run()
     stopped = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in stopped] == [1]
@@ -168,7 +169,7 @@ def test_trains_stops_goes_on_and_ships_what_it_trained(tmp_path):
     assert last["validation"] < stopped[0]["validation"] - 1, "bits per byte did not fall by one"
     whole = TrainTiny(out=tmp_path / "whole", **options).run()
     assert whole["validation"] == last["validation"], "going on is not the same as never having stopped"
-    assert train_step._cache_size() == 1, "the step was compiled more than once"
+    assert train_step._cache_size() == compiled + 1, "the step was compiled more than once"
 
     best = tmp_path / "whole" / "best"
     tensors = named_tensors(load_checkpoint(best, dtype=jnp.float32))
