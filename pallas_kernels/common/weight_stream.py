@@ -29,7 +29,7 @@ class WeightStream:
 
     Attributes:
       layout: of the weights.
-      tokens: columns of a product, a multiple of 8 up to 64.
+      tokens: columns of a product, a multiple of 8.
       steps: of a tile, over its columns.
       gated: the first 32 rows of a tile lie apart from its last 32, and a thread has the same row of both.
     """

@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, math
 
 from pallas_kernels.common import clusters, mlir_helpers as mlir, thread_ops, weight_stream
 from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.stored_weights import FP4, ROWS, SEGMENTS, SHIFT
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
@@ -64,7 +65,7 @@ def experts(
     check_array("x", x, jnp.bfloat16, None, None)
     check_array("selected", selected, jnp.int32, tokens, None)
     check_array("weights", weights, jnp.float32, *selected.shape)
-    number, inner = gate_up[0].shape[0], 16 * down[1].shape[-1] * 2
+    number, inner = gate_up[0].shape[0], 2 * down[0].shape[-1]
     for name, (codes, scales), rows, columns in (("gate_up", gate_up, 2 * inner, depth), ("down", down, depth, inner)):
         check_array(f"{name}'s codes", codes, jnp.uint8, number, rows, columns // 2)
         check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
@@ -257,7 +258,3 @@ def _each_column(out, sums, pairs, channel, *, gated, store):
                 offset = arith.addi(offset, mlir.to_i64((channel + row).value))
                 place = mlir.at(mlir.global_pointer(out), offset, ir.BF16Type.get())
                 store(place, pair, (held[n + i], held[n + 2 + i]))
-
-
-def round_bfloat16(x):
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
