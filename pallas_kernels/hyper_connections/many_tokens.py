@@ -1,0 +1,282 @@
+"""First launch, many tokens: new streams, and sums of logits over a slice of channels, by the tensor cores.
+
+A block of threads has 128 channels of all four streams. It keeps its columns of the weight in shared memory, as sums of
+three bfloat16, so that products with the bfloat16 streams are as exact as float32. A warpgroup takes 64 tokens at a
+time: it computes 64 new channels, stores them to global memory and as an operand of `wgmma`.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.deterministic_math import round_bfloat16
+from pallas_kernels.common.mlir_helpers import THREADS
+from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.thread_ops import U32, fma
+from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.hyper_connections.sizes import SQUARES, STREAMS, mixing_terms
+
+
+CHANNELS = 128  # of a slice
+CHUNK = 64  # of them at a time
+CHUNKS = CHANNELS // CHUNK
+TOKENS = 64  # of a tile
+WARPGROUPS = 4
+PARTS = 3  # bfloat16 of a float32
+
+
+@primitive
+def split_weight(target, fn, part: jax.Array, group: jax.Array) -> None:
+    """Writes a slice of the weight to shared memory, by all warpgroups together; a barrier has to follow.
+
+    Args:
+      target: [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS: for each chunk and stream the high, middle and low parts of N
+        rows, of which the first are fn's, the others 0.
+      fn: [R, 4 * D] float32.
+      part: number of the slice.
+      group: of the warpgroup.
+    """
+    rows, width = fn.shape[0], fn.shape[1] // STREAMS
+    padded = target.shape[1] // PARTS
+
+    @pl.when(group == 0)
+    def _():
+        for chunk in range(CHUNKS):
+            for j in range(STREAMS):
+                rest = fn[:, pl.ds(j * width + part * CHANNELS + chunk * CHUNK, CHUNK)]
+                for i in range(PARTS):
+                    piece = round_bfloat16(rest)
+                    rest = rest - piece
+                    piece = jnp.pad(piece, ((0, padded - rows), (0, 0))).astype(jnp.bfloat16)
+                    target[chunk * STREAMS + j, pl.ds(i * padded, padded)] = piece
+
+
+@split_weight.mosaic
+def _(target, fn, part, group):
+    rows, width = fn.shape[0], fn.shape[1] // STREAMS
+    padded = target.shape[1] // PARTS
+    eights = CHANNELS // 8  # of a row and stream
+    units = padded * STREAMS * eights
+    f32, bf16 = mlir.f32_type(), ir.BF16Type.get()
+
+    def emit(target, fn, part, group):
+        thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * THREADS
+        base, fn = thread_ops.shared(target), mlir.global_pointer(fn)
+        column = U32(mlir.scalar(part)) * CHANNELS
+
+        def visit(unit):
+            row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
+            # Rows that fn does not have are 0.
+            own = row.minimum(rows - 1)
+            start = mlir.at(fn, mlir.to_i64((own * (STREAMS * width) + j * width + column + eight * 8).value), f32)
+            values = [llvm.load(f32, mlir.at(start, 4 * i)) for i in range(8)]
+            values = [arith.select((row < rows).value, x, mlir.f32(0.0)) for x in values]
+            chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
+            for i in range(PARTS):
+                pieces = [arith.extf(f32, arith.truncf(bf16, x)) for x in values]
+                values = [arith.subf(x, piece) for x, piece in zip(values, pieces, strict=True)]
+                words = [_pack(*pieces[n : n + 2]) for n in range(0, 8, 2)]
+                line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
+                _store_shared(_swizzled(base, line, inner), words)
+
+        share = WARPGROUPS * THREADS
+        for first in range(0, units, share):
+            with thread_ops.when(thread + first < units):
+                visit(thread + first)
+        mlir.ptx("fence.proxy.async.shared::cta;")
+
+    mlir.inline(emit, (target, plgpu.RefType(TRANSFORMS)), fn, part, group)
+
+
+@primitive
+def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None, mixing=None) -> jax.Array:
+    """New streams of 64 tokens and 64 channels, to global memory and to `operand`; what `wgmma` reads next.
+
+    Args:
+      operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, of this warpgroup.
+      start: the first token.
+      column: the first channel.
+      streams, new, y, mixing: as in `few_tokens.add_slice`.
+
+    Returns:
+      [512] float32 for `store_squares`: sums of squares over these channels.
+    """
+    tokens, columns = pl.ds(start, TOKENS), pl.ds(column, CHUNK)
+    values = streams[tokens, :, columns].astype(jnp.float32)
+    if y is not None:
+        post, comb = mixing_terms(mixing[tokens, :])
+        added = post[:, :, None] * y[tokens, columns].astype(jnp.float32)[:, None, :]
+        values = round_bfloat16(added + jnp.einsum("tjk,tjd->tkd", comb, values, precision="highest"))
+        new[tokens, :, columns] = values.astype(jnp.bfloat16)
+    for j in range(STREAMS):
+        operand[j] = values[:, j].astype(jnp.bfloat16)
+    squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, i
+    return jnp.repeat(squares.reshape(16, 1, 4), 8, axis=1).reshape(-1)
+
+
+@mix_chunk.mosaic
+def _(operand, start, column, streams, new, y=None, mixing=None):
+    width = streams.shape[2]
+    f32 = mlir.f32_type()
+
+    def emit(operand, start, column, streams, new=None, y=None, mixing=None):
+        thread = U32(mlir.thread())
+        lane, eight = thread & 31, thread & 7
+        base = thread_ops.shared(operand)
+        start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
+        # `wgmma` has read what was here.
+        mgpu.utils.warpgroup_barrier()
+
+        def element(ref, index, size):
+            offset = arith.muli(mlir.to_i64(index.value), mlir.i64(size))
+            return mlir.at(mlir.global_pointer(ref), offset)
+
+        def row_of(i):
+            return ((thread >> 5) << 4) + 4 * i + (lane >> 3)
+
+        def loads(i):
+            token = start + row_of(i)
+            own = column + eight * 8
+            first = element(streams, token * (STREAMS * width) + own, 2)
+            words = [_load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+            if y is None:
+                return words, []
+            words.append(_load_four(element(y, token * width + own, 2)))
+            factors = element(mixing, token * (STREAMS * (2 + STREAMS)), 4)
+            terms = [_load_four(mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
+            return words, [[thread_ops.as_float(x) for x in four] for four in terms]
+
+        def finish(i, words, factors):
+            row = row_of(i)
+            out = words[:STREAMS]
+            if y is not None:
+                out = [[] for _ in range(STREAMS)]
+                for four in zip(*words, strict=True):
+                    pairs = [_unpack(word) for word in four]
+                    for k in range(STREAMS):
+                        both = []
+                        for half in range(2):
+                            value = arith.mulf(pairs[STREAMS][half], factors[0][k])
+                            for j in range(STREAMS):
+                                value = fma(pairs[j][half], factors[1 + j][k], value)
+                            both.append(value)
+                        out[k].append(_pack(*both))
+                place = element(new, (start + row) * (STREAMS * width) + column + eight * 8, 2)
+                for k in range(STREAMS):
+                    code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+                    mlir.ptx(code, mlir.at(place, 2 * width * k), *(word.value for word in out[k]))
+            sums = [mlir.f32(0.0), mlir.f32(0.0)]
+            for k in range(STREAMS):
+                _store_shared(_swizzled(base, row + k * TOKENS, eight), out[k])
+                for word in out[k]:
+                    sums = [fma(x, x, total) for x, total in zip(_unpack(word), sums, strict=True)]
+            total = arith.addf(*sums)
+            for distance in (4, 2, 1):
+                total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+            return total
+
+        squares, ahead = [], loads(0)
+        for i in range(4):
+            now, ahead = ahead, loads(i + 1) if i < 3 else None
+            squares.append(finish(i, *now))
+        mlir.ptx("fence.proxy.async.shared::cta;")
+        mgpu.utils.warpgroup_barrier()
+        return squares
+
+    added = [] if y is None else [new, y, mixing]
+    result = jax.ShapeDtypeStruct((4 * THREADS,), jnp.float32)
+    operands = (operand, plgpu.RefType(TRANSFORMS)), start, column, streams, *added
+    return mlir.inline(emit, *operands, layout=_strided, returns=result)
+
+
+def _strided(shape):
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+
+
+@primitive
+def multiply_add(acc: jax.Array, operand, weights, chunk: int) -> jax.Array:
+    """acc [64, 3 * N] + products of the streams of `operand` with those of a chunk of `weights`."""
+    for j in range(STREAMS):
+        pair = operand[j], weights[chunk * STREAMS + j]
+        a, b = (x.astype(jnp.float32) for x in pair)
+        acc = acc + jnp.dot(a, b.T, precision="highest")
+    return acc
+
+
+@multiply_add.mosaic
+def _(acc, operand, weights, chunk):
+    def add(ref):
+        for j in range(STREAMS):
+            plgpu.wgmma(ref, operand.at[j], weights.at[chunk * STREAMS + j].transpose((1, 0)))
+
+    run: Any = pl.run_state(add)
+    return run(plgpu.ACC.init(acc))
+
+
+@primitive
+def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -> None:
+    """Writes a tile's sums to `partials` [T, 32] float32: logits first, at 31 the squares.
+
+    `acc`: [64, 3 * N], products with the parts of the weight; `squares`: of `mix_chunk`.
+    """
+    tokens, rows = pl.ds(start, TOKENS), acc.shape[1] // PARTS
+    partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
+    found = squares.reshape(4, 4, 8, 4)[:, :, 0].transpose(0, 2, 1).reshape(TOKENS, 1)
+    partials[tokens, pl.ds(SQUARES, 1)] = found
+
+
+@store_sums.mosaic
+def _(partials, start, acc, squares):
+    def emit(partials, start, acc, squares):
+        thread = U32(mlir.thread())
+        warp, lane = thread >> 5, thread & 31
+        first = U32(mlir.scalar(start)) + (warp << 4)
+        base = mlir.global_pointer(partials)
+
+        def place(row, column):
+            return mlir.at(base, mlir.to_i64(((row << 5) + column).value), mlir.f32_type())
+
+        # 8 columns are 2 pairs of a thread, in rows lane // 4 and 8 more; parts are whole such groups.
+        registers = list(acc.registers.flat)
+        share = len(registers) // PARTS
+        for i in range(share):
+            total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
+            row = first + (lane >> 2) + 8 * (i % 2)
+            llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
+        with thread_ops.when((lane & 7).equals(0)):
+            for i, total in enumerate(mlir.values(squares)):
+                llvm.store(total, place(first + (lane >> 3) + 4 * i, U32(SQUARES)), alignment=4)
+
+    layouts = (acc, plgpu.Layout.WGMMA), (squares, _strided(squares.shape))
+    mlir.inline(emit, partials, start, *layouts)
+
+
+def _swizzled(base, line, eight):
+    """The address of 16 bytes of a line of 128, in tiles of the 128-byte swizzle."""
+    return base + (line << 7) + ((eight ^ (line & 7)) << 4)
+
+
+def _load_four(pointer):
+    code = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
+
+
+def _store_shared(address, words):
+    thread_ops.ptx_effect("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *words)
+
+
+def _unpack(word):
+    """A word's two bfloat16."""
+    return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
+
+
+def _pack(low, high):
+    code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
