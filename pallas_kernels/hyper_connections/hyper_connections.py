@@ -1,15 +1,12 @@
 """The two launches: new streams with partial sums of logits, then weights, collapse and norm."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters
+from pallas_kernels.common import clusters, vectors
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
@@ -132,13 +129,16 @@ def _many(streams, fn, *added, interpret):
         def _(i):
             # The last tile begins earlier where it would be cut: the same values are written twice.
             start = jnp.minimum((own + i * share) * many_tokens.TOKENS, tokens - many_tokens.TOKENS)
-            acc: Any = plgpu.layout_cast(jnp.zeros((many_tokens.TOKENS, columns), jnp.float32), plgpu.Layout.WGMMA)
-            squares: Any = None
-            for chunk in range(many_tokens.CHUNKS):
+
+            def add(chunk, sums):
+                acc, squares = sums
                 column = part * many_tokens.CHANNELS + chunk * many_tokens.CHUNK
-                found = many_tokens.mix_chunk(operand, start, column, streams, new, y, mixing)
-                squares = found if squares is None else squares + found
-                acc = many_tokens.multiply_add(acc, operand, weights, chunk)
+                squares = squares + many_tokens.mix_chunk(operand, start, column, streams, new, y, mixing)
+                return many_tokens.multiply_add(acc, operand, weights, chunk), squares
+
+            acc = plgpu.layout_cast(jnp.zeros((many_tokens.TOKENS, columns), jnp.float32), plgpu.Layout.WGMMA)
+            squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
+            acc, squares = lax.fori_loop(0, many_tokens.CHUNKS, add, (acc, squares))
             many_tokens.store_sums(partials.at[part], start, acc, squares)
 
     # Room for whole groups of four tokens, the last of which are never written.
@@ -153,8 +153,12 @@ def _many(streams, fn, *added, interpret):
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(
-            weights=plgpu.SMEM((many_tokens.CHUNKS * STREAMS, columns, many_tokens.CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
-            operand=plgpu.SMEM((warpgroups, STREAMS, many_tokens.TOKENS, many_tokens.CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
+            weights=plgpu.SMEM(
+                (many_tokens.CHUNKS * STREAMS, columns, many_tokens.CHUNK), jnp.bfloat16, transforms=TRANSFORMS
+            ),
+            operand=plgpu.SMEM(
+                (warpgroups, STREAMS, many_tokens.TOKENS, many_tokens.CHUNK), jnp.bfloat16, transforms=TRANSFORMS
+            ),
             met=plgpu.Barrier(num_arrivals=warpgroups),
         ),
         interpret=interpret,

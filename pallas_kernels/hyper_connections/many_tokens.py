@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import primitive
@@ -64,9 +64,9 @@ def _(target, fn, part, group):
     padded = target.shape[1] // PARTS
     eights = CHANNELS // 8  # of a row and stream
     units = padded * STREAMS * eights
-    f32, bf16 = mlir.f32_type(), ir.BF16Type.get()
 
     def emit(target, fn, part, group):
+        f32, bf16 = mlir.f32_type(), ir.BF16Type.get()
         thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * THREADS
         base, fn = thread_ops.shared(target), mlir.global_pointer(fn)
         column = U32(mlir.scalar(part)) * CHANNELS
@@ -106,7 +106,7 @@ def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None
       streams, new, y, mixing: as in `few_tokens.add_slice`.
 
     Returns:
-      [512] float32 for `store_squares`: sums of squares over these channels.
+      [128] float32 for `store_sums`: sums of squares over these channels.
     """
     tokens, columns = pl.ds(start, TOKENS), pl.ds(column, CHUNK)
     values = streams[tokens, :, columns].astype(jnp.float32)
@@ -117,14 +117,13 @@ def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None
         new[tokens, :, columns] = values.astype(jnp.bfloat16)
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
-    squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, i
-    return jnp.repeat(squares.reshape(16, 1, 4), 8, axis=1).reshape(-1)
+    squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, lane % 8
+    return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1)
 
 
 @mix_chunk.mosaic
 def _(operand, start, column, streams, new, y=None, mixing=None):
     width = streams.shape[2]
-    f32 = mlir.f32_type()
 
     def emit(operand, start, column, streams, new=None, y=None, mixing=None):
         thread = U32(mlir.thread())
@@ -139,69 +138,66 @@ def _(operand, start, column, streams, new, y=None, mixing=None):
             return mlir.at(mlir.global_pointer(ref), offset)
 
         def row_of(i):
-            return ((thread >> 5) << 4) + 4 * i + (lane >> 3)
+            return ((thread >> 5) << 4) + (i << 2) + (lane >> 3)
 
-        def loads(i):
-            token = start + row_of(i)
-            own = column + eight * 8
+        def load(i):
+            """16 bytes of each stream, and of what is added."""
+            token, own = start + row_of(i), column + eight * 8
             first = element(streams, token * (STREAMS * width) + own, 2)
             words = [_load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
-            if y is None:
-                return words, []
-            words.append(_load_four(element(y, token * width + own, 2)))
-            factors = element(mixing, token * (STREAMS * (2 + STREAMS)), 4)
-            terms = [_load_four(mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
-            return words, [[thread_ops.as_float(x) for x in four] for four in terms]
-
-        def finish(i, words, factors):
-            row = row_of(i)
-            out = words[:STREAMS]
             if y is not None:
-                out = [[] for _ in range(STREAMS)]
-                for four in zip(*words, strict=True):
-                    pairs = [_unpack(word) for word in four]
-                    for k in range(STREAMS):
-                        both = []
-                        for half in range(2):
-                            value = arith.mulf(pairs[STREAMS][half], factors[0][k])
-                            for j in range(STREAMS):
-                                value = fma(pairs[j][half], factors[1 + j][k], value)
-                            both.append(value)
-                        out[k].append(_pack(*both))
-                place = element(new, (start + row) * (STREAMS * width) + column + eight * 8, 2)
+                words.append(_load_four(element(y, token * width + own, 2)))
+            return [word for four in words for word in four]
+
+        def row(i, squares, *words):
+            factors = element(mixing, (start + row_of(i)) * (STREAMS * (2 + STREAMS)), 4) if y is not None else None
+            if factors is not None:
+                terms = [_load_four(mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
+                factors = [[thread_ops.as_float(x) for x in four] for four in terms]
+            ahead = load((i + 1).minimum(3))
+            out = [list(words[4 * j : 4 * j + 4]) for j in range(len(words) // 4)]
+            if factors is not None:
+                out = list(zip(*(_mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
+                place = element(new, (start + row_of(i)) * (STREAMS * width) + column + eight * 8, 2)
                 for k in range(STREAMS):
                     code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
                     mlir.ptx(code, mlir.at(place, 2 * width * k), *(word.value for word in out[k]))
             sums = [mlir.f32(0.0), mlir.f32(0.0)]
             for k in range(STREAMS):
-                _store_shared(_swizzled(base, row + k * TOKENS, eight), out[k])
+                _store_shared(_swizzled(base, row_of(i) + k * TOKENS, eight), out[k])
                 for word in out[k]:
                     sums = [fma(x, x, total) for x, total in zip(_unpack(word), sums, strict=True)]
             total = arith.addf(*sums)
             for distance in (4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-            return total
+            return [eight.equals(i).where(thread_ops.bits(total), squares), *ahead]
 
-        squares, ahead = [], loads(0)
-        for i in range(4):
-            now, ahead = ahead, loads(i + 1) if i < 3 else None
-            squares.append(finish(i, *now))
+        squares, *_ = thread_ops.loop(4, row, U32(0), *load(U32(0)))
         mlir.ptx("fence.proxy.async.shared::cta;")
         mgpu.utils.warpgroup_barrier()
-        return squares
+        return [thread_ops.as_float(squares)]
 
     added = [] if y is None else [new, y, mixing]
-    result = jax.ShapeDtypeStruct((4 * THREADS,), jnp.float32)
+    result = jax.ShapeDtypeStruct((THREADS,), jnp.float32)
     operands = (operand, plgpu.RefType(TRANSFORMS)), start, column, streams, *added
-    return mlir.inline(emit, *operands, layout=_strided, returns=result)
+    return vectors.inline(emit, *operands, returns=result)
 
 
-def _strided(shape):
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+def _mixed(words, factors):
+    """Words of the new streams, from words of the old ones and of what is added."""
+    *streams, y = [_unpack(word) for word in words]
+    for k in range(STREAMS):
+        both = []
+        for half in range(2):
+            value = arith.mulf(y[half], factors[0][k])
+            for j, stream in enumerate(streams):
+                value = fma(stream[half], factors[1 + j][k], value)
+            both.append(value)
+        yield _pack(*both)
 
 
 @primitive
-def multiply_add(acc: jax.Array, operand, weights, chunk: int) -> jax.Array:
+def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Array:
     """acc [64, 3 * N] + products of the streams of `operand` with those of a chunk of `weights`."""
     for j in range(STREAMS):
         pair = operand[j], weights[chunk * STREAMS + j]
@@ -228,7 +224,7 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
     """
     tokens, rows = pl.ds(start, TOKENS), acc.shape[1] // PARTS
     partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
-    found = squares.reshape(4, 4, 8, 4)[:, :, 0].transpose(0, 2, 1).reshape(TOKENS, 1)
+    found = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
     partials[tokens, pl.ds(SQUARES, 1)] = found
 
 
@@ -250,12 +246,11 @@ def _(partials, start, acc, squares):
             total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
             row = first + (lane >> 2) + 8 * (i % 2)
             llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
-        with thread_ops.when((lane & 7).equals(0)):
-            for i, total in enumerate(mlir.values(squares)):
-                llvm.store(total, place(first + (lane >> 3) + 4 * i, U32(SQUARES)), alignment=4)
+        with thread_ops.when((lane & 7) < 4):
+            row = first + ((lane & 7) << 2) + (lane >> 3)
+            llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
 
-    layouts = (acc, plgpu.Layout.WGMMA), (squares, _strided(squares.shape))
-    mlir.inline(emit, partials, start, *layouts)
+    mlir.inline(emit, partials, start, (acc, plgpu.Layout.WGMMA), (squares, vectors.layout(THREADS)))
 
 
 def _swizzled(base, line, eight):
