@@ -14,4 +14,5 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.linear import linear, stored_linear
 from pallas_kernels.norm_rope import norm_rope
+from pallas_kernels.router import router
 from pallas_kernels.sparse_attention import Paged, sparse_attention

@@ -34,8 +34,8 @@ def hyper_connections(
 
     Args:
       streams: [T, h, D] residual streams as they were before the block.
-      fn: [(2 + h) * h, h * D] float32, projects the streams to the logits of `pre`, `post` and `comb`. Or [h, h * D], of
-        the model's head, which has only `pre`.
+      fn: [(2 + h) * h, h * D] float32, projects the streams to the logits of `pre`, `post` and `comb`. Or [h, h * D],
+        of the model's head, which has only `pre`.
       base: [m] float32, the logits' bias; m = fn's rows.
       scale: [3] float32, one factor each for the logits of `pre`, `post` and `comb`; [1] of the head.
       weight: [D] float32, of the norm.
@@ -44,8 +44,8 @@ def hyper_connections(
       norm_eps: added to the mean square of all streams, and of the collapsed ones.
       hc_eps: added to `pre`, to the softmax of `comb` and to the sums that divide it.
       iterations: of Sinkhorn, at least 1.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, h = 4, D a multiple of 1024 up
-        to 7168).
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, h = 4, D a multiple of 1024
+        up to 7168).
 
     Returns:
       (the streams after the block [T, h, D]; the next block's input [T, D] in their dtype; its mixing weights
@@ -76,25 +76,26 @@ def mixing_weights(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
-) -> tuple[Float[Array, "T h"], Float[Array, "T h"] | None, Float[Array, "T h h"] | None]:
-    """(pre [T, h], post [T, h], comb [T, h, h]) float32; of a head, whose fn has h rows, the latter two are None."""
+) -> Float[Array, "T m"]:
+    """[T, m] float32: rows of `pre` [h], `post` [h] and `comb` [h, h]; of a head, whose fn has h rows, only `pre`."""
     tokens, h, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(tokens, -1)
     logits = linear(rms_normalize(flat, norm_eps), fn)[0]
     bounds = [h, 2 * h] if fn.shape[0] > h else []
     parts = zip(jnp.split(logits, bounds, axis=1), scale, jnp.split(base, bounds), strict=True)
     pre, *others = (logits * factor + bias[None, :] for logits, factor, bias in parts)
-    pre = jax.nn.sigmoid(pre) + hc_eps
-    if not others:
-        return pre, None, None
-    post, comb = others
-    comb = jax.nn.softmax(comb.reshape(-1, h, h), axis=-1) + hc_eps
-    return pre, 2.0 * jax.nn.sigmoid(post), sinkhorn(comb, iterations, hc_eps)
+    found = [jax.nn.sigmoid(pre) + hc_eps]
+    if others:
+        post, comb = others
+        comb = jax.nn.softmax(comb.reshape(-1, h, h), axis=-1) + hc_eps
+        found += [2.0 * jax.nn.sigmoid(post), sinkhorn(comb, iterations, hc_eps).reshape(tokens, -1)]
+    return jnp.concatenate(found, axis=1)
 
 
-def collapse(streams: Float[Array, "T h D"], pre: Float[Array, "T h"]) -> Float[Array, "T D"]:
+def collapse(streams: Float[Array, "T h D"], mixing: Float[Array, "T m"]) -> Float[Array, "T D"]:
     """`sum_j pre[j] * streams[j]`: [T, D], summed in float32 and rounded once to the streams' dtype."""
-    return round_to(jnp.sum(pre[:, :, None] * streams.astype(jnp.float32), axis=1), streams.dtype)
+    pre = mixing[:, : streams.shape[1], None]
+    return round_to(jnp.sum(pre * streams.astype(jnp.float32), axis=1), streams.dtype)
 
 
 def expand_streams(
@@ -148,13 +149,10 @@ def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, *, norm_
     if y is not None:
         streams = expand_streams(streams, y, *split_mixing(mixing, streams.shape[1]))
     options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
-    pre, post, comb = mixing_weights(streams, fn, base, scale, **options)
-    collapsed = collapse(streams, pre)
+    mixing = mixing_weights(streams, fn, base, scale, **options)
+    collapsed = collapse(streams, mixing)
     normed = weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), norm_eps)
-    x = round_to(normed, streams.dtype)
-    if post is None:
-        return streams, x, None
-    return streams, x, jnp.concatenate([pre, post, comb.reshape(comb.shape[0], -1)], axis=1)
+    return streams, round_to(normed, streams.dtype), mixing if fn.shape[0] > streams.shape[1] else None
 
 
 def _hyper_connections_kernel(*arrays, interpret, **options):

@@ -39,7 +39,7 @@ class U32:
     __and__, __or__, __xor__ = _operator(arith.andi), _operator(arith.ori), _operator(arith.xori)
     __lshift__, __rshift__ = _operator(arith.shli), _operator(arith.shrui)
     __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
-    equals, minimum = _comparison("eq"), _operator(arith.minui)
+    equals, minimum, maximum = _comparison("eq"), _operator(arith.minui), _operator(arith.maxui)
 
     def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
         """`yes` where this condition holds, else `no`."""
@@ -227,6 +227,16 @@ def highest_bit(x: U32) -> U32:
 def warp_sum(x: U32) -> U32:
     """The sum over the lanes of the warp."""
     return ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x)
+
+
+def warp_min(x: U32) -> U32:
+    """The least over the lanes of the warp."""
+    return ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", x)
+
+
+def warp_max(x: U32) -> U32:
+    """The largest over the lanes of the warp."""
+    return ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", x)
 
 
 def warp_prefix_sum(x: U32) -> U32:

@@ -6,7 +6,6 @@ one token a warp, and goes on with Sinkhorn's iterations while the others collap
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl

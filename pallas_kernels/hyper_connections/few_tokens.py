@@ -40,7 +40,7 @@ def add_slice(part: jax.Array, streams, fn, new, partials, inbox, y=None, mixing
     """
     rows, columns = fn.shape[0], pl.ds(part * CHANNELS, CHANNELS)
     values = streams[:, :, columns].astype(jnp.float32)
-    if y is not None:
+    if y is not None and mixing is not None:
         post, comb = mixing_terms(mixing[...])
         added = post[:, :, None] * y[:, columns].astype(jnp.float32)[:, None, :]
         values = round_bfloat16(added + jnp.einsum("tjk,tjd->tkd", comb, values, precision="highest"))

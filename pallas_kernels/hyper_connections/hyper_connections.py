@@ -63,7 +63,7 @@ def hyper_connections(
     check_array("base", base, jnp.float32, rows)
     check_array("scale", scale, jnp.float32, 3 if rows == mixed else 1)
     check_array("weight", weight, jnp.float32, width)
-    if y is not None:
+    if y is not None or mixing is not None:
         check_array("y", y, jnp.bfloat16, tokens, width)
         check_array("mixing", mixing, jnp.float32, tokens, mixed)
     check_rules(
@@ -73,7 +73,7 @@ def hyper_connections(
             "at least one token": tokens > 0,
         }
     )
-    added = () if y is None else (y, mixing)
+    added = () if y is None or mixing is None else (y, mixing)
     few = tokens < many_tokens.TOKENS
     launch = _few if few else _many
     new, partials = launch(streams, fn, *added, interpret=interpret)

@@ -110,7 +110,7 @@ def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None
     """
     tokens, columns = pl.ds(start, TOKENS), pl.ds(column, CHUNK)
     values = streams[tokens, :, columns].astype(jnp.float32)
-    if y is not None:
+    if y is not None and mixing is not None:
         post, comb = mixing_terms(mixing[tokens, :])
         added = post[:, :, None] * y[tokens, columns].astype(jnp.float32)[:, None, :]
         values = round_bfloat16(added + jnp.einsum("tjk,tjd->tkd", comb, values, precision="highest"))
