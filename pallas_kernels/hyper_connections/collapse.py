@@ -20,7 +20,7 @@ from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mlir_helpers import THREADS, WARP
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.hyper_connections.sizes import SQUARES, STREAMS
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
 
 
 CHANNELS = 1024  # of a warpgroup

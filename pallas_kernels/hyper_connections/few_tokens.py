@@ -1,4 +1,4 @@
-"""First launch, few tokens: new streams, and sums of logits over a slice of channels, by float32 FMAs.
+"""First launch, up to 4 tokens: new streams, and sums of logits over a slice of channels, by float32 FMAs.
 
 A block of threads has 32 channels of all four streams: a warp a stream, a lane a channel. Each thread keeps its column
 of the weight in registers.
@@ -8,21 +8,19 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mlir_helpers import WARP
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32, fma
-from pallas_kernels.hyper_connections.sizes import SQUARES, STREAMS, mixing_terms
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, SUMS, add_channels
 
 
 CHANNELS = WARP  # of a slice
-AT_A_TIME = 4  # tokens whose loads are under way together
+MOST_TOKENS = 4  # as many as warps
 
 
 @primitive
@@ -38,16 +36,8 @@ def add_slice(part: jax.Array, streams, fn, new, partials, inbox, y=None, mixing
       inbox: [T * 4 * 32] float32 shared memory.
       y, mixing: [T, D] bfloat16, [T, 24] float32; None: the streams stay as they are.
     """
-    rows, columns = fn.shape[0], pl.ds(part * CHANNELS, CHANNELS)
-    values = streams[:, :, columns].astype(jnp.float32)
-    if y is not None and mixing is not None:
-        post, comb = mixing_terms(mixing[...])
-        added = post[:, :, None] * y[:, columns].astype(jnp.float32)[:, None, :]
-        values = round_bfloat16(added + jnp.einsum("tjk,tjd->tkd", comb, values, precision="highest"))
-        new[:, :, columns] = values.astype(jnp.bfloat16)
-    weights = jnp.stack([fn[:, pl.ds(j * streams.shape[2] + part * CHANNELS, CHANNELS)] for j in range(STREAMS)], 1)
-    partials[:, pl.ds(part * WARP, rows)] = jnp.einsum("tjd,rjd->tr", values, weights, precision="highest")
-    partials[:, pl.ds(part * WARP + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
+    columns = pl.ds(part * CHANNELS, CHANNELS)
+    add_channels(columns, part * SUMS, streams, fn, new, partials, y, mixing)
 
 
 @add_slice.mosaic
@@ -97,27 +87,16 @@ def _(part, streams, fn, new, partials, inbox, y=None, mixing=None):
             terms += [None] * (SQUARES - rows) + [arith.mulf(value, value)]
             thread_ops.store(inbox + (((token * STREAMS + warp) << 5) + lane << 2), thread_ops.lane_sums(terms))
 
-        at_a_time = min(tokens, AT_A_TIME)
-
-        def some(i):
-            # Clamped: the last token may be written several times, by the same thread.
-            numbers = [(i * at_a_time + n).minimum(tokens - 1) for n in range(at_a_time)]
-            loaded = [loads(token) for token in numbers]
-            for token, (values, factors) in zip(numbers, loaded, strict=True):
-                finish(token, values, factors)
-
-        thread_ops.loop(-(-tokens // at_a_time), some)
+        loaded = [loads(U32(token)) for token in range(tokens)]
+        for token, (values, factors) in enumerate(loaded):
+            finish(U32(token), values, factors)
         mgpu.utils.warpgroup_barrier()
 
-        def total(i):
-            token = i * STREAMS + warp
-            with thread_ops.when(token < tokens):
-                sums = [thread_ops.load(inbox + (((token * STREAMS + j) << 5) + lane << 2)) for j in range(STREAMS)]
-                low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
-                place = element(partials, (token * slices + part) * WARP + lane, f32())
-                llvm.store(arith.addf(low, high), place, alignment=4)
-
-        thread_ops.loop(-(-tokens // STREAMS), total)
+        with thread_ops.when(warp < tokens):
+            sums = [thread_ops.load(inbox + (((warp * STREAMS + j) << 5) + lane << 2)) for j in range(STREAMS)]
+            low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
+            place = element(partials, (warp * slices + part) * SUMS + lane, f32())
+            llvm.store(arith.addf(low, high), place, alignment=4)
 
     added = [] if y is None else [new, y, mixing]
     mlir.inline(emit, part, streams, fn, partials, inbox, *added)

@@ -1,5 +1,7 @@
 """The two launches: new streams with partial sums of logits, then weights, collapse and norm."""
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -11,11 +13,12 @@ from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
-from pallas_kernels.hyper_connections import collapse, few_tokens, many_tokens
-from pallas_kernels.hyper_connections.sizes import STREAMS
+from pallas_kernels.hyper_connections import collapse, few_tokens, many_tokens, token_tiles
+from pallas_kernels.hyper_connections.mixing import STREAMS, SUMS
 
 
 WIDEST = 7 * collapse.CHANNELS  # with one more warpgroup, 1024 threads
+MANY = 256  # tokens, from which on the tensor cores are faster
 
 
 @traced_once("norm_eps", "hc_eps", "iterations")
@@ -74,11 +77,9 @@ def hyper_connections(
         }
     )
     added = () if y is None or mixing is None else (y, mixing)
-    few = tokens < many_tokens.TOKENS
-    launch = _few if few else _many
-    new, partials = launch(streams, fn, *added, interpret=interpret)
-    slices = width // (few_tokens if few else many_tokens).CHANNELS
-    each = 1 if few else collapse.WARPS
+    few = tokens < (many_tokens.TOKENS if interpret else MANY)
+    new, partials = (_few if few else _many)(streams, fn, *added, interpret=interpret)
+    slices, each = (width // few_tokens.CHANNELS, 1) if few else (width // many_tokens.CHANNELS, collapse.WARPS)
     problem = collapse.CollapseProblem(tokens, width, rows, slices, each, norm_eps, hc_eps, iterations)
     x, mixing = collapse.collapse(problem, new, partials, base, scale, weight, interpret=interpret)
     return new, x, mixing
@@ -88,20 +89,32 @@ def _few(streams, fn, *added, interpret):
     tokens, _, width = streams.shape
     slices = width // few_tokens.CHANNELS
 
-    def body(streams, fn, *refs, inbox):
+    tiles = -(-tokens // token_tiles.TOKENS) if tokens > few_tokens.MOST_TOKENS else 0
+
+    def body(streams, fn, *refs, **scratch):
         *added, partials = refs
         y, mixing, new = added or (None, None, None)
-        few_tokens.add_slice(lax.axis_index("slice"), streams, fn, new, partials, inbox, y, mixing)
+        part = lax.axis_index("slice")
+        arrays: dict[str, Any] = dict(streams=streams, fn=fn, new=new, partials=partials, y=y, mixing=mixing)
+        if tiles:
+            token_tiles.add_tile(part, lax.axis_index("tile"), **arrays, **scratch)
+        else:
+            few_tokens.add_slice(part, **arrays, **scratch)
 
-    partials = jax.ShapeDtypeStruct((tokens, slices * 32), jnp.float32)
+    if tiles:
+        columns = token_tiles.COLUMNS
+        sizes = dict(weights=fn.shape[0] * columns, values=columns * token_tiles.PITCH)
+    else:
+        sizes = dict(inbox=tokens * STREAMS * SUMS)
+    partials = jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)
     new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(
         body,
         out_type=[*new, partials],
         kernel_name="hyper_connections_few",
-        grid=(slices,),
-        grid_names=("slice",),
-        scratch_types=dict(inbox=plgpu.SMEM((tokens * STREAMS * 32,), jnp.float32)),
+        grid=(slices, tiles or 1),
+        grid_names=("slice", "tile"),
+        scratch_types={name: plgpu.SMEM((size,), jnp.float32) for name, size in sizes.items()},
         interpret=interpret,
     )
     *new, partials = run(streams, fn, *added)
@@ -146,7 +159,7 @@ def _many(streams, fn, *added, interpret):
     new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(
         body,
-        out_type=[*new, jax.ShapeDtypeStruct((slices, padded, 32), jnp.float32)],
+        out_type=[*new, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)],
         kernel_name="hyper_connections_many",
         grid=(slices, groups),
         grid_names=("slice", "group"),

@@ -21,7 +21,8 @@ from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32, fma
 from pallas_kernels.common.wgmma_results import TRANSFORMS
-from pallas_kernels.hyper_connections.sizes import SQUARES, STREAMS, mixing_terms
+from pallas_kernels.hyper_connections import words
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, mixed_streams
 
 
 CHANNELS = 128  # of a slice
@@ -82,9 +83,9 @@ def _(target, fn, part, group):
             for i in range(PARTS):
                 pieces = [arith.extf(f32, arith.truncf(bf16, x)) for x in values]
                 values = [arith.subf(x, piece) for x, piece in zip(values, pieces, strict=True)]
-                words = [_pack(*pieces[n : n + 2]) for n in range(0, 8, 2)]
+                four = [words.pack(*pieces[n : n + 2]) for n in range(0, 8, 2)]
                 line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
-                _store_shared(_swizzled(base, line, inner), words)
+                words.store_shared(_swizzled(base, line, inner), four)
 
         share = WARPGROUPS * THREADS
         for first in range(0, units, share):
@@ -111,9 +112,7 @@ def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None
     tokens, columns = pl.ds(start, TOKENS), pl.ds(column, CHUNK)
     values = streams[tokens, :, columns].astype(jnp.float32)
     if y is not None and mixing is not None:
-        post, comb = mixing_terms(mixing[tokens, :])
-        added = post[:, :, None] * y[tokens, columns].astype(jnp.float32)[:, None, :]
-        values = round_bfloat16(added + jnp.einsum("tjk,tjd->tkd", comb, values, precision="highest"))
+        values = mixed_streams(values, y[tokens, columns], mixing[tokens, :])
         new[tokens, :, columns] = values.astype(jnp.bfloat16)
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
@@ -144,29 +143,27 @@ def _(operand, start, column, streams, new, y=None, mixing=None):
             """16 bytes of each stream, and of what is added."""
             token, own = start + row_of(i), column + eight * 8
             first = element(streams, token * (STREAMS * width) + own, 2)
-            words = [_load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+            fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
             if y is not None:
-                words.append(_load_four(element(y, token * width + own, 2)))
-            return [word for four in words for word in four]
+                fours.append(words.load_four(element(y, token * width + own, 2)))
+            return [word for four in fours for word in four]
 
-        def row(i, squares, *words):
-            factors = element(mixing, (start + row_of(i)) * (STREAMS * (2 + STREAMS)), 4) if y is not None else None
-            if factors is not None:
-                terms = [_load_four(mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
-                factors = [[thread_ops.as_float(x) for x in four] for four in terms]
+        def row(i, squares, *loaded):
+            factors = None
+            if y is not None:
+                factors = words.load_factors(element(mixing, (start + row_of(i)) * (STREAMS * (2 + STREAMS)), 4))
             ahead = load((i + 1).minimum(3))
-            out = [list(words[4 * j : 4 * j + 4]) for j in range(len(words) // 4)]
+            out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
-                out = list(zip(*(_mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
+                out = list(zip(*(words.mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
                 place = element(new, (start + row_of(i)) * (STREAMS * width) + column + eight * 8, 2)
                 for k in range(STREAMS):
-                    code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-                    mlir.ptx(code, mlir.at(place, 2 * width * k), *(word.value for word in out[k]))
+                    words.store_four(mlir.at(place, 2 * width * k), out[k])
             sums = [mlir.f32(0.0), mlir.f32(0.0)]
             for k in range(STREAMS):
-                _store_shared(_swizzled(base, row_of(i) + k * TOKENS, eight), out[k])
+                words.store_shared(_swizzled(base, row_of(i) + k * TOKENS, eight), out[k])
                 for word in out[k]:
-                    sums = [fma(x, x, total) for x, total in zip(_unpack(word), sums, strict=True)]
+                    sums = [fma(x, x, total) for x, total in zip(words.unpack(word), sums, strict=True)]
             total = arith.addf(*sums)
             for distance in (4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
@@ -181,19 +178,6 @@ def _(operand, start, column, streams, new, y=None, mixing=None):
     result = jax.ShapeDtypeStruct((THREADS,), jnp.float32)
     operands = (operand, plgpu.RefType(TRANSFORMS)), start, column, streams, *added
     return vectors.inline(emit, *operands, returns=result)
-
-
-def _mixed(words, factors):
-    """Words of the new streams, from words of the old ones and of what is added."""
-    *streams, y = [_unpack(word) for word in words]
-    for k in range(STREAMS):
-        both = []
-        for half in range(2):
-            value = arith.mulf(y[half], factors[0][k])
-            for j, stream in enumerate(streams):
-                value = fma(stream[half], factors[1 + j][k], value)
-            both.append(value)
-        yield _pack(*both)
 
 
 @primitive
@@ -256,22 +240,3 @@ def _(partials, start, acc, squares):
 def _swizzled(base, line, eight):
     """The address of 16 bytes of a line of 128, in tiles of the 128-byte swizzle."""
     return base + (line << 7) + ((eight ^ (line & 7)) << 4)
-
-
-def _load_four(pointer):
-    code = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
-
-
-def _store_shared(address, words):
-    thread_ops.ptx_effect("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *words)
-
-
-def _unpack(word):
-    """A word's two bfloat16."""
-    return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
-
-
-def _pack(low, high):
-    code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-    return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
