@@ -118,6 +118,7 @@ def add_products(part: jax.Array, group: jax.Array, x, weight, out) -> None:
 @add_products.mosaic
 def _(part, group, x, weight, out):
     (tokens, depth), experts = x.shape, weight.shape[0]
+    turns, at_a_time = -(-tokens // TOKENS), min(tokens, TOKENS)
 
     def emit(part, group, x, weight, out):
         f32 = mlir.f32_type()
@@ -137,15 +138,19 @@ def _(part, group, x, weight, out):
             for r in range(ROWS)
         ]
 
-        def some(i):
+        def load(i):
+            """A thread's channels of some tokens, two words each; the last token stands for those beyond it."""
+            code, pair = "ld.global.nc.v2.b32 {$0, $1}, [$2];", [mlir.int_type()] * 2
+            numbers = [(i * TOKENS + n).minimum(tokens - 1) for n in range(at_a_time)]
+            loaded = [mlir.ptx(code, at(x, token * depth + column, 2), results=pair) for token in numbers]
+            return [U32(word) for both in loaded for word in both]
+
+        def some(i, *loaded):
+            ahead = load(i + 1) if turns > 1 else loaded
             terms: list[Any] = []
-            loaded = []
-            for n in range(min(TOKENS, tokens)):
-                token = (i * TOKENS + n).minimum(tokens - 1)
-                code = "ld.global.nc.v2.b32 {$0, $1}, [$2];"
-                loaded.append(mlir.ptx(code, at(x, token * depth + column, 2), results=[mlir.int_type()] * 2))
-            for words in loaded:
-                values = [thread_ops.as_float(half) for w in map(U32, words) for half in (w << 16, w & 0xFFFF0000)]
+            for n in range(at_a_time):
+                pair = loaded[2 * n : 2 * n + 2]
+                values = [thread_ops.as_float(half) for word in pair for half in (word << 16, word & 0xFFFF0000)]
                 for row in rows:
                     total = arith.mulf(values[0], row[0])
                     for value, factor in zip(values[1:], row[1:], strict=True):
@@ -156,8 +161,9 @@ def _(part, group, x, weight, out):
             with thread_ops.when(token < tokens):
                 place = at(out, (part * tokens + token) * experts + first + lane % ROWS, 4)
                 llvm.store(total.value, place, alignment=4)
+            return ahead
 
-        thread_ops.loop(-(-tokens // TOKENS), some)
+        thread_ops.loop(turns, some, *load(U32(0)))
 
     mlir.inline(emit, part, group, x, weight, out)
 

@@ -87,12 +87,16 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, inbox, pre, norms
         mine = pl.ds(warpgroup * CHANNELS, CHANNELS)
         layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
 
-        def load(token):
-            token = jnp.minimum(token, p.tokens - 1)
-            rows = [streams.at[token, j, mine] for j in range(STREAMS)]
-            return [plgpu.load(row, layout=layout, optimized=False) for row in rows]
+        def load(pair):
+            """The streams of one or two tokens."""
+            tokens = [jnp.minimum(first + n, p.tokens - 1) for n in pair]
+            rows = [[streams.at[token, j, mine] for j in range(STREAMS)] for token in tokens]
+            return [[plgpu.load(row, layout=layout, optimized=False) for row in four] for four in rows]
 
-        ahead = load(first)
+        # As many at a time as a thread's registers hold.
+        step = min(2 if p.workers <= 4 else 1, p.tokens_each)
+        pairs = [range(n, n + step) for n in range(0, p.tokens_each, step)]
+        ahead = load(pairs[0])
         factors = plgpu.load(weight.at[mine], layout=layout, optimized=False)
         chunks = []
         for i in range(p.slices * p.tokens_each // WARPS // p.workers):
@@ -101,36 +105,33 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, inbox, pre, norms
             if p.tokens_each > 1:
                 place = (chunk, pl.ds(group * THREADS, THREADS))
             chunks.append(vectors.load(partials.at[place]))
-        while len(chunks) > 1:
-            chunks = [*map(jnp.add, chunks[::2], chunks[1::2]), *chunks[len(chunks) & ~1 :]]
-        inbox[warpgroup] = chunks[0]
+        inbox[warpgroup] = _sum(chunks)
         plgpu.barrier_arrive(summed)
         plgpu.barrier_wait(weighed)
-        for n in range(p.tokens_each):
-            now, ahead = ahead, load(first + n + 1) if n + 1 < p.tokens_each else None
-            total = now[0].astype(jnp.float32) * pre[n * WARP]
-            for j in range(1, STREAMS):
-                total = total + now[j].astype(jnp.float32) * pre[n * WARP + j]
-            total = round_bfloat16(total)
-            warp_sums(total * total, norms.at[n, pl.ds(warpgroup * WARPS, WARPS)])
+        for number, pair in enumerate(pairs, 1):
+            found = []
+            for n, four in zip(pair, ahead, strict=True):
+                terms = [row.astype(jnp.float32) * pre[n * WARP + j] for j, row in enumerate(four)]
+                found.append(round_bfloat16(functools.reduce(jnp.add, terms)))
+                warp_sums(found[-1] * found[-1], norms.at[n, pl.ds(warpgroup * WARPS, WARPS)])
+            if number < len(pairs):
+                ahead = load(pairs[number])
             plgpu.barrier_arrive(normed)
             plgpu.barrier_wait(normed)
-            squares = [norms[n, i] for i in range(p.workers * WARPS)]
-            mean = functools.reduce(jnp.add, squares) * (1 / p.width)
-            value = (factors * (total * lax.rsqrt(mean + p.norm_eps))).astype(jnp.bfloat16)
+            for n, value in zip(pair, found, strict=True):
+                mean = _sum([norms[n, i] for i in range(p.workers * WARPS)]) * (1 / p.width)
+                value = (factors * (value * lax.rsqrt(mean + p.norm_eps))).astype(jnp.bfloat16)
 
-            @pl.when(first + n < p.tokens)
-            def _(n=n, value=value):
-                x[first + n, mine] = value
+                @pl.when(first + n < p.tokens)
+                def _(n=n, value=value):
+                    x[first + n, mine] = value
 
     @pl.when(warpgroup == p.workers)
     def _():
         scales = [scale[i] for i in range(scale.shape[0])]
         biases = [base[i] for i in range(p.rows)]
         plgpu.barrier_wait(summed)
-        sums = vectors.load(inbox.at[0])
-        for i in range(1, p.workers):
-            sums = sums + vectors.load(inbox.at[i])
+        sums = _sum([vectors.load(inbox.at[i]) for i in range(p.workers)])
         if p.tokens_each == 1:
             sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
         mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
@@ -146,17 +147,18 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, inbox, pre, norms
         plgpu.barrier_arrive(weighed)
         if outs:
             posts = [2.0 * _sigmoid(logit(STREAMS + i)) for i in range(STREAMS)]
+            values = _by_lane(lane, [*pres, *posts])
             comb = [[logit((2 + j) * STREAMS + k) for k in range(STREAMS)] for j in range(STREAMS)]
             comb = [_softmax(row, p.hc_eps) for row in comb]
             comb = _sinkhorn(comb, p.iterations, p.hc_eps)
-            values = _by_lane(lane, [*pres, *posts, *(x for row in comb for x in row)])
+            values = _by_lane(lane, [x for row in comb for x in row], 2 * STREAMS, values)
             put_rows(outs[0], values, first, p.tokens_each)
 
 
-def _by_lane(lane, values):
-    """[128]: value i in lane i of every warp."""
-    found = values[0]
-    for i, value in enumerate(values[1:], 1):
+def _by_lane(lane, values, first=0, others=None):
+    """[128]: value i in lane `first + i` of every warp; in other lanes `others`, or anything."""
+    found = values[0] if others is None else others
+    for i, value in enumerate(values, first):
         found = jnp.where(lane == i, value, found)
     return found
 
@@ -189,7 +191,10 @@ def _sinkhorn(comb, iterations, eps):
 
 
 def _sum(terms):
-    return (terms[0] + terms[1]) + (terms[2] + terms[3])
+    """Of neighbours first."""
+    while len(terms) > 1:
+        terms = [*map(jnp.add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
+    return terms[0]
 
 
 @primitive

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -73,7 +72,9 @@ def hyper_connections(
         {
             f"{mixed} or {STREAMS} rows of fn, got {rows}": rows in (mixed, STREAMS),
             f"1024, 2048, .. or {WIDEST} channels, got {width}": 0 < width <= WIDEST and width % collapse.CHANNELS == 0,
-            "at least one token": tokens > 0,
+            f"1 to {(1 << 31) // (STREAMS * width) - 1} tokens of {width} channels, got {tokens}": (
+                0 < STREAMS * width * tokens < 1 << 31
+            ),
         }
     )
     added = () if y is None or mixing is None else (y, mixing)
@@ -134,25 +135,32 @@ def _many(streams, fn, *added, interpret):
         part, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
         many_tokens.split_weight(weights, fn, part, warpgroup)
         clusters.sync_block(met)
-        operand = operand.at[warpgroup]
         share = groups * warpgroups
         own = warpgroup * groups + group
 
-        @pl.loop(0, lax.div(tiles - own + share - 1, jnp.int32(share)))
-        def _(i):
+        def chunk_at(i, chunk):
+            """(first token, first channel); what follows the last chunk of a tile is the next tile's first."""
+            i, chunk = i + lax.div(chunk, jnp.int32(many_tokens.CHUNKS)), lax.rem(chunk, jnp.int32(many_tokens.CHUNKS))
             # The last tile begins earlier where it would be cut: the same values are written twice.
             start = jnp.minimum((own + i * share) * many_tokens.TOKENS, tokens - many_tokens.TOKENS)
+            return start, part * many_tokens.CHANNELS + chunk * many_tokens.CHUNK
 
-            def add(chunk, sums):
-                acc, squares = sums
-                column = part * many_tokens.CHANNELS + chunk * many_tokens.CHUNK
-                squares = squares + many_tokens.mix_chunk(operand, start, column, streams, new, y, mixing)
-                return many_tokens.multiply_add(acc, operand, weights, chunk), squares
+        def visit(i, ahead):
+            def add(chunk, carry):
+                acc, squares, ahead = carry
+                mine = operand.at[many_tokens.again(warpgroup)]
+                found = many_tokens.mix_chunk(mine, ahead, *chunk_at(i, chunk), streams, new, y, mixing)
+                ahead = many_tokens.load_row(*chunk_at(i, chunk + 1), streams, y)
+                return many_tokens.multiply_add(acc, mine, weights, chunk), squares + found, ahead
 
             acc = plgpu.layout_cast(jnp.zeros((many_tokens.TOKENS, columns), jnp.float32), plgpu.Layout.WGMMA)
             squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
-            acc, squares = lax.fori_loop(0, many_tokens.CHUNKS, add, (acc, squares))
-            many_tokens.store_sums(partials.at[part], start, acc, squares)
+            acc, squares, ahead = lax.fori_loop(0, many_tokens.CHUNKS, add, (acc, squares, ahead))
+            many_tokens.store_sums(partials.at[part], chunk_at(i, jnp.int32(0))[0], acc, squares)
+            return ahead
+
+        first = many_tokens.load_row(*chunk_at(jnp.int32(0), jnp.int32(0)), streams, y)
+        lax.fori_loop(0, lax.div(tiles - own + share - 1, jnp.int32(share)), visit, first)
 
     # Room for whole groups of four tokens, the last of which are never written.
     padded = -(-tokens // collapse.WARPS) * collapse.WARPS

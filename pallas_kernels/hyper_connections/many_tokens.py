@@ -97,14 +97,42 @@ def _(target, fn, part, group):
 
 
 @primitive
-def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None, mixing=None) -> jax.Array:
+def load_row(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
+    """Starts to load the first of a thread's rows of a chunk, for `mix_chunk`; nothing when interpreted.
+
+    Args:
+      start: the chunk's first token.
+      column: its first channel.
+      streams, y: as in `few_tokens.add_slice`.
+
+    Returns:
+      int32 [512 * (number of arrays of T rows)].
+    """
+    return jnp.zeros((4 * THREADS * (STREAMS if y is None else STREAMS + 1),), jnp.int32)
+
+
+@load_row.mosaic
+def _(start, column, streams, y=None):
+    def emit(start, column, streams, y=None):
+        start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
+        return [word.value for word in _load(start + _row_of(U32(0)), column, streams, y)]
+
+    size = 4 * THREADS * (STREAMS if y is None else STREAMS + 1)
+    operands = start, column, streams, *([] if y is None else [y])
+    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct((size,), jnp.int32))
+
+
+@primitive
+def mix_chunk(
+    operand, ahead: jax.Array, start: jax.Array, column: jax.Array, streams, new, y=None, mixing=None
+) -> jax.Array:
     """New streams of 64 tokens and 64 channels, to global memory and to `operand`; what `wgmma` reads next.
 
     Args:
       operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, of this warpgroup.
-      start: the first token.
-      column: the first channel.
-      streams, new, y, mixing: as in `few_tokens.add_slice`.
+      ahead: of `load_row`, for this chunk.
+      start, column, streams, y: as there.
+      new, mixing: as in `few_tokens.add_slice`.
 
     Returns:
       [128] float32 for `store_sums`: sums of squares over these channels.
@@ -121,63 +149,86 @@ def mix_chunk(operand, start: jax.Array, column: jax.Array, streams, new, y=None
 
 
 @mix_chunk.mosaic
-def _(operand, start, column, streams, new, y=None, mixing=None):
+def _(operand, ahead, start, column, streams, new, y=None, mixing=None):
     width = streams.shape[2]
 
-    def emit(operand, start, column, streams, new=None, y=None, mixing=None):
-        thread = U32(mlir.thread())
-        lane, eight = thread & 31, thread & 7
+    def emit(operand, ahead, start, column, streams, new=None, y=None, mixing=None):
+        eight = U32(mlir.thread()) & 7
         base = thread_ops.shared(operand)
         start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
         # `wgmma` has read what was here.
         mgpu.utils.warpgroup_barrier()
 
-        def element(ref, index, size):
-            offset = arith.muli(mlir.to_i64(index.value), mlir.i64(size))
-            return mlir.at(mlir.global_pointer(ref), offset)
-
-        def row_of(i):
-            return ((thread >> 5) << 4) + (i << 2) + (lane >> 3)
-
-        def load(i):
-            """16 bytes of each stream, and of what is added."""
-            token, own = start + row_of(i), column + eight * 8
-            first = element(streams, token * (STREAMS * width) + own, 2)
-            fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
-            if y is not None:
-                fours.append(words.load_four(element(y, token * width + own, 2)))
-            return [word for four in fours for word in four]
-
         def row(i, squares, *loaded):
-            factors = None
+            token, factors = start + _row_of(i), None
             if y is not None:
-                factors = words.load_factors(element(mixing, (start + row_of(i)) * (STREAMS * (2 + STREAMS)), 4))
-            ahead = load((i + 1).minimum(3))
+                factors = words.load_factors(_element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
+            following = _load(start + _row_of((i + 1).minimum(3)), column, streams, y)
             out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
                 out = list(zip(*(words.mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
-                place = element(new, (start + row_of(i)) * (STREAMS * width) + column + eight * 8, 2)
+                place = _element(new, token * (STREAMS * width) + column + eight * 8, 2)
                 for k in range(STREAMS):
                     words.store_four(mlir.at(place, 2 * width * k), out[k])
             sums = [mlir.f32(0.0), mlir.f32(0.0)]
             for k in range(STREAMS):
-                words.store_shared(_swizzled(base, row_of(i) + k * TOKENS, eight), out[k])
+                words.store_shared(_swizzled(base, _row_of(i) + k * TOKENS, eight), out[k])
                 for word in out[k]:
                     sums = [fma(x, x, total) for x, total in zip(words.unpack(word), sums, strict=True)]
             total = arith.addf(*sums)
             for distance in (4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-            return [eight.equals(i).where(thread_ops.bits(total), squares), *ahead]
+            return [eight.equals(i).where(thread_ops.bits(total), squares), *following]
 
-        squares, *_ = thread_ops.loop(4, row, U32(0), *load(U32(0)))
+        squares, *_ = thread_ops.loop(4, row, U32(0), *map(U32, mlir.values(ahead)))
         mlir.ptx("fence.proxy.async.shared::cta;")
         mgpu.utils.warpgroup_barrier()
         return [thread_ops.as_float(squares)]
 
     added = [] if y is None else [new, y, mixing]
     result = jax.ShapeDtypeStruct((THREADS,), jnp.float32)
-    operands = (operand, plgpu.RefType(TRANSFORMS)), start, column, streams, *added
+    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, _fours(ahead.shape)), start, column, streams, *added
     return vectors.inline(emit, *operands, returns=result)
+
+
+@primitive
+def again(x: jax.Array) -> jax.Array:
+    """The int32 scalar x. What is computed from it within a loop is not kept in registers across the loop."""
+    return x
+
+
+@again.mosaic
+def _(x):
+    def emit(x):
+        return thread_ops.ptx("mov.b32 $0, $1;", U32(mlir.scalar(x))).value
+
+    return mlir.inline(emit, x, returns=x)
+
+
+def _fours(shape):
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+
+
+def _row_of(i):
+    """A thread's i-th row of four; a warp has the 16 that its part of `wgmma` reads."""
+    thread = U32(mlir.thread())
+    return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
+
+
+def _load(token, column, streams, y):
+    """16 bytes of each stream, and of what is added, as words."""
+    width = ir.MemRefType(streams.type).shape[2]
+    own = column + ((U32(mlir.thread()) & 7) << 3)
+    first = _element(streams, token * (STREAMS * width) + own, 2)
+    fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+    if y is not None:
+        fours.append(words.load_four(_element(y, token * width + own, 2)))
+    return [word for four in fours for word in four]
+
+
+def _element(ref, index, size):
+    offset = arith.muli(mlir.to_i64(index.value), mlir.i64(size))
+    return mlir.at(mlir.global_pointer(ref), offset)
 
 
 @primitive
