@@ -29,7 +29,9 @@ CHANNELS = 128  # of a slice
 CHUNK = 64  # of them at a time
 CHUNKS = CHANNELS // CHUNK
 TOKENS = 64  # of a tile
-WARPGROUPS = 4
+WARPGROUPS = 3
+ROWS = 4  # of a tile, in a thread
+AHEAD = 2  # of them under way
 PARTS = 3  # bfloat16 of a float32
 
 
@@ -97,7 +99,7 @@ def _(target, fn, part, group):
 
 
 @primitive
-def load_row(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
+def load_rows(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
     """Starts to load the first of a thread's rows of a chunk, for `mix_chunk`; nothing when interpreted.
 
     Args:
@@ -106,38 +108,38 @@ def load_row(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
       streams, y: as in `few_tokens.add_slice`.
 
     Returns:
-      int32 [512 * (number of arrays of T rows)].
+      int32 [512 * 2 * (arrays of T rows)].
     """
-    return jnp.zeros((4 * THREADS * (STREAMS if y is None else STREAMS + 1),), jnp.int32)
+    return jnp.zeros((_size_ahead(y),), jnp.int32)
 
 
-@load_row.mosaic
+@load_rows.mosaic
 def _(start, column, streams, y=None):
     def emit(start, column, streams, y=None):
         start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
-        return [word.value for word in _load(start + _row_of(U32(0)), column, streams, y)]
+        rows = [_load(start + _row_of(U32(i)), column, streams, y) for i in range(AHEAD)]
+        return [word.value for row in rows for word in row]
 
-    size = 4 * THREADS * (STREAMS if y is None else STREAMS + 1)
     operands = start, column, streams, *([] if y is None else [y])
-    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct((size,), jnp.int32))
+    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct((_size_ahead(y),), jnp.int32))
 
 
 @primitive
 def mix_chunk(
-    operand, ahead: jax.Array, start: jax.Array, column: jax.Array, streams, new, y=None, mixing=None
-) -> jax.Array:
+    operand, ahead: jax.Array, here: tuple, following: tuple, streams, new, y=None, mixing=None
+) -> tuple[jax.Array, jax.Array]:
     """New streams of 64 tokens and 64 channels, to global memory and to `operand`; what `wgmma` reads next.
 
     Args:
       operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, of this warpgroup.
-      ahead: of `load_row`, for this chunk.
-      start, column, streams, y: as there.
-      new, mixing: as in `few_tokens.add_slice`.
+      ahead: of `load_rows`, for this chunk.
+      here, following: (first token, first channel) of this chunk, and of the one whose rows are loaded ahead.
+      streams, new, y, mixing: as in `few_tokens.add_slice`.
 
     Returns:
-      [128] float32 for `store_sums`: sums of squares over these channels.
+      [128] float32 for `store_sums`, sums of squares over these channels; `ahead` of the following chunk.
     """
-    tokens, columns = pl.ds(start, TOKENS), pl.ds(column, CHUNK)
+    tokens, columns = pl.ds(here[0], TOKENS), pl.ds(here[1], CHUNK)
     values = streams[tokens, :, columns].astype(jnp.float32)
     if y is not None and mixing is not None:
         values = mixed_streams(values, y[tokens, columns], mixing[tokens, :])
@@ -145,17 +147,17 @@ def mix_chunk(
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
     squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, lane % 8
-    return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1)
+    return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 
 
 @mix_chunk.mosaic
-def _(operand, ahead, start, column, streams, new, y=None, mixing=None):
+def _(operand, ahead, here, following, streams, new, y=None, mixing=None):
     width = streams.shape[2]
 
-    def emit(operand, ahead, start, column, streams, new=None, y=None, mixing=None):
+    def emit(operand, ahead, start, column, next_start, next_column, streams, new=None, y=None, mixing=None):
         eight = U32(mlir.thread()) & 7
         base = thread_ops.shared(operand)
-        start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
+        start, column, next_start, next_column = (U32(mlir.scalar(x)) for x in (start, column, next_start, next_column))
         # `wgmma` has read what was here.
         mgpu.utils.warpgroup_barrier()
 
@@ -163,7 +165,10 @@ def _(operand, ahead, start, column, streams, new, y=None, mixing=None):
             token, factors = start + _row_of(i), None
             if y is not None:
                 factors = words.load_factors(_element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
-            following = _load(start + _row_of((i + 1).minimum(3)), column, streams, y)
+            inside = i < ROWS - AHEAD
+            token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
+            last = _load(token_ahead, inside.where(column, next_column), streams, y)
+            loaded, later = loaded[: len(last)], loaded[len(last) :]
             out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
                 out = list(zip(*(words.mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
@@ -178,17 +183,19 @@ def _(operand, ahead, start, column, streams, new, y=None, mixing=None):
             total = arith.addf(*sums)
             for distance in (4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-            return [eight.equals(i).where(thread_ops.bits(total), squares), *following]
+            return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
 
-        squares, *_ = thread_ops.loop(4, row, U32(0), *map(U32, mlir.values(ahead)))
+        squares, *rows = thread_ops.loop(ROWS, row, U32(0), *map(U32, mlir.values(ahead)))
         mlir.ptx("fence.proxy.async.shared::cta;")
         mgpu.utils.warpgroup_barrier()
-        return [thread_ops.as_float(squares)]
+        return [thread_ops.as_float(squares)], [word.value for word in rows]
 
     added = [] if y is None else [new, y, mixing]
-    result = jax.ShapeDtypeStruct((THREADS,), jnp.float32)
-    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, _fours(ahead.shape)), start, column, streams, *added
-    return vectors.inline(emit, *operands, returns=result)
+    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, _fours(ahead.shape)), *here, *following, streams, *added
+    results = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
+    return mlir.inline(
+        emit, *operands, returns=(results, plgpu.ShapeDtypeStruct(ahead.shape, jnp.int32, _fours(ahead.shape)))
+    )
 
 
 @primitive
@@ -205,12 +212,16 @@ def _(x):
     return mlir.inline(emit, x, returns=x)
 
 
+def _size_ahead(y):
+    return AHEAD * 4 * THREADS * (STREAMS if y is None else STREAMS + 1)
+
+
 def _fours(shape):
     return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
 
 
 def _row_of(i):
-    """A thread's i-th row of four; a warp has the 16 that its part of `wgmma` reads."""
+    """A thread's i-th row; a warp has the 16 that its part of `wgmma` reads."""
     thread = U32(mlir.thread())
     return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
 
@@ -281,7 +292,7 @@ def _(partials, start, acc, squares):
             total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
             row = first + (lane >> 2) + 8 * (i % 2)
             llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
-        with thread_ops.when((lane & 7) < 4):
+        with thread_ops.when((lane & 7) < ROWS):
             row = first + ((lane & 7) << 2) + (lane >> 3)
             llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
 
