@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import clusters, vectors
+from pallas_kernels.common.bfloat16_words import PARTS
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
@@ -129,7 +130,7 @@ def _many(streams, fn, *added, interpret):
     slices, tiles = width // many_tokens.CHANNELS, -(-tokens // many_tokens.TOKENS)
     rows = -(-fn.shape[0] // 8) * 8
     groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
-    columns, warpgroups = many_tokens.PARTS * rows, 1 if interpret else many_tokens.WARPGROUPS
+    columns, warpgroups = PARTS * rows, 1 if interpret else many_tokens.WARPGROUPS
 
     def body(streams, fn, *refs, weights, operand, met):
         *added, partials = refs

@@ -15,14 +15,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common.bfloat16_words import PARTS
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32, fma
 from pallas_kernels.common.wgmma_results import TRANSFORMS
-from pallas_kernels.hyper_connections import words
-from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, mixed_streams
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, load_factors, mixed_streams, mixed_words
 
 
 CHANNELS = 128  # of a slice
@@ -32,7 +32,6 @@ TOKENS = 64  # of a tile
 WARPGROUPS = 3
 ROWS = 4  # of a tile, in a thread
 AHEAD = 2  # of them under way
-PARTS = 3  # bfloat16 of a float32
 
 
 @primitive
@@ -69,25 +68,21 @@ def _(target, fn, part, group):
     units = padded * STREAMS * eights
 
     def emit(target, fn, part, group):
-        f32, bf16 = mlir.f32_type(), ir.BF16Type.get()
         thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * THREADS
-        base, fn = thread_ops.shared(target), mlir.global_pointer(fn)
+        base = thread_ops.shared(target)
         column = U32(mlir.scalar(part)) * CHANNELS
 
         def visit(unit):
             row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
             # Rows that fn does not have are 0.
             own = row.minimum(rows - 1)
-            start = mlir.at(fn, mlir.to_i64((own * (STREAMS * width) + j * width + column + eight * 8).value), f32)
-            values = [llvm.load(f32, mlir.at(start, 4 * i)) for i in range(8)]
-            values = [arith.select((row < rows).value, x, mlir.f32(0.0)) for x in values]
+            start = _element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
+            values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
             chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
-            for i in range(PARTS):
-                pieces = [arith.extf(f32, arith.truncf(bf16, x)) for x in values]
-                values = [arith.subf(x, piece) for x, piece in zip(values, pieces, strict=True)]
-                four = [words.pack(*pieces[n : n + 2]) for n in range(0, 8, 2)]
+            halves = [words.split(values[n : n + 4]) for n in (0, 4)]
+            for i, (low, high) in enumerate(zip(*halves, strict=True)):
                 line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
-                words.store_shared(_swizzled(base, line, inner), four)
+                words.store_shared(_swizzled(base, line, inner), [*low, *high])
 
         share = WARPGROUPS * THREADS
         for first in range(0, units, share):
@@ -164,14 +159,14 @@ def _(operand, ahead, here, following, streams, new, y=None, mixing=None):
         def row(i, squares, *loaded):
             token, factors = start + _row_of(i), None
             if y is not None:
-                factors = words.load_factors(_element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
+                factors = load_factors(_element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
             inside = i < ROWS - AHEAD
             token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
             last = _load(token_ahead, inside.where(column, next_column), streams, y)
             loaded, later = loaded[: len(last)], loaded[len(last) :]
             out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
-                out = list(zip(*(words.mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
+                out = list(zip(*(mixed_words(four, factors) for four in zip(*out, strict=True)), strict=True))
                 place = _element(new, token * (STREAMS * width) + column + eight * 8, 2)
                 for k in range(STREAMS):
                     words.store_four(mlir.at(place, 2 * width * k), out[k])
