@@ -68,7 +68,7 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
     return mlir.inline(run, *args, layout=vector_layout, returns=returns)
 
 
-def vector_layout(shape: tuple[int, ...]) -> plgpu.Layout:
+def vector_layout(shape: tuple[int, ...]) -> Any:
     """How `inline`'s arrays lie over the threads."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 

@@ -60,7 +60,7 @@ def test_interpreted(tokens, parts, depth, groups):
 
 
 def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
-    monkeypatch.setattr(sys.modules["pallas_kernels.linear.stored_linear"], "LEAST_STAGES", 32)
+    monkeypatch.setattr(sys.modules["pallas_kernels.linear.stored_linear"], "LEAST_STAGES", 24)
     check("interpret", 8, ((192, False),), 512)
 
 
