@@ -17,6 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, math
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.deterministic_math import round_bfloat16
+from pallas_kernels.common.mixed_products import permute_columns
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.stored_weights import ROWS, SHIFT
 from pallas_kernels.common.thread_ops import U32
@@ -86,8 +87,7 @@ def store_swiglu(out, sums: jax.Array, column, first, end, staging, weights, lim
     """
     sums = (sums * 2.0**SHIFT).reshape(ROWS // 16, 2, 8, -1)
     gate, up = (round_bfloat16(sums[:, half]).reshape(ROWS // 2, -1).T for half in range(2))
-    value = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-    value = value[:, jnp.argsort(jnp.asarray(_PLACES))]
+    value = permute_columns(jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit))
 
     @pl.loop(0, value.shape[0])
     def _(n):
@@ -95,10 +95,6 @@ def store_swiglu(out, sums: jax.Array, column, first, end, staging, weights, lim
         def _():
             own = lax.dynamic_index_in_dim(value, n, keepdims=False) * weights[first + n]
             out[first + n, pl.ds(column, ROWS // 2)] = own.astype(jnp.bfloat16)
-
-
-# Where `permute_columns` puts columns 0 .. 31.
-_PLACES = [(i >> 1 & 1) * 16 + (i & 1) * 8 + (i >> 3) * 2 + (i >> 2 & 1) for i in range(32)]
 
 
 @store_swiglu.mosaic
@@ -120,6 +116,7 @@ def _(out, sums, column, first, end, staging, weights, limit):
         def put(start, place):
             thread = U32(mlir.thread())
             warp, row = thread >> 5, thread % 32 >> 2
+            # Where `permute_columns` puts channel 8 * warp + row.
             position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2)
             for n in range(start, min(start + COLUMNS, 2 * len(held)), 8):
                 for i in range(2):

@@ -24,7 +24,7 @@ SHARED_BYTES = 225 << 10
 MOST_STAGES = 8
 # Registers of a thread that copies, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
 # has 512 for each thread of a warpgroup.
-REGISTERS = {2: (40, 232), 4: (40, 112)}
+REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
 class OutputTile(NamedTuple):
