@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import run, with_gradient_of
 from dsv4_jax.ops.linear import same_dtype
 from dsv4_jax.quant import StoredWeight, round_to
-from pallas_kernels.experts import experts as experts_kernel
+from pallas_kernels.experts import experts as experts_kernel, grouped_experts
 
 
 # An expert's pairs fit into one block then, which every block of threads fills in an order of its own.
@@ -46,8 +46,9 @@ def experts(
       down: [E, D, I], likewise.
       limit: of SwiGLU.
       distinct: whether a token's experts differ from each other.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes x in bfloat16, weights
-        stored as FP4, and up to 8 tokens if `distinct`, else up to 8 pairs of a token and an expert.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
+        weights stored as FP4: one takes up to 8 tokens if `distinct`, else up to 8 pairs of a token and an expert,
+        another one takes more.
 
     Returns:
       [T, D] float32; each linear map is rounded to x's dtype, the sum is not.
@@ -65,15 +66,12 @@ def _experts_kernel(interpret, limit, distinct, *arrays):
     selected, *stored = arrays[1], *arrays[3:]
     if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in stored):
         raise NotImplementedError("the kernel takes weights stored as FP4")
-    if selected.shape[0] > MOST_TOKENS or not (distinct or selected.size <= MOST_TOKENS):
-        raise LeftToXla(
-            f"the kernel is for up to {MOST_TOKENS} tokens with distinct experts, got {selected.shape[0]} with "
-            f"{selected.shape[1]} that are {'' if distinct else 'not known to be '}distinct"
-        )
+    few = selected.shape[0] <= MOST_TOKENS and (distinct or selected.size <= MOST_TOKENS)
 
     def kernel(x, selected, weights, gate_up, down):
         pairs = (gate_up.codes, gate_up.scale), (down.codes, down.scale)
-        y = experts_kernel(x, selected, weights, *pairs, limit=limit, interpret=interpret)
+        call = experts_kernel if few else grouped_experts
+        y = call(x, selected, weights, *pairs, limit=limit, interpret=interpret)
         return jnp.sum(y.astype(jnp.float32), axis=1)
 
     return with_gradient_of(functools.partial(_experts_xla, limit, distinct), kernel)(*arrays)

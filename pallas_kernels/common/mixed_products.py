@@ -13,18 +13,18 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.stored_weights import CHUNK, ROWS, SHIFT, WeightLayout
+from pallas_kernels.common.stored_weights import ROWS, SHIFT, WeightLayout
 from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.unpack import e2m1_value, e4m3_pair, multiply
+from pallas_kernels.common.unpack import e2m1_value, multiply
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
 BYTES = 64  # of a row, in a tile
+CHUNK = 64  # columns of `wgmma`'s operands in shared memory
 CODE_TRANSFORMS = (plgpu.TilingTransform((8, BYTES)), plgpu.SwizzleTransform(BYTES))
 
 
@@ -126,8 +126,8 @@ def _unpack_fp8(place, other, scale):
             low, high = (_load(here, half * other * BYTES + 8 * i, "u16") for i in range(2))
             # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
             word = _permute_bytes(low, high, 0x5140)
-            for pair in range(2):
-                steps[step][2 * pair + half] = multiply(e4m3_pair(word, pair), factor)
+            for pair, x in enumerate((word << 8, word)):
+                steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factor)
     return steps
 
 
@@ -145,7 +145,10 @@ def _unpack_fp4(place, other, _, scale_place):
 
 
 def _e2m1_pairs(word):
-    """What `e2m1_pair` makes of pairs 0 to 3, in fewer instructions: two pairs' bits are brought together at a time."""
+    """Codes i and i + 4 of a word as two bfloat16, times 2**-126, for i = 0 .. 3.
+
+    The bits of two pairs are brought to the distance of sign and exponent together, the second pair's 4 bits lower.
+    """
     found = []
     for two in (word << 8, word << 2), (word, word >> 6):
         both = two[0] & 0x88008800 | two[1] & 0x77FF77FF

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import column_stores, mixed_products
-from pallas_kernels.common.mixed_products import BYTES, CODE_TRANSFORMS
-from pallas_kernels.common.stored_weights import CHUNK, ROWS, WeightLayout
+from pallas_kernels.common.mixed_products import BYTES, CHUNK, CODE_TRANSFORMS
+from pallas_kernels.common.stored_weights import ROWS, WeightLayout
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 

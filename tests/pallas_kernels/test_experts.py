@@ -101,12 +101,7 @@ compile_for_h100("experts", functools.partial(experts, limit=7.0), *args)
 def test_what_the_kernel_does_not_take_is_refused():
     x, selected, weights, gate_up, down = operands(3, 3, 4, 512, 512)
     call = functools.partial(ops.experts, limit=LIMIT, implementation="interpret")
-    with pytest.raises(NotImplementedError, match="got 3 with 3 that are not known to be distinct"):
-        call(x, selected, weights, gate_up, down)
     with pytest.raises(NotImplementedError, match="takes weights stored as FP4"):
         call(x, selected, weights, gate_up[...], down, distinct=True)
     with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
         call(x.astype(jnp.float32), selected, weights, gate_up, down, distinct=True)
-    many = [jnp.concatenate([array] * 3) for array in (x, selected, weights)]
-    with pytest.raises(NotImplementedError, match="for up to 8 tokens with distinct experts, got 9"):
-        call(*many, gate_up, down, distinct=True)
