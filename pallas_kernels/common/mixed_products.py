@@ -96,8 +96,9 @@ def _(acc, codes, scales, at, inputs, group, layout, gated):
         start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
             there = arith.addi(start, mlir.i64(chunk * columns * 2 * CHUNK))
+            # Sums are complete at the end: the next weights are unpacked beside a product.
             sums = _multiply(sums, steps[4 * chunk : 4 * chunk + 4], there)
-        return sums
+        return mlir.ptx("wgmma.wait_group.sync.aligned 0;", results=[mlir.f32_type()] * len(sums), in_out=sums)
 
     operands = [] if scales is None else [scales]
     places = (codes, plgpu.RefType(CODE_TRANSFORMS)), at, (inputs, plgpu.RefType(TRANSFORMS)), group
@@ -150,14 +151,16 @@ def _e2m1_pairs(word):
     The bits of two pairs are brought to the distance of sign and exponent together, the second pair's 4 bits lower.
     """
     found = []
-    for two in (word << 8, word << 2), (word, word >> 6):
-        both = two[0] & 0x88008800 | two[1] & 0x77FF77FF
+    for signs, others in (word << 8, word << 2), (word, word >> 6):
+        # One instruction, which compilers do not find: signs & mask | others & ~mask.
+        code = "lop3.b32 $0, $1, $2, 0x88008800, 0xe4;"
+        both = U32(mlir.ptx(code, signs.value, others.value, results=mlir.int_type(), pure=True))
         found += [both << 4 & 0x81C081C0, both & 0x81C081C0]
     return found
 
 
 def _multiply(sums, steps, inputs):
-    """The sums with 64 columns' products added, complete; `inputs`: address of [N, 64] bfloat16."""
+    """Starts to add 64 columns' products to the sums; `inputs`: address of [N, 64] bfloat16."""
     size = len(sums)
     start = arith.shrui(arith.andi(inputs, mlir.i64(0x3FFFF)), mlir.i64(4))
     # 8 rows further on are 1024 bytes; 128-byte swizzle.
@@ -171,6 +174,6 @@ def _multiply(sums, steps, inputs):
             f"add.s64 d, ${size + 16}, {step * 32 >> 4};",
             f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{held}}}, {{{a}}}, d, p, 1, 1, 0;",
         ]
-    lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
+    lines.append("wgmma.commit_group.sync.aligned; }")
     results = [mlir.f32_type()] * size
     return mlir.ptx("\n".join(lines), *registers, descriptor, results=results, in_out=sums)

@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels.common import column_stores, mixed_products
 from pallas_kernels.common.mixed_products import BYTES, CHUNK, CODE_TRANSFORMS
+from pallas_kernels.common.primitive import interpreting
 from pallas_kernels.common.stored_weights import ROWS, WeightLayout
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
@@ -173,8 +174,9 @@ class StoredGemm:
                     plgpu.barrier_wait(full.at[stage])
                     operands = codes_tile.at[stage], table, at, inputs_tile.at[stage], warpgroup
                     acc = mixed_products.multiply_tile(acc, *operands, self.layout, self.gated)
-                    # Shared memory was read; bulk copies write it next.
-                    plgpu.commit_smem()
+                    if interpreting():
+                        # It takes no arrival for the end of reads before bulk copies' writes.
+                        plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[stage])
                     return acc
 

@@ -14,8 +14,8 @@ from tests.pallas_kernels.linear.test_stored_linear import check, random_weight
 MODULE = sys.modules["pallas_kernels.linear.stored_matmul"]
 
 
-# Tiles with fewer rows and tokens than others, parts of two dtypes; several tiles a block, not all in one batch of tiles
-# of tokens, and groups with inputs of their own.
+# Tiles with fewer rows and tokens than others, parts of two dtypes; several tiles a block, not all in one batch
+# of tiles of tokens, and groups with inputs of their own.
 @pytest.mark.parametrize(
     ("tokens", "parts", "depth", "groups"),
     [(5, ((64, True), (128, False)), 256, 1), (70, ((128, True), (128, False)), 128, 2)],
