@@ -52,6 +52,7 @@ class StoredGemm:
       inputs: of a tile, a multiple of 16 up to 256.
       warpgroups: that multiply, 64 rows each: 2 or 4.
       gated: half of a tile's rows are the gate's, the others those of up, for the same channels.
+      blocks: of a cluster, 1 or 2, along its axis "block". Their tiles have the same inputs, which each copies half of.
     """
 
     layout: WeightLayout
@@ -59,6 +60,7 @@ class StoredGemm:
     inputs: int
     warpgroups: int
     gated: bool = False
+    blocks: int = 1
 
     @property
     def rows(self) -> int:
@@ -78,13 +80,18 @@ class StoredGemm:
         staging = self.warpgroups * column_stores.STAGING_BYTES
         stages = min((SHARED_BYTES - staging) // stage, MOST_STAGES)
         copies = chunks + (1 + scales) * (1 + self.gated)
+        free: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
+        if self.blocks > 1:
+            free = plgpu.ClusterBarrier(collective_axes=("block",), **free)
+        else:
+            free = plgpu.Barrier(**free)
         return dict(
             codes_tile=plgpu.SMEM((stages, self.rows, BYTES), jnp.uint8, transforms=CODE_TRANSFORMS),
             scales_tile=plgpu.SMEM((stages, self.rows, 16), jnp.uint8) if scales else None,
             inputs_tile=plgpu.SMEM((stages, chunks, self.inputs, CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
             staging=plgpu.SMEM((self.warpgroups, column_stores.STAGING_BYTES), jnp.uint8),
             full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=stages),
+            free=free,
         )
 
     def run(
@@ -107,7 +114,7 @@ class StoredGemm:
 
         Args:
           warpgroup: this one's number: 0 and up multiply, the last one copies.
-          tiles: how many.
+          tiles: how many; as many in the other block of the cluster.
           inputs: [.., width] bfloat16 in global memory; for FP4 with permuted columns.
           codes: [R, bytes of a row] uint8 in global memory. Rows and inputs past the end count as zeros.
           scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8.
@@ -118,6 +125,7 @@ class StoredGemm:
         stages, chunks, *_ = inputs_tile.shape
         steps = self.steps
         copying, multiplying = REGISTERS[self.warpgroups]
+        together = "block" if self.blocks > 1 else None
 
         @pl.when(warpgroup == self.warpgroups)
         def _():
@@ -139,7 +147,8 @@ class StoredGemm:
                     for chunk in range(chunks):
                         columns = pl.ds(place.column + (step * chunks + chunk) * CHUNK, CHUNK)
                         source = inputs.at[pl.ds(place.input, self.inputs), columns]
-                        plgpu.copy_gmem_to_smem(source, inputs_tile.at[stage, chunk], full.at[stage])
+                        there = inputs_tile.at[stage, chunk]
+                        plgpu.copy_gmem_to_smem(source, there, full.at[stage], collective_axes=together)
                     size = self.rows // len(place.rows)
                     for part, row in enumerate(place.rows):
                         source, target = pl.ds(row, size), pl.ds(part * size, size)
@@ -167,7 +176,8 @@ class StoredGemm:
                     stage = lax.rem(n * steps + step, jnp.int32(stages))
                     if scales_tile is None:
                         block = lax.div(step * BYTES, jnp.int32(128))
-                        at = scales[lax.div(place.rows[0], jnp.int32(128)), block].astype(jnp.int32)
+                        row = jnp.minimum(lax.div(place.rows[0], jnp.int32(128)), scales.shape[0] - 1)
+                        at = scales[row, block].astype(jnp.int32)
                         table = None
                     else:
                         at, table = lax.rem(step, jnp.int32(4)) * 4, scales_tile.at[stage]

@@ -1,7 +1,7 @@
 """Linear maps of many tokens whose weights stay in FP8: as long as the products take.
 
-Blocks walk over tiles of 128 rows and up to 256 tokens, so that those that run at the same time share weights and
-inputs, which stay in the L2 cache.
+Clusters of two blocks walk over tiles of 256 rows and up to 256 tokens, so that those that run at the same time share
+weights and inputs, which stay in the L2 cache.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ MOST_INPUTS = 256  # tokens of a tile
 # Tiles with fewer tokens take as long as with these: weights have to be unpacked.
 LEAST_INPUTS = 96
 WARPGROUPS = 2
+BLOCKS = 2  # of a cluster: 128 rows each
 # Tiles of tokens that are multiplied with all weights before the next ones are.
 TOGETHER = 12
 
@@ -70,15 +71,20 @@ def stored_matmul(
         }
     )
     assert sum(sizes) == rows
-    row_tiles = -(-rows // (ROWS * WARPGROUPS))
-    gemm = StoredGemm(FP8, depth, _inputs(tokens, row_tiles), WARPGROUPS)
+    # Blocks of a cluster have the same inputs.
+    blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
+    row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
+    workers = MULTIPROCESSORS // blocks
+    gemm = StoredGemm(FP8, depth, _inputs(tokens, row_tiles, workers), WARPGROUPS, blocks=blocks)
     p = StoredMatmulProblem(gemm, tokens, rows, row_tiles, groups, parts)
     run = kernel(
         functools.partial(_body, p),
         out_type=[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts],
         kernel_name="stored_matmul",
-        grid=(min(p.tiles, 2 if interpret else MULTIPROCESSORS),),
+        grid=(min(p.tiles, 2 if interpret else workers),),
         grid_names=("worker",),
+        cluster=(blocks,),
+        cluster_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=gemm.scratch(),
@@ -89,11 +95,11 @@ def stored_matmul(
     return tuple(run(x, codes, scales))
 
 
-def _inputs(tokens, row_tiles):
+def _inputs(tokens, row_tiles, workers):
     """Tokens of a tile: with equal ones, so many that the last blocks end early."""
 
     def time(count):
-        turns = -(-count * row_tiles // MULTIPROCESSORS)
+        turns = -(-count * row_tiles // workers)
         return turns * max(_share(tokens, count), LEAST_INPUTS)
 
     fewest = -(-tokens // MOST_INPUTS)
@@ -124,12 +130,12 @@ class StoredMatmulProblem:
         return self.row_tiles * self.token_tiles
 
     def place(self, tile):
-        """(row, token) where a tile begins."""
+        """(row, token) where a cluster's tile begins."""
         batch = lax.div(tile, jnp.int32(TOGETHER * self.row_tiles))
         inner = tile - batch * (TOGETHER * self.row_tiles)
         size = jnp.minimum(self.token_tiles - batch * TOGETHER, TOGETHER)
         row = lax.div(inner, size)
-        return row * self.gemm.rows, (batch * TOGETHER + inner - row * size) * self.gemm.inputs
+        return row * (self.gemm.blocks * self.gemm.rows), (batch * TOGETHER + inner - row * size) * self.gemm.inputs
 
 
 def _body(p, x, codes, scales, *outs, staging, **streamed):
@@ -138,7 +144,8 @@ def _body(p, x, codes, scales, *outs, staging, **streamed):
     tiles = lax.div(p.tiles - worker + (workers - 1), jnp.int32(workers))
 
     def place(n):
-        return p.place(worker + n * workers)
+        row, token = p.place(worker + n * workers)
+        return row + lax.axis_index("block") * p.gemm.rows, token
 
     def locate(n):
         row, token = place(n)
