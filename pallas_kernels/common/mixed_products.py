@@ -44,20 +44,21 @@ def multiply_tile(
     """acc + weights @ inputs of a tile: [64, N] float32, 2**-32 of the products.
 
     Args:
-      codes: [R, 64] uint8 in shared memory with CODE_TRANSFORMS, rows of all warpgroups that multiply.
-      scales: of FP4 [R, 16] uint8 in shared memory; the tile's are four of each row. Of FP8 None.
+      codes: [1, R, 64], or where `gated` [2, R / 2, 64], uint8 in shared memory with CODE_TRANSFORMS, rows of all
+        warpgroups that multiply.
+      scales: of FP4 [.., .., 16] uint8 in shared memory; the tile's are four of each row. Of FP8 None.
       at: int32 scalar; of FP4 the place of the tile's first scale in a row, of FP8 the tile's scale.
-      inputs: [columns / 64, N, 64] bfloat16 in shared memory with TRANSFORMS.
+      inputs: [N, columns] bfloat16 in shared memory with TRANSFORMS.
       group: number of the warpgroup, which has rows `64 * group ..`; or, where `gated`, 32 rows from `32 * group` on
         and the 32 that are R / 2 further.
       layout: of the weights.
       gated: the two 32 rows meet in a thread: they are rows 16 * (i // 8) + i % 8, and 8 more, of the sums.
     """
-    rows = codes.shape[0]
-    half = ROWS // 2
+    rows, half = codes.shape[0] * codes.shape[1], ROWS // 2
     starts = (half * group, rows // 2 + half * group) if gated else (ROWS * group, ROWS * group + half)
 
     def own(array):
+        array = array.reshape(rows, -1)
         return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, half) for start in starts])
 
     values = own(codes[...])
@@ -70,8 +71,7 @@ def multiply_tile(
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
         values = values * lax.bitcast_convert_type((at - SHIFT) << 23, jnp.float32)
-    x = jnp.concatenate([inputs[i] for i in range(inputs.shape[0])], axis=1).astype(jnp.float32)
-    products = jnp.dot(values, x.T, precision="highest")
+    products = jnp.dot(values, inputs[...].astype(jnp.float32).T, precision="highest")
     if gated:
         products = products.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
     return acc + products
@@ -79,8 +79,7 @@ def multiply_tile(
 
 @multiply_tile.mosaic
 def _(acc, codes, scales, at, inputs, group, layout, gated):
-    chunks, columns, _ = inputs.shape
-    rows = codes.shape[0]
+    chunks, rows = inputs.shape[1] // CHUNK, codes.shape[0] * codes.shape[1]
     unpack = _unpack_fp4 if layout.per_byte == 2 else _unpack_fp8
 
     def emit(acc, codes, at, inputs, group, *scales):
@@ -95,9 +94,8 @@ def _(acc, codes, scales, at, inputs, group, layout, gated):
         sums = mlir.values(acc)
         start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
-            there = arith.addi(start, mlir.i64(chunk * columns * 2 * CHUNK))
             # Sums are complete at the end: the next weights are unpacked beside a product.
-            sums = _multiply(sums, steps[4 * chunk : 4 * chunk + 4], there)
+            sums = _multiply(sums, steps[4 * chunk : 4 * chunk + 4], start, chunk, chunks)
         return mlir.ptx("wgmma.wait_group.sync.aligned 0;", results=[mlir.f32_type()] * len(sums), in_out=sums)
 
     operands = [] if scales is None else [scales]
@@ -159,12 +157,13 @@ def _e2m1_pairs(word):
     return found
 
 
-def _multiply(sums, steps, inputs):
-    """Starts to add 64 columns' products to the sums; `inputs`: address of [N, 64] bfloat16."""
+def _multiply(sums, steps, inputs, chunk, chunks):
+    """Starts to add products of 64 columns to the sums; `inputs`: address of [N / 8, chunks, 8, 64] bfloat16."""
     size = len(sums)
-    start = arith.shrui(arith.andi(inputs, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # 8 rows further on are 1024 bytes; 128-byte swizzle.
-    descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 >> 4) << 32 | 1 << 16))
+    start = arith.addi(inputs, mlir.i64(chunk * 1024))
+    start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
+    # From 8 rows to the next; 128-byte swizzle.
+    descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
     registers = [x.value for step in steps for x in step]
     held = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]

@@ -5,6 +5,7 @@ One warpgroup of a block copies tiles of weights and inputs, over the borders of
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 SHARED_BYTES = 225 << 10
 MOST_STAGES = 8
+SCALES = 16  # of a row, which travel together, the fewest of a bulk copy: of 4 steps
+SCALES_STEPS = 4
+SCALES_STAGES = 3
 # Registers of a thread that copies, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
 # has 512 for each thread of a warpgroup.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
@@ -32,12 +36,14 @@ class OutputTile(NamedTuple):
     """Where a tile's operands begin.
 
     Attributes:
-      rows: of the codes, one number; or, where `gated`, the gate's and that of up.
-      input: row of the inputs.
+      matrix: of the codes; where `gated` the gate's, which that of up follows.
+      row: of the matrix.
+      input: row of the inputs, a multiple of 8.
       column: of the inputs.
     """
 
-    rows: tuple
+    matrix: Any
+    row: Any
     input: Any
     column: Any = 0
 
@@ -74,23 +80,29 @@ class StoredGemm:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers for `run`, and `staging` for `column_stores`."""
-        scales = self.layout.per_byte == 2
-        chunks = BYTES * self.layout.per_byte // CHUNK
-        stage = self.rows * (BYTES + 16 * scales) + 2 * chunks * self.inputs * CHUNK
-        staging = self.warpgroups * column_stores.STAGING_BYTES
-        stages = min((SHARED_BYTES - staging) // stage, MOST_STAGES)
-        copies = chunks + (1 + scales) * (1 + self.gated)
+        chunks, parts = self.layout.per_byte * BYTES // CHUNK, 1 + self.gated
+        other = self.warpgroups * column_stores.STAGING_BYTES
+        tables: dict[str, Any] = dict(scales_tile=None, scales_full=None, scales_free=None)
+        if self.layout.per_byte == 2:
+            shape = (SCALES_STAGES, parts, self.rows // parts, SCALES)
+            other += math.prod(shape)
+            tables = dict(
+                scales_tile=plgpu.SMEM(shape, jnp.uint8),
+                scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
+                scales_free=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
+            )
+        stages = min((SHARED_BYTES - other) // (self.rows * BYTES + 2 * chunks * self.inputs * CHUNK), MOST_STAGES)
         free: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
         if self.blocks > 1:
             free = plgpu.ClusterBarrier(collective_axes=("block",), **free)
         else:
             free = plgpu.Barrier(**free)
-        return dict(
-            codes_tile=plgpu.SMEM((stages, self.rows, BYTES), jnp.uint8, transforms=CODE_TRANSFORMS),
-            scales_tile=plgpu.SMEM((stages, self.rows, 16), jnp.uint8) if scales else None,
-            inputs_tile=plgpu.SMEM((stages, chunks, self.inputs, CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
+        codes = (stages, parts, self.rows // parts, BYTES)
+        return tables | dict(
+            codes_tile=plgpu.SMEM(codes, jnp.uint8, transforms=CODE_TRANSFORMS),
+            inputs_tile=plgpu.SMEM((stages, self.inputs, chunks * CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
             staging=plgpu.SMEM((self.warpgroups, column_stores.STAGING_BYTES), jnp.uint8),
-            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             free=free,
         )
 
@@ -105,10 +117,12 @@ class StoredGemm:
         locate: Callable[[jax.Array], OutputTile],
         finish: Callable[[jax.Array, jax.Array], None],
         codes_tile: Any,
-        scales_tile: Any,
         inputs_tile: Any,
         full: Any,
         free: Any,
+        scales_tile: Any,
+        scales_full: Any,
+        scales_free: Any,
     ) -> None:
         """Multiplies `tiles` tiles; every warpgroup calls it.
 
@@ -116,16 +130,19 @@ class StoredGemm:
           warpgroup: this one's number: 0 and up multiply, the last one copies.
           tiles: how many; as many in the other block of the cluster.
           inputs: [.., width] bfloat16 in global memory; for FP4 with permuted columns.
-          codes: [R, bytes of a row] uint8 in global memory. Rows and inputs past the end count as zeros.
-          scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8.
+          codes: [matrices, R, bytes of a row] uint8 in global memory. Rows and inputs past the end count as zeros.
+          scales: in global memory; FP4: [matrices, R, columns / 32], FP8: [1, R / 128, columns / 128] uint8.
           locate: tile -> its place.
           finish: (tile, sums [64, inputs] float32, 2**-32 of the products), in each warpgroup that multiplies.
-          codes_tile, scales_tile, inputs_tile, full, free: `scratch`.
+          codes_tile, inputs_tile, full, free, scales_tile, scales_full, scales_free: `scratch`.
         """
-        stages, chunks, *_ = inputs_tile.shape
-        steps = self.steps
+        stages, parts, rows, _ = codes_tile.shape
+        width, steps = inputs_tile.shape[-1], self.steps
         copying, multiplying = REGISTERS[self.warpgroups]
         together = "block" if self.blocks > 1 else None
+
+        def turn(i, count):
+            return lax.rem(i, jnp.int32(count))
 
         @pl.when(warpgroup == self.warpgroups)
         def _():
@@ -134,35 +151,45 @@ class StoredGemm:
             @pl.loop(0, tiles)
             def _(n):
                 place = locate(n)
+                source = codes.at[pl.ds(place.matrix, parts), pl.ds(place.row, rows)]
 
                 @pl.loop(0, steps)
                 def _(step):
                     i = n * steps + step
-                    stage = lax.rem(i, jnp.int32(stages))
+                    stage = turn(i, stages)
 
                     @pl.when(i >= stages)
                     def _():
                         plgpu.barrier_wait(free.at[stage])
 
-                    for chunk in range(chunks):
-                        columns = pl.ds(place.column + (step * chunks + chunk) * CHUNK, CHUNK)
-                        source = inputs.at[pl.ds(place.input, self.inputs), columns]
-                        there = inputs_tile.at[stage, chunk]
-                        plgpu.copy_gmem_to_smem(source, there, full.at[stage], collective_axes=together)
-                    size = self.rows // len(place.rows)
-                    for part, row in enumerate(place.rows):
-                        source, target = pl.ds(row, size), pl.ds(part * size, size)
-                        there = codes_tile.at[stage, target]
-                        plgpu.copy_gmem_to_smem(codes.at[source, pl.ds(step * BYTES, BYTES)], there, full.at[stage])
-                        if scales_tile is not None:
-                            columns = pl.ds(lax.div(step, jnp.int32(4)) * 16, 16)
-                            there = scales_tile.at[stage, target]
-                            plgpu.copy_gmem_to_smem(scales.at[source, columns], there, full.at[stage])
+                    columns = pl.ds(place.column + step * width, width)
+                    values = inputs.at[pl.ds(place.input, self.inputs), columns]
+                    plgpu.copy_gmem_to_smem(values, inputs_tile.at[stage], full.at[stage], collective_axes=together)
+                    values = source.at[:, :, pl.ds(step * BYTES, BYTES)]
+                    plgpu.copy_gmem_to_smem(values, codes_tile.at[stage], full.at[stage])
+                    if scales_tile is None:
+                        return
+                    number = lax.div(i, jnp.int32(SCALES_STEPS))
+                    slot = turn(number, SCALES_STAGES)
 
-            # The interpreter wants every arrival waited for.
-            @pl.loop(jnp.maximum(tiles * steps - stages, 0), tiles * steps)
-            def _(i):
-                plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
+                    @pl.when(turn(i, SCALES_STEPS) == 0)
+                    def _():
+                        @pl.when(number >= SCALES_STAGES)
+                        def _():
+                            plgpu.barrier_wait(scales_free.at[slot])
+
+                        columns = pl.ds(lax.div(step, jnp.int32(SCALES_STEPS)) * SCALES, SCALES)
+                        values = scales.at[pl.ds(place.matrix, parts), pl.ds(place.row, rows), columns]
+                        plgpu.copy_gmem_to_smem(values, scales_tile.at[slot], scales_full.at[slot])
+
+            # The interpreter wants every arrival waited for, and no block may end before the other of its cluster.
+            last = tiles * steps
+            for barriers, count, end in (free, stages, last), (scales_free, SCALES_STAGES, lax.div(last, SCALES_STEPS)):
+                if barriers is not None:
+
+                    @pl.loop(jnp.maximum(end - count, 0), end)
+                    def _(i, barriers=barriers, count=count):
+                        plgpu.barrier_wait(barriers.at[turn(i, count)])
 
         @pl.when(warpgroup < self.warpgroups)
         def _():
@@ -173,14 +200,19 @@ class StoredGemm:
                 place = locate(n)
 
                 def add(step, acc):
-                    stage = lax.rem(n * steps + step, jnp.int32(stages))
+                    i = n * steps + step
+                    stage, slot = turn(i, stages), turn(lax.div(i, jnp.int32(SCALES_STEPS)), SCALES_STAGES)
                     if scales_tile is None:
-                        block = lax.div(step * BYTES, jnp.int32(128))
-                        row = jnp.minimum(lax.div(place.rows[0], jnp.int32(128)), scales.shape[0] - 1)
-                        at = scales[row, block].astype(jnp.int32)
+                        row = jnp.minimum(lax.div(place.row, jnp.int32(128)), scales.shape[1] - 1)
+                        at = scales[0, row, lax.div(step * BYTES, jnp.int32(128))].astype(jnp.int32)
                         table = None
                     else:
-                        at, table = lax.rem(step, jnp.int32(4)) * 4, scales_tile.at[stage]
+                        at, table = turn(i, SCALES_STEPS) * (SCALES // SCALES_STEPS), scales_tile.at[slot]
+
+                        @pl.when(turn(i, SCALES_STEPS) == 0)
+                        def _():
+                            plgpu.barrier_wait(scales_full.at[slot])
+
                     plgpu.barrier_wait(full.at[stage])
                     operands = codes_tile.at[stage], table, at, inputs_tile.at[stage], warpgroup
                     acc = mixed_products.multiply_tile(acc, *operands, self.layout, self.gated)
@@ -188,6 +220,12 @@ class StoredGemm:
                         # It takes no arrival for the end of reads before bulk copies' writes.
                         plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[stage])
+                    if scales_tile is not None:
+
+                        @pl.when(turn(i, SCALES_STEPS) == SCALES_STEPS - 1)
+                        def _():
+                            plgpu.barrier_arrive(scales_free.at[slot])
+
                     return acc
 
                 zeros = jnp.zeros((ROWS, self.inputs), jnp.float32)

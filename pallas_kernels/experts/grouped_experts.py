@@ -136,14 +136,6 @@ class GroupedExpertsProblem:
         """Of a block of pairs."""
         return self.width // (self.channels * self.gemm.warpgroups)
 
-    def rows(self, expert, tile):
-        """Where a tile's rows begin."""
-        channel = tile * (self.channels * self.gemm.warpgroups)
-        if self.gemm.gated:
-            row = expert * (2 * self.width) + channel
-            return row, row + self.width
-        return (expert * self.width + channel,)
-
 
 def _launch(gemm, limit, width, blocks, table, x, weight, rows, interpret):
     """`table`: [P], routing weights where gated, otherwise where each sorted pair goes."""
@@ -159,7 +151,9 @@ def _launch(gemm, limit, width, blocks, table, x, weight, rows, interpret):
         scratch_types=gemm.scratch(),
         interpret=interpret,
     )
-    return run(*blocks, table, x, *(array.reshape(-1, array.shape[-1]) for array in weight))
+    matrices = 1 + gemm.gated
+    weight = (array.reshape(len(array) * matrices, -1, array.shape[-1]) for array in weight)
+    return run(*blocks, table, x, *weight)
 
 
 def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed):
@@ -174,7 +168,8 @@ def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed
 
     def locate(n):
         block, tile = block_of(n)
-        return OutputTile(p.rows(blocks[0, block], tile), pl.multiple_of(blocks[1, block], 8))
+        matrix, row = blocks[0, block] * (1 + p.gemm.gated), tile * (p.channels * p.gemm.warpgroups)
+        return OutputTile(matrix, row, pl.multiple_of(blocks[1, block], 8))
 
     def finish(n, sums):
         block, tile = block_of(n)

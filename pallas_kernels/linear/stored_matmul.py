@@ -92,7 +92,7 @@ def stored_matmul(
     )
     # Bulk copies take whole tiles of 8 rows, of which there may be too few.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
-    return tuple(run(x, codes, scales))
+    return tuple(run(x, codes[None], scales[None]))
 
 
 def _inputs(tokens, row_tiles, workers):
@@ -149,7 +149,7 @@ def _body(p, x, codes, scales, *outs, staging, **streamed):
 
     def locate(n):
         row, token = place(n)
-        return OutputTile((row,), token, lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth)
+        return OutputTile(0, row, token, lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth)
 
     def finish(n, sums):
         row, token = place(n)
