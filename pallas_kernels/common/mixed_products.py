@@ -39,7 +39,15 @@ def permute_columns(x: jax.Array) -> jax.Array:
 
 @primitive
 def multiply_tile(
-    acc: jax.Array, codes, scales, at: jax.Array, inputs, group: jax.Array, layout: WeightLayout, gated: bool
+    acc: jax.Array,
+    codes,
+    scales,
+    at: jax.Array,
+    inputs,
+    group: jax.Array,
+    layout: WeightLayout,
+    gated: bool,
+    complete: bool = True,
 ) -> jax.Array:
     """acc + weights @ inputs of a tile: [64, N] float32, 2**-32 of the products.
 
@@ -53,6 +61,8 @@ def multiply_tile(
         and the 32 that are R / 2 further.
       layout: of the weights.
       gated: the two 32 rows meet in a thread: they are rows 16 * (i // 8) + i % 8, and 8 more, of the sums.
+      complete: or the tile's last 64 columns may still be multiplied, all before are; then `complete_sums` has to follow
+        what adds up tiles.
     """
     rows, half = codes.shape[0] * codes.shape[1], ROWS // 2
     starts = (half * group, rows // 2 + half * group) if gated else (ROWS * group, ROWS * group + half)
@@ -78,9 +88,9 @@ def multiply_tile(
 
 
 @multiply_tile.mosaic
-def _(acc, codes, scales, at, inputs, group, layout, gated):
+def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
     chunks, rows = inputs.shape[1] // CHUNK, codes.shape[0] * codes.shape[1]
-    unpack = _unpack_fp4 if layout.per_byte == 2 else _unpack_fp8
+    unpacker = _fp4_unpacker if layout.per_byte == 2 else _fp8_unpacker
 
     def emit(acc, codes, at, inputs, group, *scales):
         thread, at = U32(mlir.thread()), U32(mlir.scalar(at))
@@ -90,17 +100,37 @@ def _(acc, codes, scales, at, inputs, group, layout, gated):
         place = thread_ops.shared(codes) + line * BYTES + ((line >> 1 & 3) << 4) + (thread & 3) * (2 * layout.per_byte)
         other = rows // 2 if gated else 8
         scale_place = [thread_ops.shared(table) + line * 16 + at for table in scales]
-        steps = unpack(place, other, at, *scale_place)
+        unpack = unpacker(place, other, at, *scale_place)
         sums = mlir.values(acc)
         start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
-            # Sums are complete at the end: the next weights are unpacked beside a product.
-            sums = _multiply(sums, steps[4 * chunk : 4 * chunk + 4], start, chunk, chunks)
-        return mlir.ptx("wgmma.wait_group.sync.aligned 0;", results=[mlir.f32_type()] * len(sums), in_out=sums)
+            weights = [x.value for step in unpack(chunk) for x in step]
+            sums = _multiply(sums, weights, start, chunk, chunks)
+            # The next weights are unpacked beside these products, into registers which those before them read.
+            sums = _wait(sums, pending=1) if chunk < chunks - 1 or not complete else sums
+        return _wait(sums, pending=0) if complete else sums
 
     operands = [] if scales is None else [scales]
     places = (codes, plgpu.RefType(CODE_TRANSFORMS)), at, (inputs, plgpu.RefType(TRANSFORMS)), group
     return mlir.inline(emit, acc, *places, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+
+
+@primitive
+def complete_sums(acc: jax.Array) -> jax.Array:
+    """The sums, once `wgmma` has written them."""
+    return acc
+
+
+@complete_sums.mosaic
+def _(acc):
+    emit = lambda acc: _wait(mlir.values(acc), pending=0)
+    return mlir.inline(emit, acc, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+
+
+def _wait(values, pending):
+    """Waits for products, but for the last `pending` times 64 columns; the values stay on their side of it."""
+    code = f"wgmma.wait_group.sync.aligned {pending};"
+    return mlir.ptx(code, results=[x.type for x in values], in_out=values)
 
 
 def _load(address: U32, offset: int, kind: str = "u32") -> U32:
@@ -115,32 +145,41 @@ def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
     return U32(mlir.ptx(code, *operands, results=mlir.int_type(), pure=True))
 
 
-def _unpack_fp8(place, other, scale):
-    """Registers of the left operand for each step of 16 columns: 4 of them."""
+def _fp8_unpacker(place, other, scale):
+    """chunk -> registers of the left operand for each step of 16 columns."""
     factor = U32(arith.minsi((scale + (120 - SHIFT)).value, mlir.i32(254))) * 0x00800080
-    steps: list[list[Any]] = [[None] * 4 for _ in range(BYTES // 16)]
-    for step in range(len(steps)):
-        here = place ^ (step << 4)
+
+    def unpack(chunk):
+        steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
+        for step in range(4):
+            here = place ^ (4 * chunk + step << 4)
+            for half in range(2):
+                low, high = (_load(here, half * other * BYTES + 8 * i, "u16") for i in range(2))
+                # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
+                word = _permute_bytes(low, high, 0x5140)
+                for pair, x in enumerate((word << 8, word)):
+                    steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factor)
+        return steps
+
+    return unpack
+
+
+def _fp4_unpacker(place, other, _, scale_place):
+    """See `_fp8_unpacker`."""
+    exponents = [_load(scale_place, half * other * 16) + (126 - SHIFT) * 0x01010101 for half in range(2)]
+
+    def unpack(chunk):
+        steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
         for half in range(2):
-            low, high = (_load(here, half * other * BYTES + 8 * i, "u16") for i in range(2))
-            # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
-            word = _permute_bytes(low, high, 0x5140)
-            for pair, x in enumerate((word << 8, word)):
-                steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factor)
-    return steps
+            for block in range(2):
+                at = 2 * chunk + block
+                factor = _permute_bytes(exponents[half], 0, 0x4040 | at * 0x0101) << 7
+                word = _load(place ^ (at << 4), half * other * BYTES)
+                for pair, value in enumerate(_e2m1_pairs(word)):
+                    steps[2 * block + pair // 2][2 * (pair % 2) + half] = multiply(value, factor)
+        return steps
 
-
-def _unpack_fp4(place, other, _, scale_place):
-    """Registers of the left operand for each step of 16 columns: 8 of them."""
-    steps: list[list[Any]] = [[None] * 4 for _ in range(2 * BYTES // 16)]
-    for half in range(2):
-        exponents = _load(scale_place, half * other * 16) + (126 - SHIFT) * 0x01010101
-        for block in range(BYTES // 16):
-            factor = _permute_bytes(exponents, 0, 0x4040 | block * 0x0101) << 7
-            word = _load(place ^ (block << 4), half * other * BYTES)
-            for pair, value in enumerate(_e2m1_pairs(word)):
-                steps[2 * block + pair // 2][2 * (pair % 2) + half] = multiply(value, factor)
-    return steps
+    return unpack
 
 
 def _e2m1_pairs(word):
@@ -157,14 +196,13 @@ def _e2m1_pairs(word):
     return found
 
 
-def _multiply(sums, steps, inputs, chunk, chunks):
+def _multiply(sums, weights, inputs, chunk, chunks):
     """Starts to add products of 64 columns to the sums; `inputs`: address of [N / 8, chunks, 8, 64] bfloat16."""
     size = len(sums)
     start = arith.addi(inputs, mlir.i64(chunk * 1024))
     start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
     # From 8 rows to the next; 128-byte swizzle.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
-    registers = [x.value for step in steps for x in step]
     held = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(4):
@@ -175,4 +213,4 @@ def _multiply(sums, steps, inputs, chunk, chunks):
         ]
     lines.append("wgmma.commit_group.sync.aligned; }")
     results = [mlir.f32_type()] * size
-    return mlir.ptx("\n".join(lines), *registers, descriptor, results=results, in_out=sums)
+    return mlir.ptx("\n".join(lines), *weights, descriptor, results=results, in_out=sums)

@@ -24,6 +24,7 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 SHARED_BYTES = 225 << 10
 MOST_STAGES = 8
+OVERLAP = True
 SCALES = 16  # of a row, which travel together, the fewest of a bulk copy: of 4 steps
 SCALES_STEPS = 4
 SCALES_STAGES = 3
@@ -77,6 +78,11 @@ class StoredGemm:
     def steps(self) -> int:
         """Of a tile, over its columns."""
         return self.depth // (BYTES * self.layout.per_byte)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether weights are unpacked beside the last step's products: where inputs are few, and registers enough."""
+        return OVERLAP and self.warpgroups == 4
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers for `run`, and `staging` for `column_stores`."""
@@ -143,6 +149,12 @@ class StoredGemm:
 
         def turn(i, count):
             return lax.rem(i, jnp.int32(count))
+
+        def release(i):
+            if interpreting():
+                # It takes no arrival for the end of reads before bulk copies' writes.
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(free.at[turn(i, stages)])
 
         @pl.when(warpgroup == self.warpgroups)
         def _():
@@ -215,11 +227,11 @@ class StoredGemm:
 
                     plgpu.barrier_wait(full.at[stage])
                     operands = codes_tile.at[stage], table, at, inputs_tile.at[stage], warpgroup
-                    acc = mixed_products.multiply_tile(acc, *operands, self.layout, self.gated)
-                    if interpreting():
-                        # It takes no arrival for the end of reads before bulk copies' writes.
-                        plgpu.commit_smem()
-                    plgpu.barrier_arrive(free.at[stage])
+                    acc = mixed_products.multiply_tile(acc, *operands, self.layout, self.gated, not self.overlaps)
+                    if self.overlaps:
+                        pl.when(step > 0)(lambda: release(i - 1))
+                    else:
+                        release(i)
                     if scales_tile is not None:
 
                         @pl.when(turn(i, SCALES_STEPS) == SCALES_STEPS - 1)
@@ -228,5 +240,9 @@ class StoredGemm:
 
                     return acc
 
-                zeros = jnp.zeros((ROWS, self.inputs), jnp.float32)
-                finish(n, lax.fori_loop(0, steps, add, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)))
+                zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.inputs), jnp.float32), plgpu.Layout.WGMMA)
+                sums = lax.fori_loop(0, steps, add, zeros)
+                if self.overlaps:
+                    sums = mixed_products.complete_sums(sums)
+                    release((n + 1) * steps - 1)
+                finish(n, sums)
