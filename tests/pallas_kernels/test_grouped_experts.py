@@ -27,6 +27,7 @@ def agree(got, want):
 
 
 def test_interpreted(monkeypatch):
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.experts"], "MOST_PAIRS", 0)
     monkeypatch.setattr(MODULE, "MOST_INPUTS", 16)
     x, _, *others = operands(18, 1, 3, 512, 512)
     # One has more pairs than a tile, and one none.
@@ -48,7 +49,8 @@ def test_pairs_without_an_expert_here_interpreted():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [9, 100, 700, 3000])
-def test_on_gpu(tokens):
+def test_on_gpu(monkeypatch, tokens):
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.experts"], "MOST_PAIRS", 0)
     check("mosaic_gpu", tokens, 6, 32, 1024, 512, shared=5)
 
 
