@@ -60,13 +60,17 @@ def load_model(
 ) -> "DeepseekV4ForCausalLM":
     """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips.
 
+    Without --weights they stay as they are stored on a GPU, whose kernels read them so, and become --dtype elsewhere.
     `sharding` is as for `load_checkpoint`.
     """
+    import jax
     import jax.numpy as jnp
     from rich.logging import RichHandler
 
     from dsv4_jax.checkpoint import load_checkpoint
 
+    if weights is None and jax.default_backend() == "gpu":
+        weights = "stored"
     log = logging.getLogger("dsv4_jax")
     if checkpoint != packaged_checkpoint() and not log.handlers:
         log.setLevel(logging.INFO)
