@@ -66,7 +66,7 @@ class GenerateCommand:
         scale a row. plain: not quantised.
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
-        so and are dequantised on use, with the same results. Default: --dtype.
+        so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.

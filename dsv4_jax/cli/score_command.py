@@ -53,7 +53,7 @@ class ScoreCommand:
         scale a row. plain: not quantised.
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
-        so and are dequantised on use, with the same results. Default: --dtype.
+        so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
       window_only: attend to the sliding window only, and to no compressed entry, in any layer.
       drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,
