@@ -17,6 +17,7 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry
+from dsv4_jax.nn.projections import join_in_place
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -79,7 +80,9 @@ def random_stack(config: DSV4Config) -> ModelStack:
         ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
         return variable.replace(_normal(next(keys), value.shape, value.dtype, float(ones)))
 
-    return nnx.merge(graph, nnx.map_state(drawn, state))
+    stack = nnx.merge(graph, nnx.map_state(drawn, state))
+    join_in_place(stack)
+    return stack
 
 
 def _dotted(path):
