@@ -56,8 +56,7 @@ def experts(
 
 
 def _experts_kernel(interpret, limit, *arrays):
-    selected, *stored = arrays[1], *arrays[3:]
-    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in stored):
+    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in arrays[3:]):
         raise NotImplementedError("the kernel takes weights stored as FP4")
 
     def kernel(x, selected, weights, gate_up, down):
