@@ -16,7 +16,8 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, RMSNorm, StepCarry
+from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry
+from dsv4_jax.nn.projections import join_in_place
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -44,12 +45,12 @@ class ModelStack(DraftingStack):
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """[T, hidden] bfloat16 embeddings to the head's input, and the updated cache."""
         cache, carry = cache.begin_step(batch), StepCarry()
-        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
+        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1])))
         for layer in self.layers:
             # As in the model.
-            layer, streams = jax.lax.optimization_barrier((layer, streams))
-            streams, carry, cache = layer(streams, cache, batch, carry)
-        return self.norm(self.hc_head(streams)), cache
+            layer, residual = jax.lax.optimization_barrier((layer, residual))
+            residual, carry, cache = layer.joined(residual, cache, batch, carry)
+        return self.hc_head.leave(residual, self.norm)[0], cache
 
 
 def abstract_stack(config: DSV4Config) -> ModelStack:
@@ -79,7 +80,9 @@ def random_stack(config: DSV4Config) -> ModelStack:
         ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
         return variable.replace(_normal(next(keys), value.shape, value.dtype, float(ones)))
 
-    return nnx.merge(graph, nnx.map_state(drawn, state))
+    stack = nnx.merge(graph, nnx.map_state(drawn, state))
+    join_in_place(stack)
+    return stack
 
 
 def _dotted(path):

@@ -8,6 +8,7 @@ import jax
 
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_cases import attention_cases
+from dsv4_jax.bench.block_cases import hyper_connections_cases, router_cases
 from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.experts_cases import experts_cases
@@ -29,6 +30,8 @@ CASES: dict[str, Callable[[CacheSchema, bool], Iterator[Case]]] = dict(
     attention=attention_cases,
     linear=linear_cases,
     experts=experts_cases,
+    hyper_connections=hyper_connections_cases,
+    router=router_cases,
 )
 
 

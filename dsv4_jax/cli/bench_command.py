@@ -5,16 +5,18 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from dsv4_jax.cli.options import check_positive, check_writable, notify
 
 
-Op = Literal["append", "flush", "gather", "indexer", "attention", "linear", "experts"]
+Op = Literal[
+    "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
+]  # fmt: skip
 ALONE = ("step", "layer", "model", "serve")
-OPS: tuple[Op, ...] = ("append", "flush", "gather", "indexer", "attention", "linear", "experts")
+OPS: tuple[Op, ...] = get_args(Op)
 
 
 @dataclasses.dataclass(frozen=True)
