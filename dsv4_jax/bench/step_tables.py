@@ -14,7 +14,7 @@ KINDS = {
     "indexer": ("round_index_query", "indexer_scores"),
     "top-k": ("indexer_topk",),
     "attention": ("sparse_attention", "combine"),
-    "projections": ("linear", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
+    "projections": ("linear", "matmul", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
 }
 REST = "rest"
 OF_WHOLE_LAYERS = ("hyper-connections", "router", "experts")
