@@ -10,7 +10,7 @@ KINDS = {
     "append + flush": ("append_swa", "flush"),
     "hyper-connections": ("hyper_connections",),
     "router": ("router",),
-    "experts": ("experts",),
+    "experts": ("experts", "grouped"),
     "indexer": ("round_index_query", "indexer_scores"),
     "top-k": ("indexer_topk",),
     "attention": ("sparse_attention", "combine"),
