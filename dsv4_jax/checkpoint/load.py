@@ -3,7 +3,6 @@
 import difflib
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
@@ -127,7 +126,7 @@ def _stored(weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype:
         return None
     first = quantised[0]
     # Where several pieces are one matrix, none may end within a block of rows: the next piece has scales of its own.
-    if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > math.prod(weight.shape[:-2]):
+    if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > weight.shape[0]:
         return None
 
     def join(tensors: list[StoredTensor]) -> np.ndarray:
