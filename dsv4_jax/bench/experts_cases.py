@@ -47,7 +47,7 @@ def _experts_case(config, tokens):
         return weights, inputs
 
     def call(weights, x, selected, routing, *, implementation):
-        options = dict(limit=config.swiglu_limit, distinct=True, implementation=implementation)
+        options = dict(limit=config.swiglu_limit, implementation=implementation)
         return ops.experts(x, selected, routing, *weights, **options)
 
     pairs = tokens * chosen

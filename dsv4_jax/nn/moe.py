@@ -17,11 +17,8 @@ class Router(nnx.Module):
     """Scores the experts; subclasses say which of them a token goes to.
 
     Attributes:
-      distinct: whether a token's experts always differ from each other.
       weight: [E, hidden] float32.
     """
-
-    distinct = False
 
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -56,8 +53,6 @@ class TopKRouter(Router):
     Attributes:
       e_score_correction_bias: [E] float32.
     """
-
-    distinct = True
 
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -129,12 +124,7 @@ class Experts(nnx.Module):
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
     def __call__(
-        self,
-        x: Float[Array, "T D"],
-        experts: Int[Array, "T k"],
-        weights: Float[Array, "T k"],
-        *,
-        distinct: bool = False,
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
         """The sum of each token's experts, see `ops.experts`.
 
@@ -142,14 +132,13 @@ class Experts(nnx.Module):
           x: [T, hidden].
           experts: [T, k] int32 in [0, E).
           weights: [T, k] float32.
-          distinct: whether a token's experts differ from each other.
 
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
-        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit, distinct=distinct)
+        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit)
 
 
 class MoE(nnx.Module):
@@ -169,5 +158,5 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
-        routed = self.experts(x, *self.gate(x, token_ids), distinct=self.gate.distinct)
+        routed = self.experts(x, *self.gate(x, token_ids))
         return ops.all_reduce(round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype))

@@ -26,6 +26,14 @@ def why_no_mosaic_gpu() -> str | None:
     return None
 
 
+def runs_all_blocks_at_once() -> bool:
+    """Whether the default device runs as many blocks of threads at once as there are multiprocessors in an H200.
+
+    True where there is no GPU, and a kernel is compiled for one.
+    """
+    return getattr(jax.devices()[0], "core_count", MULTIPROCESSORS) >= MULTIPROCESSORS
+
+
 def traced_once(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
     """Decorates a kernel's public function: a program that calls it with the same shapes again traces it once.
 

@@ -60,7 +60,7 @@ def test_interpreted(tokens, parts, depth, groups):
 
 
 def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
-    monkeypatch.setattr(sys.modules["pallas_kernels.linear.stored_linear"], "MOST_BYTES", 16 << 10)
+    monkeypatch.setattr(sys.modules["pallas_kernels.linear.stored_linear"], "LEAST_STAGES", 32)
     check("interpret", 8, ((192, False),), 512)
 
 
