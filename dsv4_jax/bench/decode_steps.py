@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -24,7 +25,8 @@ from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import join_projections
+from dsv4_jax.nn import join_projections, shardings
+from dsv4_jax.parallel.mesh import check_cuts
 from dsv4_jax.quant import KVFormat
 
 
@@ -60,6 +62,7 @@ DEFAULTS = dict(
 class StepOptions:
     """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
 
+    `mesh`: the devices; None = the default one.
     `whole`: layers with experts and hyper-connections, as `model` measures them, not their attention alone.
     """
 
@@ -69,6 +72,7 @@ class StepOptions:
     trace: Path | None
     drafts: int = 0
     whole: bool = False
+    mesh: Mesh | None = None
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
@@ -168,7 +172,7 @@ def run(
     batches, all_contexts = options.cases(config, "cpu" if small else "gpu")
     layers = options.layers
     if options.whole and not layers and not small:
-        layers = _most_layers(config)
+        layers = _most_layers(config, options.mesh)
     if layers:
         kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
         rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
@@ -176,8 +180,10 @@ def run(
     config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
     steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
     whole = options.whole
-    stack = CompiledModel(random_stack(config) if whole else join_projections(AttentionStack(config, nnx.Rngs(0))))
-    weights = sum(leaf.nbytes for leaf in stack.arrays)
+    if options.mesh is not None:
+        check_cuts(config, options.mesh.shape)
+    stack = CompiledModel(random_stack(config, options.mesh) if whole else _attention(config, options.mesh))
+    weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
         contexts = sorted({c for c in all_contexts if _fits(config, weights, _sizes(requests, c, kv_format, options))})
@@ -185,7 +191,7 @@ def run(
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if contexts else ():
             sizes = _sizes(requests, max(contexts), kv_format, options)
-            decoder = StackDecoder(stack, KVCacheManager(config, **sizes), requests, *step)
+            decoder = StackDecoder(stack, KVCacheManager(config, mesh=options.mesh, **sizes), requests, *step)
             cases += [StepCase(decoder, context) for context in contexts]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("timing steps, then their kernels", total=2 * len(cases))
@@ -257,10 +263,15 @@ def _line(cells):
     return "  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=False))
 
 
-def _most_layers(config):
+def _attention(config, mesh):
+    stack = AttentionStack(config, nnx.Rngs(0))
+    return join_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
+
+
+def _most_layers(config, mesh):
     """How many layers take at most seven tenths of the device's memory: the rest is the cache's and the programs'."""
     limit = 0.7 * jax.devices()[0].memory_stats()["bytes_limit"]
-    sizes = itertools.accumulate(tree_bytes(nnx.state(layer)) for layer in abstract_stack(config).layers)
+    sizes = itertools.accumulate(tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, mesh).layers)
     return sum(size <= limit for size in sizes)
 
 

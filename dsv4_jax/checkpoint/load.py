@@ -22,11 +22,11 @@ from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
 from dsv4_jax.checkpoint.placement import place
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
-from dsv4_jax.checkpoint.storage import FP4_GROUP, QuantisedTensor, join_scales
+from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.projections import join_in_place
-from dsv4_jax.parallel.axis_rules import named_sharding
+from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_cuts, check_mesh
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
@@ -103,7 +103,7 @@ def load_checkpoint(
     values, bad = {}, []
     for weight in _with_bar(table) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
-        where = None if mesh is None else named_sharding(parameter.get_metadata().get("axes", ()), mesh)
+        where = None if mesh is None else parameter_sharding(parameter, mesh)
         value = _stored(weight, pieces, dtypes[weight.path], where) if stay else None
         if value is None:
             value, problems = _converted(weight, pieces, dtypes[weight.path], config, where)
@@ -139,7 +139,8 @@ def _stored(
     if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > weight.shape[0]:
         return None
 
-    _check_cut(weight, first.dtype, where)
+    if where is not None:
+        check_blocks(weight.path, weight.shape, first.dtype, where)
 
     def whole(tensors: list[StoredTensor]) -> jax.Array:
         rows, columns = tensors[0].shape
@@ -149,21 +150,6 @@ def _stored(
 
     codes, scale = whole([piece.codes for piece in quantised]), whole([piece.scale for piece in quantised])
     return StoredWeight(codes, scale, first.dtype, dtype)
-
-
-def _check_cut(weight: Weight, kind: str, where: NamedSharding | None) -> None:
-    """Raises ValueError if a device would get a part of a block of values that share a scale."""
-    if where is None:
-        return
-    part = where.shard_shape(weight.shape)
-    for axis, block in ((-2, WEIGHT_BLOCK if kind == "FP8" else 1), (-1, WEIGHT_BLOCK if kind == "FP8" else FP4_GROUP)):
-        if part[axis] < weight.shape[axis] and part[axis] % block:
-            what = f"{weight.shape[axis]} {'rows' if axis == -2 else 'columns'}"
-            raise ValueError(
-                f"{weight.path} is stored as {kind}: the mesh {dict(where.mesh.shape)} would cut its {what} into parts "
-                f'of {part[axis]}, through blocks of {block} that share a scale; load it with weights="bfloat16", or '
-                "over fewer devices"
-            )
 
 
 def _converted(

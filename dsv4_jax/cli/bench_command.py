@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from dsv4_jax.cli.options import check_positive, check_writable, notify
+from dsv4_jax.cli.options import MeshText, check_positive, check_writable, notify
+from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 
 
 Op = Literal["append", "flush", "gather", "indexer", "attention", "linear", "experts"]
@@ -41,6 +42,7 @@ class BenchCommand:
       dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
       dsv4-jax bench step --batches 1 --contexts 4096 --drafts 2
       dsv4-jax bench model --layers 8 --batches 1 8
+      dsv4-jax bench model --mesh model=4
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
@@ -63,6 +65,7 @@ class BenchCommand:
       drafts: serve: tokens that prompt lookup may guess in a step. step, model: also measure a step that verifies so
         many drafts of each request, and one that then makes as many with the multi-token-prediction block (step: its
         attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative decoding.
+      mesh: step, model, serve: several devices, such as model=4, as for generate. Bytes are those of one device.
     """
 
     ops: tyro.conf.Positional[tuple[Op | Literal["step", "model", "serve"], ...]] = OPS
@@ -79,6 +82,7 @@ class BenchCommand:
     conversations: int = 12
     turns: int = 3
     drafts: int = 0
+    mesh: MeshText = None
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
@@ -88,6 +92,9 @@ class BenchCommand:
                 raise ValueError(f"{alone} runs alone, not with {[op for op in self.ops if op != alone]}")
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
+        sizes = None if self.mesh is None else parse_mesh(self.mesh)
+        if sizes and self.ops not in (("step",), ("model",), ("serve",)):
+            raise ValueError(f"--mesh is for step, model and serve: dsv4-jax bench step --mesh {self.mesh}")
         if self.plot is not None and self.ops not in (("step",), ("model",), ("serve",)):
             raise ValueError(f"--plot draws step, model or serve: dsv4-jax bench step --plot {self.plot}")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -108,18 +115,21 @@ class BenchCommand:
         from dsv4_jax.config import DSV4Config
         from dsv4_jax.quant import kv_format
 
+        mesh = make_mesh(sizes) if sizes else None
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
+        if mesh is not None:
+            report["mesh"] = dict(mesh.shape)
         if self.ops == ("serve",):
             workload = serving.Workload(self.conversations, self.turns, self.drafts)
             report["workload"] = dataclasses.asdict(workload)
-            rows = serving.run(workload)
+            rows = serving.run(workload, mesh)
         else:
             report |= dict(shapes=self.shapes, cache_format=self.cache_format)
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
             model = config, kv_format(self.cache_format)
             if self.ops in (("step",), ("model",)):
                 cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
-                options = decode_steps.StepOptions(*cases, whole=self.ops == ("model",))
+                options = decode_steps.StepOptions(*cases, whole=self.ops == ("model",), mesh=mesh)
                 report["layers"] = "whole" if options.whole else "attention"
                 rows = decode_steps.run(*model, options, report)
             else:

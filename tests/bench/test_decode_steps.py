@@ -16,6 +16,7 @@ from dsv4_jax.bench.decode_steps import StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.parallel.mesh import make_mesh
 
 
 def test_measures_and_writes_json_and_a_picture(run, tmp_path):
@@ -36,6 +37,33 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     # 256 more tokens for two requests: 64 indexer keys of 34 bytes, as many entries of 200, and 2 of the HCA layer.
     assert rows[1]["floor_bytes"] - rows[0]["floor_bytes"] == 2 * (64 * 34 + 64 * 200 + 2 * 200)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_mesh_halves_what_a_device_reads(run, tmp_path):
+    """Two devices: half of the heads' maps each, and the whole cache."""
+    floors = []
+    for options in ([], ["--mesh", "model=2"]):
+        file = tmp_path / f"{len(options)}.json"
+        run("bench", "step", "--batches", 1, "--contexts", 256, "--layers", 1, "--json", file, *options)
+        report = json.loads(file.read_text())
+        floors.append(report["results"][0]["floor_bytes"])
+    assert report["mesh"] == {"model": 2}
+    # Queries 640 x 128, groups 2 * 128 x 320 and output 256 x 256 in bfloat16, and four float32 sinks.
+    assert floors[0] - floors[1] == (640 * 128 + 256 * 320 + 256 * 256) * 2 // 2 + 4 * 4 // 2
+
+
+def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
+    config = dataclasses.replace(
+        DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=DSV4Config.v4_flash().layer_types[:3],
+        mlp_layer_types=("moe",) * 3, compress_rate_hca=0,
+    )  # fmt: skip
+    whole, part = (tree_bytes(nnx.state(abstract_stack(config, mesh))) for mesh in (None, make_mesh({"model": 8})))
+    assert 0.125 < part / whole < 0.15  # experts are nearly all
+    with pytest.raises(
+        ValueError, match="stored as FP8: the mesh {'model': 2} would cut its 128 columns into parts of 64"
+    ):
+        abstract_stack(read_config(packaged_checkpoint()), make_mesh({"model": 2}))
 
 
 def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
@@ -59,6 +87,8 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
     ("options", "message"),
     [
         (["append", "--plot", "x.png"], "--plot draws step, model or serve: dsv4-jax bench step --plot x.png"),
+        (["append", "--mesh", "model=2"], "--mesh is for step, model and serve: dsv4-jax bench step --mesh model=2"),
+        (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
         (["step", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
