@@ -104,8 +104,12 @@ class RequestTable:
         self.states = {slot: state for slot, state in self.states.items() if slot not in slots}
 
     def put(self, tree: Any) -> Any:
-        """NumPy arrays on the devices of the cache, all of them on each, in one explicit transfer."""
-        return jax.device_put(tree, None if self.mesh is None else named_sharding((), self.mesh))
+        """Arrays of the host on the devices of the cache, all of them on each, in one explicit transfer."""
+        where = None if self.mesh is None else named_sharding((), self.mesh)
+        if where is None or where.is_fully_addressable:
+            return jax.device_put(tree, where)
+        # Of several processes each brings what its devices get: `device_put` would compare all of it first.
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(where, x, np.shape(x)), tree)
 
     @contextlib.contextmanager
     def transaction(self, num_blocks: int = 0) -> Iterator[list[int]]:

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from dsv4_jax.cache import KVCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import forward
-from dsv4_jax.host import KVCacheManager
+from dsv4_jax.engine import Engine
+from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import join_projections, shardings
 from dsv4_jax.ops import all_gather, all_reduce, model_index
 from dsv4_jax.parallel.mesh import check_cuts, check_mesh, make_mesh, parse_mesh
 from tests.decode.bigram import MODEL as BIGRAM
-from tests.host.managers import make
+from tests.host.managers import make, random_cache
 from tests.ops.pools import same_bytes
 from tests.parallel.conftest import run_engine
 from tests.paths import PACKAGED
@@ -165,3 +167,41 @@ def test_programs_are_those_of_one_device_where_there_is_no_mesh():
     cache, slot = manager.init_cache(), manager.admit()
     jaxpr = str(forward.trace(BIGRAM, cache, manager.prepare_forward({slot: [3]})).jaxpr)
     assert "shard_map" not in jaxpr
+
+
+@pytest.mark.slow
+def test_requests_move_within_a_mesh_as_on_one_device():
+    """Preempted, resumed, forked and found in a prefix cache: the same tokens, and the same bytes on all devices."""
+    tokens, caches = [], []
+    for mesh in (None, make_mesh({"model": 2})):
+        manager = make(num_blocks=8, mesh=mesh)
+        model, cache = BIGRAM, random_cache(make(num_blocks=8))
+        if mesh is not None:
+            model = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+            cache = jax.device_put(cache, cache.shardings(mesh))
+        engine = Engine(model, manager, cache, token_budget=24, prefix=PrefixCache(manager, key="bigram"))
+        requests = [engine.add(range(n, 2 * n), max_new_tokens=30, priority=n % 2) for n in (40, 33, 40, 17, 30)]
+        for _ in range(12):
+            engine.step()
+        requests += engine.fork(engine.running[0], [1])
+        while engine.busy:
+            engine.step()
+        assert engine.metrics.preemptions and engine.metrics.prefix.hit_tokens
+        tokens.append([request.generated for request in requests])
+        caches.append(engine.cache)
+    assert tokens[0] == tokens[1]
+    same_bytes(*(jax.tree.map(np.asarray, cache) for cache in caches))
+
+
+def test_a_step_has_two_reductions_a_layer(model):
+    mesh = make_mesh({"model": 4})
+    abstract = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model, shardings(model, mesh)
+    )
+    manager = KVCacheManager(
+        model.config, num_blocks=4, max_requests=2, max_context=64, block_tokens=16, dtype=jnp.float32, mesh=mesh
+    )
+    batch = manager.prepare_forward({manager.admit(): [1]})
+    text = str(forward.trace(abstract, KVCache.abstract(manager.schema, mesh), batch).jaxpr)
+    # And one of the embedding; the head's parts are gathered.
+    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 1, 1)
