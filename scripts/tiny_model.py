@@ -1,6 +1,7 @@
 """The tiny model: its shape, its initial weights, and its modules as they compute in training."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.nn import CSAIndexer, DeepseekV4ForCausalLM, Linear, StepCarry
-from dsv4_jax.nn.hyper_connection import expand_streams
+from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.model import DecoderLayer
 from dsv4_jax.nn.moe import Experts
 from dsv4_jax.nn.mtp import MTPBlock
@@ -194,20 +196,19 @@ class TrainedLayer(DecoderLayer):
     With few small experts, a dense product is faster than sorting tokens, and it is differentiable.
     """
 
-    def __call__(
-        self, streams: Float[Array, "T h D"], cache: DenseCache, batch, carry: StepCarry
-    ) -> tuple[Float[Array, "T h D"], StepCarry, DenseCache]:
-        x, post, comb = self.attn_hc(streams)
-        y, carry, after = self.self_attn(self.input_layernorm(x), cache.handle(self.layer, batch), carry)
+    def joined(
+        self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
+    ) -> tuple[ResidualStreams, StepCarry, Any]:
+        x, residual = self.attn_hc.enter(residual, self.input_layernorm)
+        y, carry, after = self.self_attn(x, cache.handle(self.layer, batch), carry)
         assert isinstance(after, DenseCache)
-        streams = expand_streams(streams, after.dropped(y, 2 * self.layer), post, comb)
-        x, post, comb = self.ffn_hc(streams)
-        x = self.post_attention_layernorm(x)
+        residual = residual.after(after.dropped(y, 2 * self.layer))
+        x, residual = self.ffn_hc.enter(residual, self.post_attention_layernorm)
         experts, weights = self.mlp.gate(x, batch.token_ids)
         routed = all_experts(self.mlp.experts, x, experts, weights)
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
         after = after.with_load(self.layer, experts)
-        return expand_streams(streams, after.dropped(y, 2 * self.layer + 1), post, comb), carry, after
+        return residual.after(after.dropped(y, 2 * self.layer + 1)), carry, after
 
 
 class TrainedMTPBlock(TrainedLayer, MTPBlock):

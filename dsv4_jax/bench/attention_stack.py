@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
@@ -167,12 +168,14 @@ class StackDecoder:
     """Decodes a batch of requests, all of one length, in a cache of its own.
 
     `requests` is the batch size, `tokens` what each of them brings to a step, `drafts` how many tokens the step then
-    drafts of each; `step_text` is XLA's text of the compiled step, after the first one.
+    drafts of each. After the first step, `step_text` is XLA's text of it and `compile_seconds` what it took to trace,
+    lower and compile it.
     """
 
     def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
         self.stack, self.manager, self.requests, self.step_text = stack, manager, requests, ""
         self.tokens, self.drafts = tokens, drafts
+        self.compile_seconds: dict[str, float] = {}
         shape = requests * tokens, manager.schema.config.hidden_size
         self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
         self._cache: KVCache | None = None
@@ -205,7 +208,14 @@ class StackDecoder:
         """Runs one decode step and returns its output."""
         args = self.stack, self._cache, batch, self._x
         if self._step is None:
-            self._step = stack_step.lower(*args, requests=self.requests, drafts=self.drafts).compile()
+            begin = time.perf_counter()
+            traced = stack_step.trace(*args, requests=self.requests, drafts=self.drafts)
+            after_trace = time.perf_counter()
+            lowered = traced.lower()
+            after_lowering = time.perf_counter()
+            self._step = lowered.compile()
+            seconds = after_trace - begin, after_lowering - after_trace, time.perf_counter() - after_lowering
+            self.compile_seconds = dict(zip(("trace", "lower", "compile"), (round(s, 2) for s in seconds), strict=True))
             self.step_text = self._step.as_text() or ""
         y, self._cache = self._step(*args)
         return y

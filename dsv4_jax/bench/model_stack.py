@@ -17,7 +17,7 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, RMSNorm, StepCarry, shardings
+from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
 from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
@@ -46,12 +46,12 @@ class ModelStack(DraftingStack):
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """[T, hidden] bfloat16 embeddings to the head's input, and the updated cache."""
         cache, carry = cache.begin_step(batch), StepCarry()
-        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
+        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1])))
         for layer in self.layers:
             # As in the model.
-            layer, streams = jax.lax.optimization_barrier((layer, streams))
-            streams, carry, cache = layer(streams, cache, batch, carry)
-        return self.norm(self.hc_head(streams)), cache
+            layer, residual = jax.lax.optimization_barrier((layer, residual))
+            residual, carry, cache = layer.joined(residual, cache, batch, carry)
+        return self.hc_head.leave(residual, self.norm)[0], cache
 
 
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:

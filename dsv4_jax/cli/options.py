@@ -33,8 +33,10 @@ JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 def use_compilation_cache() -> None:
     """Has JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
 
-    JAX reads this variable when it is imported, and JAX_ENABLE_COMPILATION_CACHE=false, which turns the cache off.
+    It keeps small ones too, of which a run needs dozens. JAX reads these variables when it is imported, and
+    JAX_ENABLE_COMPILATION_CACHE=false, which turns the cache off.
     """
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folder = caches / "dsv4_jax" / "programs"
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or not folder.is_absolute():
@@ -68,12 +70,18 @@ def load_model(
     progress: bool,
     mesh: "Mesh | None" = None,
 ) -> "DeepseekV4ForCausalLM":
-    """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips."""
+    """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips.
+
+    Without --weights they stay as they are stored on a GPU, whose kernels read them so, and become --dtype elsewhere.
+    """
+    import jax
     import jax.numpy as jnp
     from rich.logging import RichHandler
 
     from dsv4_jax.checkpoint import load_checkpoint
 
+    if weights is None and jax.default_backend() == "gpu":
+        weights = "stored"
     log = logging.getLogger("dsv4_jax")
     if checkpoint != packaged_checkpoint() and not log.handlers:
         log.setLevel(logging.INFO)

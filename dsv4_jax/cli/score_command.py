@@ -56,7 +56,7 @@ class ScoreCommand:
         scale a row. plain: not quantised.
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
-        so and are dequantised on use, with the same results. Default: --dtype.
+        so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
       mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
         the whole cache. Default: one device.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.

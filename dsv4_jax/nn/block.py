@@ -10,7 +10,7 @@ from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
-from dsv4_jax.nn.hyper_connection import HyperConnection, expand_streams
+from dsv4_jax.nn.hyper_connection import HyperConnection, ResidualStreams
 from dsv4_jax.nn.layers import RMSNorm
 from dsv4_jax.nn.moe import MoE
 
@@ -38,11 +38,15 @@ class DecoderLayer(nnx.Module):
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[Float[Array, "T h D"], StepCarry, Any]:
         """[T, hc_mult, hidden] streams to the same, the carry for the next layer and the updated cache."""
-        x, post, comb = self.attn_hc(streams)
-        x = self.input_layernorm(x)
+        residual, carry, cache = self.joined(ResidualStreams(streams), cache, batch, carry)
+        return residual.merged(), carry, cache
+
+    def joined(
+        self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
+    ) -> tuple[ResidualStreams, StepCarry, Any]:
+        """`__call__` that leaves it to what follows to add the last block's output to the streams."""
+        x, residual = self.attn_hc.enter(residual, self.input_layernorm)
         y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
         carry = carry.with_attention(self.layer, x, y)
-        streams = expand_streams(streams, y, post, comb)
-        x, post, comb = self.ffn_hc(streams)
-        y = self.mlp(self.post_attention_layernorm(x), batch.token_ids)
-        return expand_streams(streams, y, post, comb), carry, cache
+        x, residual = self.ffn_hc.enter(residual.after(y), self.post_attention_layernorm)
+        return residual.after(self.mlp(x, batch.token_ids)), carry, cache

@@ -2,18 +2,46 @@
 
 Before a block the streams collapse into one vector, after it they take the block's output back while a doubly
 stochastic matrix mixes them (section 2.2 of the DeepSeek-V4 report). All weights are functions of the streams, and all
-maths is float32.
+maths is float32. What follows a block and what comes before the next are one op, `ops.hyper_connections`.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import matmul, normal
-from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import round_to
+from dsv4_jax.nn.layers import RMSNorm, normal
+from dsv4_jax.ops.hyper_connections import collapse, expand_streams, mixing_weights, sinkhorn as sinkhorn, split_mixing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResidualStreams:
+    """The residual between blocks, before it has taken in the last block's output.
+
+    Attributes:
+      streams: [T, hc_mult, hidden] as that block read them.
+      y: [T, hidden], what it returned; None where there is none: the streams are up to date.
+      mixing: [T, (2 + hc_mult) * hc_mult] float32, how y and the streams mix, see `ops.hyper_connections`.
+    """
+
+    streams: Any
+    y: Any = None
+    mixing: Any = None
+
+    def after(self, y: Float[Array, "T D"]) -> "ResidualStreams":
+        """The residual after a block that it was collapsed for has returned y [T, hidden]."""
+        return dataclasses.replace(self, y=y)
+
+    def merged(self) -> Float[Array, "T h D"]:
+        """The streams [T, hc_mult, hidden] with that output."""
+        if self.y is None:
+            return self.streams
+        return expand_streams(self.streams, self.y, *split_mixing(self.mixing, self.streams.shape[1]))
 
 
 class HyperConnection(nnx.Module):
@@ -32,10 +60,24 @@ class HyperConnection(nnx.Module):
         self.base = normal(rngs, ((2 + h) * h,), std=0.5)
         self.scale = normal(rngs, (3,), mean=1.0)
 
+    def enter(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
+        """Takes in the last block's output and collapses the streams to the normed input of this one.
+
+        Args:
+          residual: as the last block left it.
+          norm: of the collapsed streams.
+
+        Returns:
+          [T, hidden] in the streams' dtype, and the residual, whose `after` takes this block's output.
+        """
+        arrays = residual.streams, self.fn[...], self.base[...], self.scale[...], norm.weight[...]
+        streams, x, mixing = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))
+        return x, ResidualStreams(streams, None, mixing)
+
     def __call__(
         self, streams: Float[Array, "T h D"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T h"], Float[Array, "T h h"]]:
-        """Collapses the streams to the block's input.
+        """Collapses the streams to the block's input, without a norm.
 
         Args:
           streams: [T, h, hidden] residual streams.
@@ -43,59 +85,9 @@ class HyperConnection(nnx.Module):
         Returns:
           collapsed [T, hidden] in the streams' dtype, and for `expand_streams` post [T, h] and comb [T, h, h], float32.
         """
-        config, h = self.config, self.config.hc_mult
-        logits = _mixing_logits(streams, self.fn[...], config.rms_norm_eps)
-        bounds = [h, 2 * h]
-        pre, post, comb = (
-            logits * scale + bias[None, :]
-            for logits, scale, bias in zip(
-                jnp.split(logits, bounds, axis=1), self.scale[...], jnp.split(self.base[...], bounds), strict=True
-            )
-        )
-        collapsed = _collapse(streams, jax.nn.sigmoid(pre) + config.hc_eps)
-        comb = jax.nn.softmax(comb.reshape(-1, h, h), axis=-1) + config.hc_eps
-        return collapsed, 2.0 * jax.nn.sigmoid(post), sinkhorn(comb, config.hc_sinkhorn_iters, config.hc_eps)
-
-
-def expand_streams(
-    streams: Float[Array, "T h D"], y: Float[Array, "T D"], post: Float[Array, "T h"], comb: Float[Array, "T h h"]
-) -> Float[Array, "T h D"]:
-    """The streams after a block: `new[k] = post[k] * y + sum_j comb[j, k] * streams[j]`.
-
-    The sum runs over comb's first axis: a doubly stochastic matrix is not symmetric, so the direction matters.
-
-    Args:
-      streams: [T, h, hidden] as they were before the block.
-      y: [T, hidden] the block's output.
-      post: [T, h] float32.
-      comb: [T, h, h] float32.
-
-    Returns:
-      [T, h, hidden], summed in float32 and rounded once to the streams' dtype.
-    """
-    mixed = jnp.einsum("tjk,tjd->tkd", comb, streams.astype(jnp.float32), precision="highest")
-    return round_to(post[:, :, None] * y.astype(jnp.float32)[:, None, :] + mixed, streams.dtype)
-
-
-def sinkhorn(comb: Float[Array, "T h h"], iters: int, eps: float) -> Float[Array, "T h h"]:
-    """Makes positive matrices nearly doubly stochastic: columns, then `iters - 1` times rows and columns.
-
-    Args:
-      comb: [T, h, h] float32, positive.
-      iters: at least 1; the last division is by column sums.
-      eps: added to each sum.
-
-    Returns:
-      [T, h, h] float32, columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
-    """
-
-    def columns(comb):
-        return comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
-
-    def rows(comb):
-        return comb / (jnp.sum(comb, axis=2, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iters - 1, lambda _, comb: columns(rows(comb)), columns(comb))
+        arrays = self.fn[...], self.base[...], self.scale[...]
+        mixing = mixing_weights(streams, *arrays, **_options(self.config))
+        return collapse(streams, mixing), *split_mixing(mixing, streams.shape[1])
 
 
 class HyperHead(nnx.Module):
@@ -114,17 +106,17 @@ class HyperHead(nnx.Module):
         self.hc_base = normal(rngs, (h,), std=0.5)
         self.hc_scale = normal(rngs, (1,), mean=1.0)
 
+    def leave(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
+        """Takes in the last block's output: (normed [T, hidden], streams [T, h, hidden]), in the streams' dtype."""
+        arrays = residual.streams, self.hc_fn[...], self.hc_base[...], self.hc_scale[...], norm.weight[...]
+        streams, x, _ = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))
+        return x, streams
+
     def __call__(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
-        """[T, h, hidden] streams to [T, hidden] in their dtype."""
-        logits = _mixing_logits(streams, self.hc_fn[...], self.config.rms_norm_eps)
-        pre = logits * self.hc_scale[...][None, :] + self.hc_base[...][None, :]
-        return _collapse(streams, jax.nn.sigmoid(pre) + self.config.hc_eps)
+        """[T, h, hidden] streams to [T, hidden] in their dtype, without a norm."""
+        arrays = self.hc_fn[...], self.hc_base[...], self.hc_scale[...]
+        return collapse(streams, mixing_weights(streams, *arrays, **_options(self.config)))
 
 
-def _mixing_logits(streams, fn, eps):
-    flat = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
-    return matmul(rms_normalize(flat, eps), fn)
-
-
-def _collapse(streams, pre):
-    return round_to(jnp.sum(pre[:, :, None] * streams.astype(jnp.float32), axis=1), streams.dtype)
+def _options(config):
+    return dict(norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, iterations=config.hc_sinkhorn_iters)

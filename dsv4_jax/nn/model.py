@@ -12,7 +12,7 @@ from dsv4_jax.cache import Batch, KVCache, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.block import DecoderLayer
 from dsv4_jax.nn.carry import StepCarry
-from dsv4_jax.nn.hyper_connection import HyperHead
+from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm, matmul
 from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.nn.projections import join_in_place
@@ -47,12 +47,12 @@ class DeepseekV4Model(nnx.Module):
             cache.schema.check_config(self.config)
         cache, carry = cache.begin_step(batch), StepCarry(activations={} if record else None)
         x = self.embed(batch)
-        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
+        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
             # Or XLA would dequantise stored weights of all layers at once, or before a loop that calls this.
-            layer, streams = jax.lax.optimization_barrier((layer, streams))
-            streams, carry, cache = layer(streams, cache, batch, carry)
-        return self.norm(self.hc_head(streams)), streams, carry.activations or {}, cache
+            layer, residual = jax.lax.optimization_barrier((layer, residual))
+            residual, carry, cache = layer.joined(residual, cache, batch, carry)
+        return *self.hc_head.leave(residual, self.norm), carry.activations or {}, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
         """[T, hidden] embeddings of the batch's tokens in the model's dtype."""
@@ -159,8 +159,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         block = self.mtp[0]
         # Or XLA would dequantise stored weights before a loop that calls this.
         block, streams = jax.lax.optimization_barrier((block, streams))
-        streams, _, cache = block(block.join(streams, self.model.embed(batch)), cache, batch, StepCarry())
-        return block.hidden(streams), streams, cache
+        return block.draft(block.join(streams, self.model.embed(batch)), cache, batch)
 
     def mtp_write(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
         """What `mtp_forward` does to the cache, without the rest of its work."""

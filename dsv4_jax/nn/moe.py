@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import Linear, matmul, normal
+from dsv4_jax.nn.layers import Linear, normal
 from dsv4_jax.nn.projections import Projections
 from dsv4_jax.quant import round_to
 
@@ -37,13 +37,12 @@ class Router(nnx.Module):
           experts [T, k] int32 and their weights [T, k] float32: the scores `sqrt(softplus(logit))` of the selected
           experts, normalised to sum to routed_scaling_factor.
         """
-        scores = jnp.sqrt(jax.nn.softplus(matmul(x.astype(jnp.float32), self.weight[...])))
-        experts = self._select(scores, token_ids)
-        weights = jnp.take_along_axis(scores, experts, axis=1)
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-        return experts, weights * self.config.routed_scaling_factor
+        config, weight = self.config, self.weight[...]
+        options = dict(chosen=config.num_experts_per_tok, factor=config.routed_scaling_factor)
+        return ops.router(x, weight, *self._selection(token_ids), **options)
 
-    def _select(self, scores: Float[Array, "T E"], token_ids: Int[Array, "T"]) -> Int[Array, "T k"]:
+    def _selection(self, token_ids: Int[Array, "T"]) -> tuple[Array | None, ...]:
+        """What `ops.router` selects by: (bias,), or (None, table, token ids)."""
         raise NotImplementedError
 
 
@@ -58,9 +57,8 @@ class TopKRouter(Router):
         super().__init__(config, rngs=rngs)
         self.e_score_correction_bias = normal(rngs, (config.n_routed_experts,), std=0.1)
 
-    def _select(self, scores, token_ids):
-        biased = scores + self.e_score_correction_bias[...][None, :]
-        return jax.lax.top_k(biased, self.config.num_experts_per_tok)[1]
+    def _selection(self, token_ids):
+        return (self.e_score_correction_bias[...],)
 
 
 class HashTable(nnx.Variable):
@@ -80,8 +78,8 @@ class HashRouter(Router):
         following = jnp.arange(config.num_experts_per_tok, dtype=jnp.int32)[None, :]
         self.tid2eid = HashTable((first + following) % config.n_routed_experts)
 
-    def _select(self, scores, token_ids):
-        return jnp.take(self.tid2eid[...], token_ids, axis=0, mode="clip")
+    def _selection(self, token_ids):
+        return None, self.tid2eid[...], token_ids
 
 
 class MLP(nnx.Module):

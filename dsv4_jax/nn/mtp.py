@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.block import DecoderLayer
-from dsv4_jax.nn.hyper_connection import HyperHead
+from dsv4_jax.nn.carry import StepCarry
+from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.quant import round_to
 
@@ -44,9 +45,12 @@ class MTPBlock(DecoderLayer):
 
     def write_window(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
         """The cache after the layer has stored the window rows of streams [T, h, hidden] from `join`."""
-        x, _, _ = self.attn_hc(streams)
-        return self.self_attn.write_window(self.input_layernorm(x), cache.handle(self.layer, batch))
+        x, _ = self.attn_hc.enter(ResidualStreams(streams), self.input_layernorm)
+        return self.self_attn.write_window(x, cache.handle(self.layer, batch))
 
-    def hidden(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
-        """[T, h, hidden] streams that leave the layer to [T, hidden], the head's input."""
-        return self.norm(self.hc_head(streams))
+    def draft(
+        self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
+        """Streams [T, h, hidden] from `join` to the head's input [T, hidden], those that leave, the updated cache."""
+        residual, _, cache = self.joined(ResidualStreams(streams), cache, batch, StepCarry())
+        return *self.hc_head.leave(residual, self.norm), cache

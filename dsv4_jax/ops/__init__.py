@@ -6,10 +6,12 @@ from dsv4_jax.ops.dispatch import use_implementation
 from dsv4_jax.ops.experts import experts, swiglu
 from dsv4_jax.ops.flush import ClosedWindows, CompressorWeights, flush, flush_together, pool_windows, write_entries
 from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
+from dsv4_jax.ops.hyper_connections import hyper_connections
 from dsv4_jax.ops.indexer_scores import indexer_scores
 from dsv4_jax.ops.indexer_topk import indexer_topk
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import norm_rope
 from dsv4_jax.ops.rope import apply_rope
+from dsv4_jax.ops.router import router
 from dsv4_jax.ops.sparse_attention import sparse_attention
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, SWAView, valid_lengths

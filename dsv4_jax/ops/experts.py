@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import run, with_gradient_of
 from dsv4_jax.ops.linear import same_dtype
 from dsv4_jax.quant import StoredWeight, round_to
-from pallas_kernels.experts import MOST_PAIRS, experts as experts_kernel
+from pallas_kernels.experts import MOST_PAIRS, experts as experts_kernel, grouped_experts
 
 
 def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
@@ -40,8 +40,8 @@ def experts(
       gate_up: [E, 2 * I, D], the gate's rows first, or these matrices in the release's storage.
       down: [E, D, I], likewise.
       limit: of SwiGLU.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes x in bfloat16, weights
-        stored as FP4, and up to 1024 pairs of a token and an expert.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
+        weights stored as FP4: one takes up to 1024 pairs of a token and an expert, another one more.
 
     Returns:
       [T, D] float32; each linear map is rounded to x's dtype, the sum is not.
@@ -56,15 +56,13 @@ def experts(
 
 
 def _experts_kernel(interpret, limit, *arrays):
-    selected, *stored = arrays[1], *arrays[3:]
-    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in stored):
+    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in arrays[3:]):
         raise NotImplementedError("the kernel takes weights stored as FP4")
-    if selected.size > MOST_PAIRS:
-        raise LeftToXla(f"the kernel is for up to {MOST_PAIRS} pairs of a token and an expert, got {selected.size}")
 
     def kernel(x, selected, weights, gate_up, down):
         pairs = (gate_up.codes, gate_up.scale), (down.codes, down.scale)
-        y = experts_kernel(x, selected, weights, *pairs, limit=limit, interpret=interpret)
+        chosen = experts_kernel if selected.size <= MOST_PAIRS else grouped_experts
+        y = chosen(x, selected, weights, *pairs, limit=limit, interpret=interpret)
         return jnp.sum(y.astype(jnp.float32), axis=1)
 
     return with_gradient_of(functools.partial(_experts_xla, limit), kernel)(*arrays)

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from pallas_kernels.common.layouts import KeyLayout, RowLayout
 
 
-def check_array(name: str, array: jax.Array, dtype, *shape: int | None) -> None:
+def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -> None:
     """Raises NotImplementedError unless the array has this dtype and shape (None = any length)."""
-    fits = array.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, array.shape, strict=True))
-    if not fits or array.dtype != dtype:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise NotImplementedError(
-            f"the kernel takes {name} as {jnp.dtype(dtype).name}[{wanted}], got {array.dtype}{list(array.shape)}"
-        )
+    if array is not None and array.ndim == len(shape) and array.dtype == dtype:
+        if all(want in (None, got) for want, got in zip(shape, array.shape, strict=True)):
+            return
+    wanted = ", ".join("any" if want is None else str(want) for want in shape)
+    got = None if array is None else f"{array.dtype}{list(array.shape)}"
+    raise NotImplementedError(f"the kernel takes {name} as {jnp.dtype(dtype).name}[{wanted}], got {got}")
 
 
 def check_rules(rules: dict[str, bool]) -> None:

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf
 
 from pallas_kernels.common import mlir_helpers as mlir
 
@@ -39,7 +39,7 @@ class U32:
     __and__, __or__, __xor__ = _operator(arith.andi), _operator(arith.ori), _operator(arith.xori)
     __lshift__, __rshift__ = _operator(arith.shli), _operator(arith.shrui)
     __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
-    equals, minimum = _comparison("eq"), _operator(arith.minui)
+    equals, minimum, maximum = _comparison("eq"), _operator(arith.minui), _operator(arith.maxui)
 
     def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
         """`yes` where this condition holds, else `no`."""
@@ -68,7 +68,7 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
     return mlir.inline(run, *args, layout=vector_layout, returns=returns)
 
 
-def vector_layout(shape: tuple[int, ...]) -> plgpu.Layout:
+def vector_layout(shape: tuple[int, ...]) -> Any:
     """How `inline`'s arrays lie over the threads."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
@@ -235,6 +235,16 @@ def warp_sum(x: U32) -> U32:
     return ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x)
 
 
+def warp_min(x: U32) -> U32:
+    """The least over the lanes of the warp."""
+    return ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", x)
+
+
+def warp_max(x: U32) -> U32:
+    """The largest over the lanes of the warp."""
+    return ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", x)
+
+
 def warp_prefix_sum(x: U32) -> U32:
     """The sum over the lanes up to this one, itself included."""
     code = """{ .reg .pred p; .reg .b32 r; shfl.sync.up.b32 r|p, $1, $2, 0, 0xffffffff; @!p mov.b32 r, 0;
@@ -269,3 +279,27 @@ def bits(value: Any) -> U32:
 def as_float(x: U32) -> Any:
     """The MLIR float32 of these bits."""
     return arith.bitcast(mlir.f32_type(), x.value)
+
+
+def fma(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of MLIR float32, rounded once."""
+    return math.fma(x, y, z)
+
+
+def lane_sums(terms: Sequence[Any]) -> U32:
+    """The bits of the warp's sum of term i, in lane i; 32 MLIR float32, or None for nothing (the sum is 0)."""
+    terms = list(terms)
+    while len(terms) > 1:
+        half = len(terms) // 2
+        upper = (lane() & half) > 0
+        zero = mlir.f32(0.0)
+
+        def merged(low, high, half=half, upper=upper, zero=zero):
+            if low is None and high is None:
+                return None
+            low, high = (zero if x is None else x for x in (low, high))
+            kept, sent = (arith.select(upper.value, *pair) for pair in ((high, low), (low, high)))
+            return arith.addf(kept, mgpu.utils.shfl_bfly(sent, half))
+
+        terms = [merged(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
+    return bits(terms[0])

@@ -1,7 +1,8 @@
 """Tiles of 64 rows of stored weights, streamed through shared memory and multiplied with a few inputs.
 
 One warpgroup of a block copies, over the borders of tiles and of matrices. Four multiply, each every fourth step of a
-tile's columns. One adds up their sums and finishes the tile. The inputs stay in shared memory.
+tile's columns, whether a step fits into one stage of shared memory or comes in several. One adds up their sums and
+finishes the tile. The inputs stay in shared memory.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from pallas_kernels.common.stored_weights import (
 COPIES, FINISHES = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2
 SHARED_BYTES = 224 << 10
+MOST_STAGES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class WeightStream:
       layout: of the weights.
       tokens: columns of a product, a multiple of 8.
       depths: columns of the matrices.
-      segments: of a step: 4, 2 or 1. Each matrix has a multiple of four steps.
+      segments: of a stage: 4, 2 or 1.
     """
 
     layout: WeightLayout
@@ -81,8 +83,13 @@ class WeightStream:
 
     @property
     def columns(self) -> int:
-        """Of a step."""
+        """Of a stage."""
         return self.segments * self.layout.segment
+
+    @property
+    def parts(self) -> int:
+        """Stages of a step. A tile has a multiple of four steps of as many segments as possible."""
+        return most_segments(self.layout, *self.depths) // self.segments
 
     @property
     def slots(self) -> int:
@@ -90,10 +97,14 @@ class WeightStream:
         return 2 if self.tokens == COLUMNS else 1
 
     def stages(self, other_bytes: int) -> int:
-        """Steps in shared memory, of which a block uses `other_bytes` for more; a warpgroup always has the same."""
+        """How many fit into shared memory, of which a block uses `other_bytes` for more.
+
+        A multiple of what four steps take: a warpgroup always has the same stages.
+        """
         used = other_bytes + 2 * max(self.depths) * self.tokens + 4 * self.slots * MULTIPLIERS * ROWS * self.tokens
         stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (self.layout.per_byte == 2))
-        return min((SHARED_BYTES - used) // stage // MULTIPLIERS, 8) * MULTIPLIERS
+        together = MULTIPLIERS * self.parts
+        return min((SHARED_BYTES - used) // stage, MOST_STAGES) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
         """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
@@ -178,7 +189,8 @@ class WeightStream:
                     following = self._scales(product, jnp.minimum(tile + 1, product.tiles - 1))
 
                     def add(i, acc):
-                        step = i * MULTIPLIERS + warpgroup
+                        parts = jnp.int32(self.parts)
+                        step = (lax.div(i, parts) * MULTIPLIERS + warpgroup) * parts + lax.rem(i, parts)
                         stage = lax.rem(before + tile * steps + step, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[stage])
                         operand = scales if scales_tile is None else scales_tile.at[stage]
@@ -261,6 +273,7 @@ def _meet(barrier):
     plgpu.barrier_wait(barrier)
 
 
-def most_segments(layout: WeightLayout, *depths: int) -> list[int]:
-    """Segments that a step may have, the most first, with which matrices of so many columns have 4, 8, .. steps."""
-    return [n for n in (4, 2, 1) if not any(depth % (layout.segment * n * MULTIPLIERS) for depth in depths)]
+def most_segments(layout: WeightLayout, *depths: int) -> int:
+    """The most segments of a step with which matrices of so many columns have a multiple of four steps."""
+    fits = (n for n in (4, 2, 1) if not any(depth % (layout.segment * n * MULTIPLIERS) for depth in depths))
+    return next(fits)

@@ -182,6 +182,40 @@ def _(table, first, target):
     mlir.inline(emit, table, first, target)
 
 
+@primitive
+def load_weights(weights, blocks, target) -> None:
+    """Copies the routing weights of blocks that `load_blocks` left to `target` [8 * blocks] float32 in shared memory.
+
+    By the same warpgroup.
+
+    Args:
+      weights: [P] float32 in global memory.
+      blocks: [16 * blocks] int32 in shared memory.
+      target: unspecified where there is no pair.
+    """
+    pairs = blocks[...].reshape(-1, WORDS)[:, FIRST_PAIR:].reshape(-1)
+    inside = (pairs >= 0) & (pairs < weights.shape[0])
+    target[...] = jnp.where(inside, weights[...][jnp.where(inside, pairs, 0)], 0.0)
+
+
+@load_weights.mosaic
+def _(weights, blocks, target):
+    size, last = target.shape[0], weights.shape[0] - 1
+
+    def emit(weights, blocks, target):
+        thread, source, there = ops.thread() % mlir.THREADS, ops.shared(blocks), ops.shared(target)
+        mgpu.utils.warpgroup_barrier()
+        for start in range(0, size, mlir.THREADS):
+            at = thread + start
+            with ops.when(at < size):
+                word = (at >> 3) * WORDS + (at & SIZE - 1) + FIRST_PAIR
+                pair = ops.load(source + (word << 2)).minimum(last)
+                ops.store(there + (at << 2), ops.load_global(weights, pair))
+        mgpu.utils.warpgroup_barrier()
+
+    mlir.inline(emit, weights, blocks, target)
+
+
 # --- blocks of threads that wait for each other ---
 
 

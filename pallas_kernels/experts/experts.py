@@ -107,7 +107,7 @@ class ExpertsProblem:
     @property
     def stream(self) -> WeightStream:
         depths = self.depth, self.inner
-        return WeightStream(FP4, COLUMNS, depths, weight_stream.most_segments(FP4, *depths)[0])
+        return WeightStream(FP4, COLUMNS, depths, weight_stream.most_segments(FP4, *depths))
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -130,15 +130,16 @@ def _launch(p, maps, out_type, table, counts, weights, x, *operands, interpret):
         thread_name="warpgroup",
         scratch_types=dict(
             tables=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in most],
+            factors=plgpu.SMEM((most[0] * COLUMNS,), jnp.float32) if maps[0] else None,
             ready=plgpu.Barrier(num_arrivals=weight_stream.WARPGROUPS),
-            stream=p.stream.scratch(4 * WORDS * sum(most) + 2048, interpret=interpret),
+            stream=p.stream.scratch(4 * WORDS * 2 * sum(most) + 2048, interpret=interpret),
         ),
         interpret=interpret,
     )
     return run(table.reshape(-1), counts, weights, x, *operands)
 
 
-def _body(p, maps, table, counts, weights, x, *refs, tables, ready, stream):
+def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, stream):
     *matrices, first_out = refs[:5]
     outs = (first_out, *refs[5:])
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
@@ -156,6 +157,11 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, ready, stream):
             assignment.load_blocks(table, block, own)
 
     clusters.sync_block(ready)
+
+    @pl.when(warpgroup == FINISHES)
+    def _():
+        if factors is not None:
+            assignment.load_weights(weights, tables[0], factors)
 
     def product(i, source, out, own, first, count, first_block):
         tiles, gated = p.tiles[i], i == 0
@@ -186,7 +192,8 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, ready, stream):
         def finish(n, sums):
             tile = lax.rem(first + n, each)
             if gated:
-                store_gated(out, sums, pairs_of(n), tile, weights, p.limit)
+                own_factors = factors.at[pl.ds(block_of(n) * COLUMNS, COLUMNS)]
+                store_gated(out, sums, pairs_of(n), tile, own_factors, p.limit)
             else:
                 store_rows(out, sums, pairs_of(n), tile)
             if both and gated:
@@ -208,7 +215,7 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, ready, stream):
 def store_gated(out, sums: jax.Array, pairs, tile: jax.Array, weights, limit: float) -> None:
     """Writes 32 channels of SwiGLU times the routing weight, rounded: sums [64, N] of gate and up, times 2**-32.
 
-    `out`: [P, I] bfloat16 and `weights`: [P] float32, in global memory; `pairs`: [N] int32 in shared memory.
+    `out`: [P, I] bfloat16 in global memory; `pairs`: [N] int32 and their `weights`: [N] float32, in shared memory.
     """
     sums = (sums * 2.0**SHIFT).reshape(ROWS // 16, 2, 8, -1)
     gate, up = (round_bfloat16(sums[:, half]).reshape(HALF, -1).T for half in range(2))
@@ -218,7 +225,7 @@ def store_gated(out, sums: jax.Array, pairs, tile: jax.Array, weights, limit: fl
 
         @pl.when(pair >= 0)
         def _(n=n, pair=pair):
-            out[pair, pl.ds(tile * HALF, HALF)] = (value[n] * weights[pair]).astype(jnp.bfloat16)
+            out[pair, pl.ds(tile * HALF, HALF)] = (value[n] * weights[n]).astype(jnp.bfloat16)
 
 
 @store_gated.mosaic
@@ -230,12 +237,12 @@ def _(out, sums, pairs, tile, weights, limit):
         def rounded(x):
             return arith.extf(f32, arith.truncf(bf16, arith.mulf(x, mlir.f32(2.0**SHIFT))))
 
-        def store(place, pair, values):
+        def store(place, column, values):
             gate, up = map(rounded, values)
             gate = arith.minimumf(gate, high)
             up = arith.minimumf(arith.maximumf(up, low), high)
             silu = arith.divf(gate, arith.addf(mlir.f32(1.0), math.exp(arith.negf(gate))))
-            weight = llvm.load(f32, mlir.at(mlir.global_pointer(weights), mlir.to_i64(pair.value), f32))
+            weight = thread_ops.as_float(thread_ops.load(thread_ops.shared(weights) + (column << 2)))
             value = arith.mulf(arith.mulf(silu, up), weight)
             llvm.store(arith.truncf(bf16, value), place, alignment=2)
 
@@ -261,7 +268,7 @@ def _(out, sums, pairs, tile):
     def emit(out, sums, pairs, tile):
         bf16 = ir.BF16Type.get()
 
-        def store(place, pair, values):
+        def store(place, _, values):
             for half, value in enumerate(values):
                 value = arith.truncf(bf16, arith.mulf(value, mlir.f32(2.0**SHIFT)))
                 llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
@@ -272,7 +279,7 @@ def _(out, sums, pairs, tile):
 
 
 def _each_column(out, sums, pairs, channel, *, gated, store):
-    """Calls `store(place in out, pair, both rows' sums)` for each of a thread's columns that is a pair's."""
+    """Calls `store(place in out, column, both rows' sums)` for each of a thread's columns that is a pair's."""
     thread = U32(mlir.thread())
     row = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
     width = ir.MemRefType(out.type).shape[1]
@@ -285,4 +292,4 @@ def _each_column(out, sums, pairs, channel, *, gated, store):
                 offset = arith.muli(mlir.to_i64(pair.value), mlir.i64(width))
                 offset = arith.addi(offset, mlir.to_i64((channel + row).value))
                 place = mlir.at(mlir.global_pointer(out), offset, ir.BF16Type.get())
-                store(place, pair, (held[n + i], held[n + 2 + i]))
+                store(place, column, (held[n + i], held[n + 2 + i]))

@@ -25,9 +25,11 @@ from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 
 MOST_STORED_TOKENS = 32
 LEAST_COLUMNS = 256  # four steps of the fewest bytes
-TOKENS = 8  # `wgmma` has multiples of so many columns
+FEW_TOKENS = 16  # that there is room for whatever the number of columns
+TOKENS = 8  # of a product at least
 LEAST_STAGES = 8  # two for each warpgroup that multiplies
-MOST_SPLITS = 8  # blocks of a cluster that every device runs
+# Blocks in a cluster, and how many of these clusters run at once: all blocks of one are in one part of the chip.
+CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
 @traced_once("parts", "groups")
@@ -72,6 +74,12 @@ def stored_linear(
     )
     assert sum(sizes) == rows
     p = _problem(tokens, rows, depth, groups, parts, interpret)
+    if p is None:
+        if tokens <= FEW_TOKENS:
+            raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
+        options = dict(parts=parts, groups=groups, interpret=interpret)
+        halves = [stored_linear(half, codes, scales, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
+        return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
     out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
     if p.splits > 1 and interpret:
@@ -128,26 +136,30 @@ class StoredLinearProblem:
 
 
 def _problem(tokens, rows, depth, groups, parts, interpret):
-    """The fewest blocks in a cluster with which there is room and work for all, also with the most tokens."""
+    """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
     tiles, columns = rows // ROWS, -(-tokens // TOKENS) * TOKENS
     fits = None
-    for splits in (1, 2, 4, MOST_SPLITS):
+    for splits, most in CLUSTERS.items():
         if depth % (LEAST_COLUMNS * splits) or (splits > 1 and interpret and splits > 2):
             continue
-        workers = min(tiles, 2 if interpret else MULTIPROCESSORS // splits)
-        own = depth // splits
-        for segments in weight_stream.most_segments(FP8, own):
-            stream = WeightStream(FP8, MOST_STORED_TOKENS, (own,), segments)
-            p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
-            if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
-                break
-        else:
+        workers = min(tiles, 2 if interpret else most)
+        own = (depth // splits,)
+        most_segments = weight_stream.most_segments(FP8, *own)
+
+        def with_room(columns, own=own, most_segments=most_segments, workers=workers, splits=splits):
+            """The problem with so many columns, with the largest stages of which there are enough."""
+            for segments in (x for x in (4, 2, 1) if x <= most_segments):
+                stream = WeightStream(FP8, columns, own, segments)
+                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
+                if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
+                    return p
+            return None
+
+        if with_room(FEW_TOKENS) is None:
             continue
-        fits = dataclasses.replace(p, stream=dataclasses.replace(stream, tokens=columns))
+        fits = with_room(columns)
         if interpret or 2 * workers * splits > MULTIPROCESSORS:
             break
-    if fits is None:
-        raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
     return fits
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.cli.options import load_model
 from dsv4_jax.config import DSV4Config
 from tests.paths import DATA, PACKAGED, TINY
 
@@ -212,6 +213,14 @@ def test_weights_are_loaded_as_asked(refused, monkeypatch, options):
 
     monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", load)
     assert f"bfloat16 activations, {(options or [None])[-1]} weights" in refused("generate", *options)
+
+
+@pytest.mark.parametrize(("weights", "on_gpu"), [(None, "stored"), ("bfloat16", "bfloat16"), ("stored", "stored")])
+def test_on_a_gpu_weights_stay_as_they_are_stored(monkeypatch, weights, on_gpu):
+    monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", lambda *args, weights, **options: weights)
+    for backend, expected in dict(cpu=weights, gpu=on_gpu).items():
+        monkeypatch.setattr("jax.default_backend", lambda: backend)  # noqa: B023
+        assert load_model(TINY, None, "bfloat16", weights, progress=False) == expected
 
 
 def test_mistakes_about_text_are_explained(refused, with_text, tmp_path):

@@ -1,5 +1,6 @@
 """A model that is cut over the "model" axis makes the tokens and the cache that it makes on one device."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from dsv4_jax.bench.attention_stack import stack_step
+from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.cache import KVCache
-from dsv4_jax.config import DSV4Config
-from dsv4_jax.decode import forward
+from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.decode import CompiledModel, forward
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import join_projections, shardings
-from dsv4_jax.ops import all_gather, all_reduce, model_index
+from dsv4_jax.ops import all_gather, all_reduce, model_index, use_implementation
+from dsv4_jax.ops.dispatch import REQUIRE_KERNELS
 from dsv4_jax.parallel.mesh import check_cuts, check_mesh, make_mesh, parse_mesh
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.host.managers import make, random_cache
@@ -205,3 +209,17 @@ def test_a_step_has_two_reductions_a_layer(model):
     text = str(forward.trace(abstract, KVCache.abstract(manager.schema, mesh), batch).jaxpr)
     # And one of the embedding; the head's parts are gathered.
     assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 1, 1)
+
+
+def test_four_devices_take_every_kernel(monkeypatch):
+    """The parts of V4-Flash's layers that four devices get are of shapes that kernels take."""
+    mesh, flash = make_mesh({"model": 4}), DSV4Config.v4_flash()
+    config = dataclasses.replace(
+        flash, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
+    )
+    manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=1024, mesh=mesh)
+    args = KVCache.abstract(manager.schema, mesh), manager.prepare_forward({manager.admit(): [1]})
+    x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
+    monkeypatch.setenv(REQUIRE_KERNELS, "1")
+    with use_implementation("mosaic_gpu"):
+        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, requests=8, drafts=0)

@@ -1,0 +1,78 @@
+"""Which experts each token goes to."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.linear import linear
+from pallas_kernels.router import MOST_TOKENS, router as router_kernel
+
+
+def router(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "E D"],
+    bias: Float[Array, "E"] | None = None,
+    table: Int[Array, "V k"] | None = None,
+    token_ids: Int[Array, "T"] | None = None,
+    *,
+    chosen: int,
+    factor: float,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """Selects experts for each token, and weights them with the scores `sqrt(softplus(x @ weight.T))`.
+
+    The gradient is that of "xla", whatever computes the values.
+
+    Args:
+      x: [T, D].
+      weight: [E, D] float32.
+      bias: [E] float32; the `chosen` best of score + bias are selected, of equals the first. It decides the selection
+        only, never a weight. None: the table decides.
+      table: [V, k] int32, the experts of each token id, `chosen` each.
+      token_ids: [T] int32, clipped to 0 .. V - 1; with the table.
+      chosen: experts of a token.
+      factor: what a token's weights add up to.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes up to 64 tokens in
+        bfloat16, D in multiples of 512 and E in multiples of 128.
+
+    Returns:
+      experts [T, chosen] int32 and their weights [T, chosen] float32. Implementations add products up in different
+      orders: where two experts' scores are closer than float32 rounding, they may select another one.
+
+    Raises:
+      ValueError: neither or both of bias and table are given, or a table without token ids.
+    """
+    if (bias is None) == (table is None) or (table is None) != (token_ids is None):
+        given = [name for name, value in dict(bias=bias, table=table, token_ids=token_ids).items() if value is not None]
+        raise ValueError(f"either bias, or table and token_ids must be given, got {', '.join(given) or 'none of them'}")
+    options = dict(chosen=chosen, factor=factor)
+    implementations = dict(
+        xla=functools.partial(_router_xla, **options),
+        mosaic_gpu=functools.partial(_router_kernel_or_xla, **options),
+        interpret=functools.partial(_router_kernel, interpret=True, **options),
+    )
+    return run("router", implementations, implementation, x, weight, bias, table, token_ids)
+
+
+def _router_xla(x, weight, bias, table, token_ids, *, chosen, factor):
+    scores = jnp.sqrt(jax.nn.softplus(linear(x.astype(jnp.float32), weight)[0]))
+    if bias is None:
+        experts = jnp.take(table, token_ids, axis=0, mode="clip")
+    else:
+        experts = jax.lax.top_k(scores + bias[None, :], chosen)[1]
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    return experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * factor
+
+
+def _router_kernel_or_xla(x, *arrays, **options):
+    if x.shape[0] > MOST_TOKENS:
+        raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.shape[0]}")
+    return _router_kernel(x, *arrays, interpret=False, **options)
+
+
+def _router_kernel(*arrays, interpret, **options):
+    kernel = functools.partial(router_kernel, interpret=interpret, **options)
+    return with_gradient_of(functools.partial(_router_xla, **options), kernel)(*arrays)

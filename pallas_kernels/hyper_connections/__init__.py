@@ -1,0 +1,3 @@
+"""Residual streams after a block and what the next block reads of them, in two launches."""
+
+from pallas_kernels.hyper_connections.hyper_connections import hyper_connections as hyper_connections

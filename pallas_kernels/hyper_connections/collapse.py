@@ -1,0 +1,278 @@
+"""Second launch: mixing weights from the sums of logits, and the collapsed, normed input of the next block.
+
+A block of threads has 1 or 4 tokens. Every warpgroup but the last has 1024 channels; the last computes the weights,
+one token a warp, and goes on with Sinkhorn's iterations while the others collapse the streams.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common.deterministic_math import round_bfloat16
+from pallas_kernels.common.mlir_helpers import THREADS, WARP
+from pallas_kernels.common.primitive import kernel, primitive
+from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
+
+
+CHANNELS = 1024  # of a warpgroup
+WARPS = THREADS // WARP
+
+
+@dataclasses.dataclass(frozen=True)
+class CollapseProblem:
+    """What is static: sizes, `tokens_each` of a block, and constants."""
+
+    tokens: int
+    width: int
+    rows: int
+    slices: int
+    tokens_each: int
+    norm_eps: float
+    hc_eps: float
+    iterations: int
+
+    @property
+    def workers(self) -> int:
+        """Warpgroups that collapse."""
+        return self.width // CHANNELS
+
+
+def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, interpret: bool):
+    """(x [T, D] bfloat16, mixing [T, 24] float32 or None) from partial sums, see `hyper_connections`.
+
+    partials: [T, slices * 32] float32 where a block has one token, otherwise [slices, T * 32].
+    """
+    out_type = [jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16)]
+    if p.rows > STREAMS:
+        out_type.append(jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32))
+    run = kernel(
+        functools.partial(_body, p),
+        out_type=out_type,
+        kernel_name="hyper_connections_collapse",
+        grid=(-(-p.tokens // p.tokens_each),),
+        grid_names=("group",),
+        num_threads=p.workers + 1,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            inbox=plgpu.SMEM((p.workers, THREADS), jnp.float32),
+            pre=plgpu.SMEM((THREADS,), jnp.float32),
+            norms=plgpu.SMEM((p.tokens_each, p.workers * WARPS), jnp.float32),
+            scratch=plgpu.SMEM((THREADS,), jnp.float32),
+            summed=plgpu.Barrier(num_arrivals=p.workers),
+            weighed=plgpu.Barrier(),
+            normed=plgpu.Barrier(num_arrivals=p.workers),
+        ),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    x, *mixing = run(streams, partials, base, scale, weight)
+    return x, mixing[0] if mixing else None
+
+
+def _body(p, streams, partials, base, scale, weight, x, *outs, inbox, pre, norms, scratch, summed, weighed, normed):
+    group, warpgroup = lax.axis_index("group"), lax.axis_index("warpgroup")
+    first = group * p.tokens_each
+
+    @pl.when(warpgroup < p.workers)
+    def _():
+        mine = pl.ds(warpgroup * CHANNELS, CHANNELS)
+        layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
+
+        def load(pair):
+            """The streams of one or two tokens."""
+            tokens = [jnp.minimum(first + n, p.tokens - 1) for n in pair]
+            rows = [[streams.at[token, j, mine] for j in range(STREAMS)] for token in tokens]
+            return [[plgpu.load(row, layout=layout, optimized=False) for row in four] for four in rows]
+
+        # As many at a time as a thread's registers hold.
+        step = min(2 if p.workers <= 4 else 1, p.tokens_each)
+        pairs = [range(n, n + step) for n in range(0, p.tokens_each, step)]
+        ahead = load(pairs[0])
+        factors = plgpu.load(weight.at[mine], layout=layout, optimized=False)
+        chunks = []
+        for i in range(p.slices * p.tokens_each // WARPS // p.workers):
+            chunk = i * p.workers + warpgroup
+            place = (group, pl.ds(chunk * THREADS, THREADS))
+            if p.tokens_each > 1:
+                place = (chunk, pl.ds(group * THREADS, THREADS))
+            chunks.append(vectors.load(partials.at[place]))
+        inbox[warpgroup] = _sum(chunks)
+        plgpu.barrier_arrive(summed)
+        plgpu.barrier_wait(weighed)
+        for number, pair in enumerate(pairs, 1):
+            found = []
+            for n, four in zip(pair, ahead, strict=True):
+                terms = [row.astype(jnp.float32) * pre[n * WARP + j] for j, row in enumerate(four)]
+                found.append(round_bfloat16(functools.reduce(jnp.add, terms)))
+                warp_sums(found[-1] * found[-1], norms.at[n, pl.ds(warpgroup * WARPS, WARPS)])
+            if number < len(pairs):
+                ahead = load(pairs[number])
+            plgpu.barrier_arrive(normed)
+            plgpu.barrier_wait(normed)
+            for n, value in zip(pair, found, strict=True):
+                mean = _sum([norms[n, i] for i in range(p.workers * WARPS)]) * (1 / p.width)
+                value = (factors * (value * lax.rsqrt(mean + p.norm_eps))).astype(jnp.bfloat16)
+
+                @pl.when(first + n < p.tokens)
+                def _(n=n, value=value):
+                    x[first + n, mine] = value
+
+    @pl.when(warpgroup == p.workers)
+    def _():
+        scales = [scale[i] for i in range(scale.shape[0])]
+        biases = [base[i] for i in range(p.rows)]
+        plgpu.barrier_wait(summed)
+        sums = _sum([vectors.load(inbox.at[i]) for i in range(p.workers)])
+        if p.tokens_each == 1:
+            sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
+        mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
+        factor = lax.rsqrt(mean + p.norm_eps)
+
+        def logit(i):
+            own = scales[min(i // STREAMS, 2)]
+            return from_lane(sums, i) * factor * own + biases[i]
+
+        lane = vectors.thread() & (WARP - 1)
+        pres = [_sigmoid(logit(i)) + p.hc_eps for i in range(STREAMS)]
+        pre[...] = _by_lane(lane, pres)
+        plgpu.barrier_arrive(weighed)
+        if outs:
+            posts = [2.0 * _sigmoid(logit(STREAMS + i)) for i in range(STREAMS)]
+            values = _by_lane(lane, [*pres, *posts])
+            comb = [[logit((2 + j) * STREAMS + k) for k in range(STREAMS)] for j in range(STREAMS)]
+            comb = [_softmax(row, p.hc_eps) for row in comb]
+            comb = _sinkhorn(comb, p.iterations, p.hc_eps)
+            values = _by_lane(lane, [x for row in comb for x in row], 2 * STREAMS, values)
+            put_rows(outs[0], values, first, p.tokens_each)
+
+
+def _by_lane(lane, values, first=0, others=None):
+    """[128]: value i in lane `first + i` of every warp; in other lanes `others`, or anything."""
+    found = values[0] if others is None else others
+    for i, value in enumerate(values, first):
+        found = jnp.where(lane == i, value, found)
+    return found
+
+
+def _sigmoid(x):
+    return reciprocal(1.0 + jnp.exp(-x))
+
+
+def _softmax(row, eps):
+    top = functools.reduce(jnp.maximum, row)
+    row = [jnp.exp(x - top) for x in row]
+    total = reciprocal(_sum(row))
+    return [x * total + eps for x in row]
+
+
+def _sinkhorn(comb, iterations, eps):
+    """Rows and columns of lists of arrays, as in the reference."""
+
+    def rows(comb):
+        factors = [reciprocal(_sum(row) + eps) for row in comb]
+        return [[x * factor for x in row] for row, factor in zip(comb, factors, strict=True)]
+
+    def transposed(comb):
+        return [list(column) for column in zip(*comb, strict=True)]
+
+    def columns(comb):
+        return transposed(rows(transposed(comb)))
+
+    return lax.fori_loop(0, iterations - 1, lambda _, comb: columns(rows(comb)), columns(comb))
+
+
+def _sum(terms):
+    """Of neighbours first."""
+    while len(terms) > 1:
+        terms = [*map(jnp.add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
+    return terms[0]
+
+
+@primitive
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x of float32 [128], within a unit in the last place."""
+    return 1.0 / x
+
+
+@reciprocal.mosaic
+def _(x):
+    def emit(x):
+        code = "rcp.approx.ftz.f32 $0, $1;"
+        return [mlir.ptx(code, mlir.scalar(x), results=mlir.f32_type(), pure=True)]
+
+    return vectors.inline(emit, x, returns=x)
+
+
+@primitive
+def from_lane(x: jax.Array, lane: int) -> jax.Array:
+    """[128] with the value of a lane of the same warp; x [128] float32."""
+    return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
+
+
+@from_lane.mosaic
+def _(x, lane):
+    def emit(x):
+        value = thread_ops.bits(mlir.scalar(x))
+        got = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", value, lane)
+        return [thread_ops.as_float(got)]
+
+    return vectors.inline(emit, x, returns=x)
+
+
+@primitive
+def warp_sums(x: jax.Array, target) -> None:
+    """Writes the sum of each warp's quarter of x [1024] float32 to `target` [4] in shared memory."""
+    target[...] = jnp.sum(x.reshape(WARPS, -1), axis=1)
+
+
+@warp_sums.mosaic
+def _(x, target):
+    def emit(x, target):
+        terms = mlir.values(x)
+        while len(terms) > 1:
+            terms = [arith.addf(*pair) for pair in zip(terms[::2], terms[1::2], strict=True)]
+        (total,) = terms
+        for distance in (16, 8, 4, 2, 1):
+            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        thread = U32(mlir.thread())
+        with thread_ops.when((thread & (WARP - 1)).equals(0)):
+            thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
+
+    mlir.inline(emit, x, target, layout=lambda shape: plgpu.Layout.WG_STRIDED(shape, vec_size=8))
+
+
+@primitive
+def put_rows(target, x: jax.Array, first: jax.Array, rows: int) -> None:
+    """Writes the first lanes of each of the first `rows` warps to rows `first` .. of `target` [T, N], as far as it has
+    them; x [128] float32."""
+    count, width = target.shape
+    for i in range(rows):
+
+        @pl.when(first + i < count)
+        def _(i=i):
+            target[first + i, :] = x[i * WARP : i * WARP + width]
+
+
+@put_rows.mosaic
+def _(target, x, first, rows):
+    count, width = target.shape
+
+    def emit(target, x, first):
+        thread = U32(mlir.thread())
+        warp, lane = thread >> 5, thread & (WARP - 1)
+        row = U32(mlir.scalar(first)) + warp
+        inside = (warp < rows).value, (row < count).value, (lane < width).value
+        with thread_ops.when(U32(functools.reduce(arith.andi, inside))):
+            place = mlir.to_i64((row * width + lane).value)
+            llvm.store(mlir.scalar(x), mlir.at(mlir.global_pointer(target), place, mlir.f32_type()), alignment=4)
+
+    vectors.inline(emit, target, x, first)

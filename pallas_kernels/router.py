@@ -1,0 +1,272 @@
+"""Which experts a token goes to, for few tokens: products with a slice of channels, then scores and selection."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.mlir_helpers import THREADS, WARP
+from pallas_kernels.common.primitive import kernel, primitive
+from pallas_kernels.common.support import traced_once
+from pallas_kernels.common.thread_ops import U32, fma
+
+
+MOST_TOKENS = 64
+CHANNELS = 4 * WARP  # of a slice
+ROWS = 8  # experts of a warp
+TOKENS = WARP // ROWS  # at a time: a warp adds up as many sums as it has lanes
+EXPERTS = ROWS * THREADS // WARP  # of a block
+ADDERS = 4  # warpgroups that add slices up
+
+
+@traced_once("chosen", "factor")
+def router(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    table: jax.Array | None = None,
+    token_ids: jax.Array | None = None,
+    *,
+    chosen: int,
+    factor: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores `sqrt(softplus(x @ weight.T))`, and the experts that they or a table select.
+
+    Args:
+      x: [T, D] bfloat16, T up to 64, D a multiple of 512.
+      weight: [E, D] float32, E a multiple of 128 up to 1024.
+      bias: [E] float32: the `chosen` best of score + bias are selected, of equals the first. Or None, with
+      table: [V, chosen] int32, the experts of each token id, and
+      token_ids: [T] int32, clipped to 0 .. V - 1.
+      chosen: experts of a token, at most 32.
+      factor: what a token's weights add up to.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      experts [T, chosen] int32, and their weights [T, chosen] float32: the scores over their sum, times `factor`.
+
+    Raises:
+      NotImplementedError: a shape or dtype is not one of these.
+    """
+    check_array("x", x, jnp.bfloat16, None, None)
+    tokens, depth = x.shape
+    check_array("weight", weight, jnp.float32, None, depth)
+    experts = weight.shape[0]
+    if bias is not None:
+        check_array("bias", bias, jnp.float32, experts)
+    else:
+        check_array("table", table, jnp.int32, None, chosen)
+        check_array("token_ids", token_ids, jnp.int32, tokens)
+    check_rules(
+        {
+            f"1 to {MOST_TOKENS} tokens, got {tokens}": 0 < tokens <= MOST_TOKENS,
+            f"channels in multiples of {ADDERS * CHANNELS}, got {depth}": depth > 0
+            and depth % (ADDERS * CHANNELS) == 0,
+            f"128, 256, .. or 1024 experts, got {experts}": 0 < experts <= 1024 and experts % THREADS == 0,
+            f"up to {WARP} experts of a token, got {chosen}": 0 < chosen <= min(WARP, experts),
+        }
+    )
+    slices = depth // CHANNELS
+    products = kernel(
+        lambda x, weight, out: add_products(lax.axis_index("slice"), lax.axis_index("rows"), x, weight, out),
+        out_type=jax.ShapeDtypeStruct((slices, tokens, experts), jnp.float32),
+        kernel_name="router_products",
+        grid=(slices, experts // EXPERTS),
+        grid_names=("slice", "rows"),
+        interpret=interpret,
+    )
+    given = (table, token_ids) if bias is None else (bias,)
+    select = kernel(
+        functools.partial(_select, factor),
+        out_type=[jax.ShapeDtypeStruct((tokens, chosen), dtype) for dtype in (jnp.int32, jnp.float32)],
+        kernel_name="router_select",
+        grid=(tokens,),
+        grid_names=("token",),
+        num_threads=ADDERS,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            inbox=plgpu.SMEM((ADDERS, experts), jnp.float32),
+            scores=plgpu.SMEM((experts,), jnp.float32),
+            biased=plgpu.SMEM((experts,), jnp.float32),
+            summed=plgpu.Barrier(num_arrivals=ADDERS),
+        ),
+        interpret=interpret,
+    )
+    return tuple(select(products(x, weight), *given))
+
+
+@primitive
+def add_products(part: jax.Array, group: jax.Array, x, weight, out) -> None:
+    """Writes `out[part, t, e]`, sums over a slice of channels, of all tokens and a group of experts.
+
+    A thread has 4 channels of 8 experts in registers; `out`: [slices, T, E] float32.
+    """
+    columns, rows = pl.ds(part * CHANNELS, CHANNELS), pl.ds(group * EXPERTS, EXPERTS)
+    out[part, :, rows] = jnp.dot(x[:, columns].astype(jnp.float32), weight[rows, columns].T, precision="highest")
+
+
+@add_products.mosaic
+def _(part, group, x, weight, out):
+    (tokens, depth), experts = x.shape, weight.shape[0]
+    turns, at_a_time = -(-tokens // TOKENS), min(tokens, TOKENS)
+
+    def emit(part, group, x, weight, out):
+        f32 = mlir.f32_type()
+        thread, part = U32(mlir.thread()), U32(mlir.scalar(part))
+        warp, lane = thread >> 5, thread & 31
+        first = U32(mlir.scalar(group)) * EXPERTS + warp * ROWS
+        column = part * CHANNELS + lane * 4
+        x, weight, out = map(mlir.global_pointer, (x, weight, out))
+
+        def at(pointer, index, size):
+            return mlir.at(pointer, arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
+
+        start = at(weight, first * depth + column, 4)
+        four = [f32] * 4
+        rows = [
+            mlir.ptx("ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", mlir.at(start, 4 * depth * r), results=four)
+            for r in range(ROWS)
+        ]
+
+        def load(i):
+            """A thread's channels of some tokens, two words each; the last token stands for those beyond it."""
+            code, pair = "ld.global.nc.v2.b32 {$0, $1}, [$2];", [mlir.int_type()] * 2
+            numbers = [(i * TOKENS + n).minimum(tokens - 1) for n in range(at_a_time)]
+            loaded = [mlir.ptx(code, at(x, token * depth + column, 2), results=pair) for token in numbers]
+            return [U32(word) for both in loaded for word in both]
+
+        def some(i, *loaded):
+            ahead = load(i + 1) if turns > 1 else loaded
+            terms: list[Any] = []
+            for n in range(at_a_time):
+                pair = loaded[2 * n : 2 * n + 2]
+                values = [thread_ops.as_float(half) for word in pair for half in (word << 16, word & 0xFFFF0000)]
+                for row in rows:
+                    total = arith.mulf(values[0], row[0])
+                    for value, factor in zip(values[1:], row[1:], strict=True):
+                        total = fma(value, factor, total)
+                    terms.append(total)
+            total = thread_ops.lane_sums(terms + [None] * (WARP - len(terms)))
+            token = i * TOKENS + lane // ROWS
+            with thread_ops.when(token < tokens):
+                place = at(out, (part * tokens + token) * experts + first + lane % ROWS, 4)
+                llvm.store(total.value, place, alignment=4)
+            return ahead
+
+        thread_ops.loop(turns, some, *load(U32(0)))
+
+    mlir.inline(emit, part, group, x, weight, out)
+
+
+def _select(factor, products, *refs, inbox, scores, biased, summed):
+    *given, experts, weights = refs
+    token, warpgroup = lax.axis_index("token"), lax.axis_index("warpgroup")
+    share = products.shape[0] // ADDERS
+    parts = range(0, scores.shape[0], THREADS)
+    places = [[(warpgroup * share + i, token, pl.ds(first, THREADS)) for i in range(share)] for first in parts]
+    loaded = [[vectors.load(products.at[place]) for place in slices] for slices in places]
+    for first, terms in zip(parts, loaded, strict=True):
+        inbox[warpgroup, pl.ds(first, THREADS)] = functools.reduce(jnp.add, terms)
+    plgpu.barrier_arrive(summed)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(summed)
+        for first in range(0, scores.shape[0], THREADS):
+            mine = pl.ds(first, THREADS)
+            logits = functools.reduce(jnp.add, [vectors.load(inbox.at[i, mine]) for i in range(ADDERS)])
+            score = jnp.sqrt(_softplus(logits))
+            scores[mine] = score
+            if len(given) == 1:
+                biased[mine] = score + vectors.load(given[0].at[mine])
+        select(experts, weights, token, scores, biased, given, factor)
+
+
+def _softplus(x):
+    """log(1 + exp(x)) as accurate as float32 has it: no logarithm near 1."""
+    small = jnp.exp(-jnp.abs(x))
+    ratio = small / (2.0 + small)
+    square = ratio * ratio
+    series = jnp.full_like(x, 1 / 17)
+    for n in range(15, 0, -2):
+        series = series * square + 1 / n
+    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
+
+
+@primitive
+def select(experts, weights, token: jax.Array, scores, biased, given, factor: float) -> None:
+    """Writes a token's experts and weights, see `router`; one warpgroup runs it.
+
+    `scores`, `biased`: [E] float32 in shared memory; the latter counts if `given` is (bias,), not (table, token_ids).
+    """
+    chosen = experts.shape[1]
+    if len(given) == 1:
+        found = lax.top_k(biased[...], chosen)[1]
+    else:
+        table, token_ids = given
+        found = table[jnp.clip(token_ids[token], 0, table.shape[0] - 1), :]
+    found_scores = scores[...][found]
+    experts[token, :] = found
+    weights[token, :] = found_scores / (jnp.sum(found_scores) + 1e-20) * factor
+
+
+@select.mosaic
+def _(experts, weights, token, scores, biased, given, factor):
+    number, chosen = scores.shape[0], experts.shape[1]
+
+    def emit(experts, weights, token, scores, biased, *given):
+        token = U32(mlir.scalar(token))
+        thread = U32(mlir.thread())
+        lane = thread & 31
+        # Other threads wrote what this warp reads.
+        mgpu.utils.warpgroup_barrier()
+        with thread_ops.when(thread < WARP):
+            if len(given) == 1:
+                found = _best(thread_ops.shared(biased), lane, number, chosen)
+            else:
+                table, token_ids = given
+                size = ir.MemRefType(table.type).shape[0]
+                own = thread_ops.load_global(token_ids, token)
+                own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(size - 1)))
+                found = thread_ops.load_global(table, own * chosen + lane.minimum(chosen - 1))
+            score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (found << 2)))
+            inside = lane < chosen
+            total = arith.select(inside.value, score, mlir.f32(0.0))
+            for distance in (16, 8, 4, 2, 1):
+                total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+            share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
+            with thread_ops.when(inside):
+                place = token * chosen + lane
+                thread_ops.store_global(experts, place, found)
+                thread_ops.store_global(weights, place, thread_ops.bits(arith.mulf(share, mlir.f32(factor))))
+
+    mlir.inline(emit, experts, weights, token, scores, biased, *given)
+
+
+def _best(values, lane, number, chosen):
+    """In lane i of the warp the number of the i-th largest float32, of equals the first."""
+    numbers = [lane + first for first in range(0, number, WARP)]
+    keys = []
+    for one in numbers:
+        # As unsigned integers in the order of the floats.
+        value = thread_ops.load(values + (one << 2))
+        negative = U32(arith.shrsi(value.value, mlir.i32(31)))
+        keys.append(value ^ (negative | 0x80000000))
+    found = U32(0)
+    for i in range(chosen):
+        top = thread_ops.warp_max(functools.reduce(U32.maximum, keys))
+        own = [key.equals(top).where(one, number - 1) for key, one in zip(keys, numbers, strict=True)]
+        best = thread_ops.warp_min(functools.reduce(U32.minimum, own))
+        found = lane.equals(i).where(best, found)
+        keys = [one.equals(best).where(0, key) for key, one in zip(keys, numbers, strict=True)]
+    return found

@@ -1,0 +1,132 @@
+"""Hyper-connections as kernels against jnp: interpreted, on a GPU, and compiled for one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import ops
+from tests.pallas_kernels.kernels import registers
+
+
+MIXED, HEAD = 24, 4
+OPTIONS = dict(norm_eps=1e-6, hc_eps=1e-6, iterations=20)
+
+
+def operands(tokens, width, rows=MIXED, *, added=True):
+    """Arguments of `ops.hyper_connections`, with logits of about one unit."""
+    rng = np.random.default_rng(tokens)
+
+    def normal(*shape, mean=0.0, std=1.0):
+        return jnp.asarray(mean + std * rng.standard_normal(shape), jnp.float32)
+
+    streams = normal(tokens, 4, width).astype(jnp.bfloat16)
+    fn, base = normal(rows, 4 * width, std=(4 * width) ** -0.5), normal(rows, std=0.5)
+    scale, weight = normal(3 if rows == MIXED else 1, mean=1.0, std=0.1), normal(width, mean=1.0, std=0.1)
+    if not added:
+        return streams, fn, base, scale, weight, None, None
+    return streams, fn, base, scale, weight, normal(tokens, width).astype(jnp.bfloat16), jnp.abs(normal(tokens, MIXED))
+
+
+def run(implementation, *arrays):
+    return jax.jit(functools.partial(ops.hyper_connections, implementation=implementation, **OPTIONS))(*arrays)
+
+
+def check(got, want):
+    assert [x is None for x in got] == [x is None for x in want]
+    for name, mine, other in zip(("streams", "x", "mixing"), got, want, strict=True):
+        if mine is None:
+            continue
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        mine, other = np.float64(mine), np.float64(other)
+        if name == "mixing":
+            # Sums of 16,384 float32 products in another order, and of streams of which some are a unit off.
+            np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4)
+        else:
+            # Where a sum in another order is rounded to bfloat16 the other way: by 2**-8 of it, and of values up to
+            # about 8. A stream that is off so moves x, which may be smaller.
+            assert np.mean(mine == other) > 0.99, name
+            np.testing.assert_allclose(mine, other, rtol=2.0**-7, atol=2.0**-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "rows", "added"), [(2, 2048, HEAD, False), (33, 1024, HEAD, True), (66, 1024, HEAD, True)]
+)
+def test_interpreted(tokens, width, rows, added):
+    arrays = operands(tokens, width, rows, added=added)
+    check(run("interpret", *arrays), run("xla", *arrays))
+    assert_no_races()
+
+
+def test_values_and_gradient_interpreted():
+    arrays = operands(5, 1024)
+
+    def pulled(implementation):
+        values, pull = jax.vjp(functools.partial(run, implementation), *arrays)
+        return values, pull(jax.tree.map(lambda x: jnp.cos(x.astype(jnp.float32)).astype(x.dtype), want))
+
+    want = run("xla", *arrays)
+    (values, gradient), (_, expected) = pulled("interpret"), pulled("xla")
+    check(values, want)
+    assert_no_races()
+    for mine, other in zip(gradient, expected, strict=True):
+        # The same program on the same inputs.
+        np.testing.assert_allclose(np.float32(mine), np.float32(other), rtol=1e-5, atol=1e-5)
+
+
+def assert_no_races():
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [MIXED, HEAD])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 64, 256, 333, 8192])
+def test_on_gpu(tokens, rows, added):
+    arrays = operands(tokens, 4096, rows, added=added)
+    got = run("mosaic_gpu", *arrays)
+    check(got, run("xla", *arrays))
+    for mine, again in zip(got, run("mosaic_gpu", *arrays), strict=True):
+        assert (mine is None and again is None) or (mine == again).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 100])
+def test_on_gpu_pro(tokens):
+    arrays = operands(tokens, 7168)
+    check(run("mosaic_gpu", *arrays), run("xla", *arrays))
+
+
+@pytest.mark.aot
+def test_compiles_for_h100_without_spills():
+    used = registers("""
+import functools, jax, jax.numpy as jnp
+from pallas_kernels import hyper_connections
+S, f32, bf16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
+call = functools.partial(hyper_connections, norm_eps=1e-6, hc_eps=1e-6, iterations=20)
+sizes = dict(one=(1, 4096, 24), some=(32, 7168, 24), many=(8192, 4096, 24), head=(1, 4096, 4), head_many=(999, 4096, 4))
+for name, (tokens, width, rows) in sizes.items():
+    own = S((rows, 4 * width), f32), S((rows,), f32), S((3 if rows == 24 else 1,), f32), S((width,), f32)
+    streams, y, mixing = S((tokens, 4, width), bf16), S((tokens, width), bf16), S((tokens, 24), f32)
+    compile_for_h100(name, call, streams, *own, y, mixing)
+    compile_for_h100(name + "_first", call, streams, *own)
+""")
+    # Blocks of 512 threads of the tensor cores' launch, one a multiprocessor.
+    assert max(used.values()) <= 128, used
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    streams, fn, base, scale, weight, y, mixing = operands(2, 1024)
+    call = functools.partial(ops.hyper_connections, implementation="interpret", **OPTIONS)
+    with pytest.raises(NotImplementedError, match="takes streams as bfloat16.any, 4, any., got float32.2, 4, 1024."):
+        call(streams.astype(jnp.float32), fn, base, scale, weight)
+    with pytest.raises(NotImplementedError, match="1024, 2048, .. or 7168 channels, got 512"):
+        call(streams[..., :512], fn[:, :2048], base, scale, weight[:512])
+    with pytest.raises(ValueError, match="y needs mixing"):
+        call(streams, fn, base, scale, weight, y)
+    with pytest.raises(ValueError, match="mixing needs y"):
+        call(streams, fn, base, scale, weight, None, mixing)

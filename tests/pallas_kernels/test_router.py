@@ -1,0 +1,129 @@
+"""The router's kernel against jnp: interpreted, on a GPU, and compiled for one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import ops
+from tests.pallas_kernels.kernels import registers
+
+
+CHOSEN = 6
+
+
+def operands(tokens, depth, experts, *, hashed=False):
+    """Arguments of `ops.router`, with logits of about one unit and token ids on either side of the table."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((experts, depth)) * depth**-0.5, jnp.float32)
+    if not hashed:
+        return x, weight, jnp.asarray(rng.standard_normal(experts) * 0.1, jnp.float32), None, None
+    table = np.stack([rng.permutation(experts)[:CHOSEN] for _ in range(50)])
+    ids = np.where(np.arange(tokens) == 0, -1, rng.integers(0, 60, tokens))
+    return x, weight, None, jnp.asarray(table, jnp.int32), jnp.asarray(ids, jnp.int32)
+
+
+def run(implementation, *arrays):
+    call = functools.partial(ops.router, chosen=CHOSEN, factor=1.5, implementation=implementation)
+    return jax.jit(call)(*arrays)
+
+
+def check(implementation, *arrays):
+    (experts, weights), (wanted, expected) = run(implementation, *arrays), run("xla", *arrays)
+    assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+    # Sums of float32 in another order: scores agree to 1e-5, and so the order of two that are further apart.
+    x, weight, bias, *_ = arrays
+    scores = np.sqrt(np.logaddexp(0, np.float64(x) @ np.float64(weight).T))
+    rank = scores if bias is None else scores + np.float64(bias)
+    mine, other = (np.take_along_axis(rank, np.asarray(e), axis=1) for e in (experts, wanted))
+    np.testing.assert_allclose(mine, other, rtol=1e-5)
+    assert all(len(set(row)) == CHOSEN for row in np.asarray(experts))
+    if bias is None:
+        np.testing.assert_array_equal(experts, wanted)
+    own = np.take_along_axis(scores, np.asarray(experts), axis=1)
+    np.testing.assert_allclose(weights, 1.5 * own / own.sum(axis=1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(weights, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (5, 128, True), (9, 384, False)])
+def test_interpreted(tokens, experts, hashed):
+    check("interpret", *operands(tokens, 512, experts, hashed=hashed))
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_of_equal_scores_the_first_experts_are_selected(implementation):
+    x, weight, bias, *_ = operands(2, 512, 128)
+    bias = jnp.zeros_like(bias).at[jnp.array([7, 100])].set(-1.0).at[jnp.array([90, 31])].set(1.0)
+    experts, weights = run(implementation, x, jnp.zeros_like(weight), bias)
+    np.testing.assert_array_equal(experts, [[31, 90, 0, 1, 2, 3]] * 2)
+    np.testing.assert_allclose(weights, np.full((2, CHOSEN), 0.25), rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_scores_of_large_and_small_logits(implementation):
+    """softplus where exp overflows, and where 1 + exp(x) is 1."""
+    logits = np.array([-30.0, -80.0, -17.0, -1e-3, 1e-3, 0.5, 20.0, 200.0, 3e4])
+    weight = np.zeros((128, 512), np.float32)
+    weight[: len(logits), 0] = logits
+    table = jnp.asarray(np.arange(6)[None, :] + np.arange(4)[:, None], jnp.int32)
+    x, ids = jnp.zeros((4, 512), jnp.bfloat16).at[:, 0].set(1.0), jnp.arange(4, dtype=jnp.int32)
+    _, weights = run(implementation, x, jnp.asarray(weight), None, table, ids)
+    scores = np.sqrt(np.logaddexp(0, logits))[np.asarray(table)]
+    np.testing.assert_allclose(weights, 1.5 * scores / scores.sum(axis=1, keepdims=True), rtol=3e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize(("tokens", "depth", "experts"), [(1, 4096, 256), (3, 4096, 256), (64, 7168, 384)])
+def test_on_gpu(tokens, depth, experts, hashed):
+    check("mosaic_gpu", *operands(tokens, depth, experts, hashed=hashed))
+
+
+def test_its_gradient_is_that_of_the_reference():
+    arrays = operands(2, 512, 128)
+
+    def gradient(implementation):
+        def loss(x, weight):
+            return jnp.sum(jnp.sin(3 * run(implementation, x, weight, *arrays[2:])[1]))
+
+        return jax.grad(loss, argnums=(0, 1))(*arrays[:2])
+
+    for mine, other in zip(gradient("interpret"), gradient("xla"), strict=True):
+        # The cosine of weights that differ by rounding.
+        np.testing.assert_allclose(np.float32(mine), np.float32(other), rtol=1e-2, atol=1e-5)
+        assert np.abs(np.float32(other)).max() > 1e-3
+
+
+@pytest.mark.aot
+def test_compiles_for_h100_without_spills():
+    used = registers("""
+import functools, jax, jax.numpy as jnp
+from pallas_kernels import router
+S, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
+call = functools.partial(router, chosen=6, factor=1.5)
+for name, tokens, depth, experts in (("one", 1, 4096, 256), ("pro", 64, 7168, 384)):
+    x, weight = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32)
+    compile_for_h100(name, call, x, weight, S((experts,), f32))
+    compile_for_h100(name + "_hashed", call, x, weight, None, S((1000, 6), i32), S((tokens,), i32))
+""")
+    # Four blocks of 128 threads a multiprocessor.
+    assert max(used.values()) <= 128, used
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    x, weight, bias, *_ = operands(2, 512, 128)
+    call = functools.partial(ops.router, chosen=CHOSEN, factor=1.0, implementation="interpret")
+    with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
+        call(x.astype(jnp.float32), weight, bias)
+    with pytest.raises(NotImplementedError, match="128, 256, .. or 1024 experts, got 100"):
+        call(x, weight[:100], bias[:100])
+    with pytest.raises(NotImplementedError, match="1 to 64 tokens, got 66"):
+        call(jnp.concatenate([x] * 33), weight, bias)
+    with pytest.raises(ValueError, match="either bias, or table and token_ids must be given, got none of them"):
+        call(x, weight)
