@@ -18,6 +18,7 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
+from dsv4_jax.nn.projections import join_in_place
 from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
@@ -89,7 +90,9 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
             return variable.replace(value)
         return variable.replace(jax.device_put(value, parameter_sharding(variable, mesh)))
 
-    return nnx.merge(graph, nnx.map_state(drawn, state))
+    stack = nnx.merge(graph, nnx.map_state(drawn, state))
+    join_in_place(stack)
+    return stack
 
 
 def _dotted(path):
@@ -121,7 +124,11 @@ def _normal(key, shape, dtype, mean):
 @functools.partial(jax.jit, static_argnames=("shape", "scales", "kind"))
 def _codes(key, shape, scales, kind):
     """Codes and scales of values about as wide as those of `_normal`; no NaN."""
-    codes, scale = (jax.random.bits(jax.random.fold_in(key, i), x, jnp.uint8) for i, x in enumerate((shape, scales)))
+    # One matrix at a time: random bits take 16 times their memory while they are made.
+    *count, rows, columns = shape
+    keys = jax.random.split(key, math.prod(count))
+    codes = jax.lax.map(lambda key: jax.random.bits(key, (rows, columns), jnp.uint8), keys).reshape(shape)
+    scale = jax.random.bits(jax.random.fold_in(key, 0), scales, jnp.uint8)
     if kind == "FP8":
         return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + scale % 2
     return codes, 119 + scale % 2

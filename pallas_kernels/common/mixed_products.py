@@ -1,8 +1,8 @@
 """Products of stored weights with many inputs: unpacked in registers, as the left operand of `wgmma`.
 
-A tile of weights is 64 bytes of each row, in shared memory. A thread has the bytes of two rows that it multiplies: of
-FP8 those of the columns which `wgmma` wants, in order; of FP4 four bytes of 16, so that a word is 8 columns with one
-scale, and inputs lie in the order of `permute_columns`.
+A tile of weights is 64 or 128 bytes of each row, in shared memory. A thread has the bytes of two rows that it
+multiplies: of FP8 those of the columns which `wgmma` wants, in order; of FP4 four bytes of 16, so that a word is 8
+columns with one scale, and inputs lie in the order of `permute_columns`.
 
 As in `stored_weights`, unpacked weights are 2**-32 of their values: exact for E8M0 scales from 2**-85 to 2**33.
 """
@@ -23,9 +23,12 @@ from pallas_kernels.common.unpack import e2m1_value, multiply
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
-BYTES = 64  # of a row, in a tile
 CHUNK = 64  # columns of `wgmma`'s operands in shared memory
-CODE_TRANSFORMS = (plgpu.TilingTransform((8, BYTES)), plgpu.SwizzleTransform(BYTES))
+
+
+def code_transforms(bytes: int) -> tuple:
+    """Of a tile of codes with so many bytes of a row."""
+    return plgpu.TilingTransform((8, bytes)), plgpu.SwizzleTransform(bytes)
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
@@ -52,17 +55,17 @@ def multiply_tile(
     """acc + weights @ inputs of a tile: [64, N] float32, 2**-32 of the products.
 
     Args:
-      codes: [1, R, 64], or where `gated` [2, R / 2, 64], uint8 in shared memory with CODE_TRANSFORMS, rows of all
-        warpgroups that multiply.
-      scales: of FP4 [.., .., 16] uint8 in shared memory; the tile's are four of each row. Of FP8 None.
+      codes: [1, R, bytes], or where `gated` [2, R / 2, bytes], uint8 in shared memory with `code_transforms`, rows of
+        all warpgroups that multiply.
+      scales: of FP4 [.., .., 16] uint8 in shared memory, among them the tile's. Of FP8 None.
       at: int32 scalar; of FP4 the place of the tile's first scale in a row, of FP8 the tile's scale.
       inputs: [N, columns] bfloat16 in shared memory with TRANSFORMS.
       group: number of the warpgroup, which has rows `64 * group ..`; or, where `gated`, 32 rows from `32 * group` on
         and the 32 that are R / 2 further.
       layout: of the weights.
       gated: the two 32 rows meet in a thread: they are rows 16 * (i // 8) + i % 8, and 8 more, of the sums.
-      complete: or the tile's last 64 columns may still be multiplied, all before are; then `complete_sums` has to follow
-        what adds up tiles.
+      complete: otherwise the tile's last 64 columns may still be multiplied, none before, and `complete_sums` has to
+        follow what adds up tiles.
     """
     rows, half = codes.shape[0] * codes.shape[1], ROWS // 2
     starts = (half * group, rows // 2 + half * group) if gated else (ROWS * group, ROWS * group + half)
@@ -75,7 +78,7 @@ def multiply_tile(
     if layout.per_byte == 2:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
-        factors = lax.dynamic_slice_in_dim(own(scales[...]), at, 4, axis=1).astype(jnp.int32)
+        factors = lax.dynamic_slice_in_dim(own(scales[...]), at, values.shape[1] // 32, axis=1).astype(jnp.int32)
         factors = jnp.repeat(lax.bitcast_convert_type((factors - SHIFT) << 23, jnp.float32), 32, axis=1)
         values = permute_columns(values * factors)
     else:
@@ -89,18 +92,20 @@ def multiply_tile(
 
 @multiply_tile.mosaic
 def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
-    chunks, rows = inputs.shape[1] // CHUNK, codes.shape[0] * codes.shape[1]
+    chunks, (parts, rows, bytes) = inputs.shape[1] // CHUNK, codes.shape
+    rows *= parts
     unpacker = _fp4_unpacker if layout.per_byte == 2 else _fp8_unpacker
 
     def emit(acc, codes, at, inputs, group, *scales):
         thread, at = U32(mlir.thread()), U32(mlir.scalar(at))
         line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
         line = line + U32(mlir.scalar(group)) * (ROWS // 2 if gated else ROWS)
-        # The swizzle of 64 bytes: 16 bytes at a time, other ones in every second row.
-        place = thread_ops.shared(codes) + line * BYTES + ((line >> 1 & 3) << 4) + (thread & 3) * (2 * layout.per_byte)
+        # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
+        swizzle = line * bytes >> 7 & (bytes // 16 - 1)
+        place = thread_ops.shared(codes) + line * bytes + (swizzle << 4) + (thread & 3) * (2 * layout.per_byte)
         other = rows // 2 if gated else 8
-        scale_place = [thread_ops.shared(table) + line * 16 + at for table in scales]
-        unpack = unpacker(place, other, at, *scale_place)
+        scale_place = [(thread_ops.shared(table) + line * 16 + at, other * 16) for table in scales]
+        unpack = unpacker(place, other * bytes, at, *scale_place)
         sums = mlir.values(acc)
         start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
@@ -111,7 +116,7 @@ def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
         return _wait(sums, pending=0) if complete else sums
 
     operands = [] if scales is None else [scales]
-    places = (codes, plgpu.RefType(CODE_TRANSFORMS)), at, (inputs, plgpu.RefType(TRANSFORMS)), group
+    places = (codes, plgpu.RefType(code_transforms(bytes))), at, (inputs, plgpu.RefType(TRANSFORMS)), group
     return mlir.inline(emit, acc, *places, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
 
 
@@ -123,7 +128,9 @@ def complete_sums(acc: jax.Array) -> jax.Array:
 
 @complete_sums.mosaic
 def _(acc):
-    emit = lambda acc: _wait(mlir.values(acc), pending=0)
+    def emit(acc):
+        return _wait(mlir.values(acc), pending=0)
+
     return mlir.inline(emit, acc, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
 
 
@@ -146,7 +153,10 @@ def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
 
 
 def _fp8_unpacker(place, other, scale):
-    """chunk -> registers of the left operand for each step of 16 columns."""
+    """chunk -> registers of the left operand for each step of 16 columns.
+
+    place: address of the thread's first bytes; `other`: how far its other row is.
+    """
     factor = U32(arith.minsi((scale + (120 - SHIFT)).value, mlir.i32(254))) * 0x00800080
 
     def unpack(chunk):
@@ -154,7 +164,7 @@ def _fp8_unpacker(place, other, scale):
         for step in range(4):
             here = place ^ (4 * chunk + step << 4)
             for half in range(2):
-                low, high = (_load(here, half * other * BYTES + 8 * i, "u16") for i in range(2))
+                low, high = (_load(here, half * other + 8 * i, "u16") for i in range(2))
                 # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate((word << 8, word)):
@@ -164,17 +174,18 @@ def _fp8_unpacker(place, other, scale):
     return unpack
 
 
-def _fp4_unpacker(place, other, _, scale_place):
+def _fp4_unpacker(place, other, _, scales):
     """See `_fp8_unpacker`."""
-    exponents = [_load(scale_place, half * other * 16) + (126 - SHIFT) * 0x01010101 for half in range(2)]
+    scale_place, other_scales = scales
 
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
         for half in range(2):
+            exponents = _load(scale_place, half * other_scales + chunk // 2 * 4) + (126 - SHIFT) * 0x01010101
             for block in range(2):
                 at = 2 * chunk + block
-                factor = _permute_bytes(exponents[half], 0, 0x4040 | at * 0x0101) << 7
-                word = _load(place ^ (at << 4), half * other * BYTES)
+                factor = _permute_bytes(exponents, 0, 0x4040 | at % 4 * 0x0101) << 7
+                word = _load(place ^ (at << 4), half * other)
                 for pair, value in enumerate(_e2m1_pairs(word)):
                     steps[2 * block + pair // 2][2 * (pair % 2) + half] = multiply(value, factor)
         return steps

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import column_stores, mixed_products
-from pallas_kernels.common.mixed_products import BYTES, CHUNK, CODE_TRANSFORMS
+from pallas_kernels.common.mixed_products import code_transforms
 from pallas_kernels.common.primitive import interpreting
 from pallas_kernels.common.stored_weights import ROWS, WeightLayout
 from pallas_kernels.common.wgmma_results import TRANSFORMS
@@ -25,8 +25,9 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 SHARED_BYTES = 225 << 10
 MOST_STAGES = 8
 OVERLAP = True
-SCALES = 16  # of a row, which travel together, the fewest of a bulk copy: of 4 steps
-SCALES_STEPS = 4
+WIDE = True
+MOST_WIDE = 80
+SCALES = 16  # of a row, which travel together, the fewest of a bulk copy
 SCALES_STAGES = 3
 # Registers of a thread that copies, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
 # has 512 for each thread of a warpgroup.
@@ -75,9 +76,14 @@ class StoredGemm:
         return ROWS * self.warpgroups
 
     @property
+    def bytes(self) -> int:
+        """Of a row of codes, in a step: a whole line of the L2 cache where inputs are few, and shared memory enough."""
+        return 128 if WIDE and self.layout.per_byte == 2 and self.inputs <= MOST_WIDE else 64
+
+    @property
     def steps(self) -> int:
         """Of a tile, over its columns."""
-        return self.depth // (BYTES * self.layout.per_byte)
+        return self.depth // (self.bytes * self.layout.per_byte)
 
     @property
     def overlaps(self) -> bool:
@@ -86,7 +92,7 @@ class StoredGemm:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers for `run`, and `staging` for `column_stores`."""
-        chunks, parts = self.layout.per_byte * BYTES // CHUNK, 1 + self.gated
+        width, parts = self.layout.per_byte * self.bytes, 1 + self.gated
         other = self.warpgroups * column_stores.STAGING_BYTES
         tables: dict[str, Any] = dict(scales_tile=None, scales_full=None, scales_free=None)
         if self.layout.per_byte == 2:
@@ -97,16 +103,16 @@ class StoredGemm:
                 scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
                 scales_free=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
             )
-        stages = min((SHARED_BYTES - other) // (self.rows * BYTES + 2 * chunks * self.inputs * CHUNK), MOST_STAGES)
+        stages = min((SHARED_BYTES - other) // (self.rows * self.bytes + 2 * width * self.inputs), MOST_STAGES)
         free: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
         if self.blocks > 1:
             free = plgpu.ClusterBarrier(collective_axes=("block",), **free)
         else:
             free = plgpu.Barrier(**free)
-        codes = (stages, parts, self.rows // parts, BYTES)
+        codes = (stages, parts, self.rows // parts, self.bytes)
         return tables | dict(
-            codes_tile=plgpu.SMEM(codes, jnp.uint8, transforms=CODE_TRANSFORMS),
-            inputs_tile=plgpu.SMEM((stages, self.inputs, chunks * CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
+            codes_tile=plgpu.SMEM(codes, jnp.uint8, transforms=code_transforms(self.bytes)),
+            inputs_tile=plgpu.SMEM((stages, self.inputs, width), jnp.bfloat16, transforms=TRANSFORMS),
             staging=plgpu.SMEM((self.warpgroups, column_stores.STAGING_BYTES), jnp.uint8),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             free=free,
@@ -144,6 +150,8 @@ class StoredGemm:
         """
         stages, parts, rows, _ = codes_tile.shape
         width, steps = inputs_tile.shape[-1], self.steps
+        # Of FP4, with a scale for 32 columns.
+        shared = SCALES * 32 // width
         copying, multiplying = REGISTERS[self.warpgroups]
         together = "block" if self.blocks > 1 else None
 
@@ -177,26 +185,26 @@ class StoredGemm:
                     columns = pl.ds(place.column + step * width, width)
                     values = inputs.at[pl.ds(place.input, self.inputs), columns]
                     plgpu.copy_gmem_to_smem(values, inputs_tile.at[stage], full.at[stage], collective_axes=together)
-                    values = source.at[:, :, pl.ds(step * BYTES, BYTES)]
+                    values = source.at[:, :, pl.ds(step * self.bytes, self.bytes)]
                     plgpu.copy_gmem_to_smem(values, codes_tile.at[stage], full.at[stage])
                     if scales_tile is None:
                         return
-                    number = lax.div(i, jnp.int32(SCALES_STEPS))
+                    number = lax.div(i, jnp.int32(shared))
                     slot = turn(number, SCALES_STAGES)
 
-                    @pl.when(turn(i, SCALES_STEPS) == 0)
+                    @pl.when(turn(i, shared) == 0)
                     def _():
                         @pl.when(number >= SCALES_STAGES)
                         def _():
                             plgpu.barrier_wait(scales_free.at[slot])
 
-                        columns = pl.ds(lax.div(step, jnp.int32(SCALES_STEPS)) * SCALES, SCALES)
+                        columns = pl.ds(lax.div(step, jnp.int32(shared)) * SCALES, SCALES)
                         values = scales.at[pl.ds(place.matrix, parts), pl.ds(place.row, rows), columns]
                         plgpu.copy_gmem_to_smem(values, scales_tile.at[slot], scales_full.at[slot])
 
             # The interpreter wants every arrival waited for, and no block may end before the other of its cluster.
             last = tiles * steps
-            for barriers, count, end in (free, stages, last), (scales_free, SCALES_STAGES, lax.div(last, SCALES_STEPS)):
+            for barriers, count, end in (free, stages, last), (scales_free, SCALES_STAGES, lax.div(last, shared)):
                 if barriers is not None:
 
                     @pl.loop(jnp.maximum(end - count, 0), end)
@@ -213,15 +221,15 @@ class StoredGemm:
 
                 def add(step, acc):
                     i = n * steps + step
-                    stage, slot = turn(i, stages), turn(lax.div(i, jnp.int32(SCALES_STEPS)), SCALES_STAGES)
+                    stage, slot = turn(i, stages), turn(lax.div(i, jnp.int32(shared)), SCALES_STAGES)
                     if scales_tile is None:
                         row = jnp.minimum(lax.div(place.row, jnp.int32(128)), scales.shape[1] - 1)
-                        at = scales[0, row, lax.div(step * BYTES, jnp.int32(128))].astype(jnp.int32)
+                        at = scales[0, row, lax.div(step * self.bytes, jnp.int32(128))].astype(jnp.int32)
                         table = None
                     else:
-                        at, table = turn(i, SCALES_STEPS) * (SCALES // SCALES_STEPS), scales_tile.at[slot]
+                        at, table = turn(i, shared) * (SCALES // shared), scales_tile.at[slot]
 
-                        @pl.when(turn(i, SCALES_STEPS) == 0)
+                        @pl.when(turn(i, shared) == 0)
                         def _():
                             plgpu.barrier_wait(scales_full.at[slot])
 
@@ -234,7 +242,7 @@ class StoredGemm:
                         release(i)
                     if scales_tile is not None:
 
-                        @pl.when(turn(i, SCALES_STEPS) == SCALES_STEPS - 1)
+                        @pl.when(turn(i, shared) == shared - 1)
                         def _():
                             plgpu.barrier_arrive(scales_free.at[slot])
 

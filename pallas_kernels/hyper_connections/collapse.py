@@ -1,7 +1,7 @@
 """Second launch: mixing weights from the sums of logits, and the collapsed, normed input of the next block.
 
-A block of threads has 1 or 4 tokens. Every warpgroup but the last has 1024 channels; the last computes the weights,
-one token a warp, and goes on with Sinkhorn's iterations while the others collapse the streams.
+A block of threads takes groups of 1 or 4 tokens. Every warpgroup but the last has 1024 channels; the last computes the
+weights, one token a warp, and goes on with Sinkhorn's iterations while the others collapse the streams.
 """
 
 import dataclasses
@@ -19,17 +19,19 @@ from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mlir_helpers import THREADS, WARP
 from pallas_kernels.common.primitive import kernel, primitive
+from pallas_kernels.common.support import MULTIPROCESSORS
 from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
 
 
 CHANNELS = 1024  # of a warpgroup
+AHEAD = 2  # groups of tokens whose weights are there before they are collapsed
 WARPS = THREADS // WARP
 
 
 @dataclasses.dataclass(frozen=True)
 class CollapseProblem:
-    """What is static: sizes, `tokens_each` of a block, and constants."""
+    """What is static: sizes, `tokens_each` of a group, and constants."""
 
     tokens: int
     width: int
@@ -41,6 +43,16 @@ class CollapseProblem:
     iterations: int
 
     @property
+    def groups(self) -> int:
+        """Of `tokens_each` tokens."""
+        return -(-self.tokens // self.tokens_each)
+
+    @property
+    def step(self) -> int:
+        """Tokens that are collapsed together: as many as a thread's registers hold."""
+        return min(2 if self.workers <= 4 else 1, self.tokens_each)
+
+    @property
     def workers(self) -> int:
         """Warpgroups that collapse."""
         return self.width // CHANNELS
@@ -49,7 +61,7 @@ class CollapseProblem:
 def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, interpret: bool):
     """(x [T, D] bfloat16, mixing [T, 24] float32 or None) from partial sums, see `hyper_connections`.
 
-    partials: [T, slices * 32] float32 where a block has one token, otherwise [slices, T * 32].
+    partials: [T, slices * 32] float32 where a group has one token, otherwise [slices, T * 32].
     """
     out_type = [jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16)]
     if p.rows > STREAMS:
@@ -58,17 +70,16 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
         functools.partial(_body, p),
         out_type=out_type,
         kernel_name="hyper_connections_collapse",
-        grid=(-(-p.tokens // p.tokens_each),),
-        grid_names=("group",),
+        grid=(min(3 if interpret else MULTIPROCESSORS, p.groups),),
+        grid_names=("block",),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
         scratch_types=dict(
-            inbox=plgpu.SMEM((p.workers, THREADS), jnp.float32),
-            pre=plgpu.SMEM((THREADS,), jnp.float32),
-            norms=plgpu.SMEM((p.tokens_each, p.workers * WARPS), jnp.float32),
+            pre=plgpu.SMEM((AHEAD, THREADS), jnp.float32),
+            norms=plgpu.SMEM((2, p.step, p.workers * WARPS), jnp.float32),
             scratch=plgpu.SMEM((THREADS,), jnp.float32),
-            summed=plgpu.Barrier(num_arrivals=p.workers),
-            weighed=plgpu.Barrier(),
+            weighed=plgpu.Barrier(num_barriers=AHEAD),
+            free=plgpu.Barrier(num_arrivals=p.workers, num_barriers=AHEAD),
             normed=plgpu.Barrier(num_arrivals=p.workers),
         ),
         interpret=interpret,
@@ -78,81 +89,104 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
     return x, mixing[0] if mixing else None
 
 
-def _body(p, streams, partials, base, scale, weight, x, *outs, inbox, pre, norms, scratch, summed, weighed, normed):
-    group, warpgroup = lax.axis_index("group"), lax.axis_index("warpgroup")
-    first = group * p.tokens_each
+def _body(p, streams, partials, base, scale, weight, x, *outs, pre, norms, scratch, weighed, free, normed):
+    block, blocks, warpgroup = lax.axis_index("block"), lax.axis_size("block"), lax.axis_index("warpgroup")
+    count = lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
+
+    def first_of(i):
+        """The first token of a block's i-th group."""
+        return (block + i * blocks) * p.tokens_each
 
     @pl.when(warpgroup < p.workers)
     def _():
         mine = pl.ds(warpgroup * CHANNELS, CHANNELS)
         layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
+        factors = plgpu.load(weight.at[mine], layout=layout, optimized=False)
+        turns = p.tokens_each // p.step
 
-        def load(pair):
-            """The streams of one or two tokens."""
-            tokens = [jnp.minimum(first + n, p.tokens - 1) for n in pair]
+        def load(i, turn):
+            """The streams of the tokens that are collapsed together."""
+            tokens = [jnp.minimum(first_of(i) + turn * p.step + n, p.tokens - 1) for n in range(p.step)]
             rows = [[streams.at[token, j, mine] for j in range(STREAMS)] for token in tokens]
             return [[plgpu.load(row, layout=layout, optimized=False) for row in four] for four in rows]
 
-        # As many at a time as a thread's registers hold.
-        step = min(2 if p.workers <= 4 else 1, p.tokens_each)
-        pairs = [range(n, n + step) for n in range(0, p.tokens_each, step)]
-        ahead = load(pairs[0])
-        factors = plgpu.load(weight.at[mine], layout=layout, optimized=False)
-        chunks = []
-        for i in range(p.slices * p.tokens_each // WARPS // p.workers):
-            chunk = i * p.workers + warpgroup
-            place = (group, pl.ds(chunk * THREADS, THREADS))
-            if p.tokens_each > 1:
-                place = (chunk, pl.ds(group * THREADS, THREADS))
-            chunks.append(vectors.load(partials.at[place]))
-        inbox[warpgroup] = _sum(chunks)
-        plgpu.barrier_arrive(summed)
-        plgpu.barrier_wait(weighed)
-        for number, pair in enumerate(pairs, 1):
-            found = []
-            for n, four in zip(pair, ahead, strict=True):
-                terms = [row.astype(jnp.float32) * pre[n * WARP + j] for j, row in enumerate(four)]
-                found.append(round_bfloat16(functools.reduce(jnp.add, terms)))
-                warp_sums(found[-1] * found[-1], norms.at[n, pl.ds(warpgroup * WARPS, WARPS)])
-            if number < len(pairs):
-                ahead = load(pairs[number])
-            plgpu.barrier_arrive(normed)
-            plgpu.barrier_wait(normed)
-            for n, value in zip(pair, found, strict=True):
-                mean = _sum([norms[n, i] for i in range(p.workers * WARPS)]) * (1 / p.width)
-                value = (factors * (value * lax.rsqrt(mean + p.norm_eps))).astype(jnp.bfloat16)
+        def visit(i, ahead):
+            stage = lax.rem(i, jnp.int32(AHEAD))
+            plgpu.barrier_wait(weighed.at[stage])
+            for turn in range(turns):
+                parity, found = lax.rem(i * turns + turn, jnp.int32(2)), []
+                for n, four in enumerate(ahead):
+                    at = (turn * p.step + n) * WARP
+                    terms = [row.astype(jnp.float32) * pre[stage, at + j] for j, row in enumerate(four)]
+                    found.append(round_bfloat16(functools.reduce(jnp.add, terms)))
+                    place = norms.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)]
+                    warp_sums(found[-1] * found[-1], place)
+                if turn + 1 < turns:
+                    ahead = load(i, turn + 1)
+                elif p.groups > blocks:
+                    ahead = load(i + 1, 0)
+                plgpu.barrier_arrive(normed)
+                plgpu.barrier_wait(normed)
+                for n, value in enumerate(found):
+                    mean = _sum([norms[parity, n, j] for j in range(p.workers * WARPS)]) * (1 / p.width)
+                    value = (factors * (value * lax.rsqrt(mean + p.norm_eps))).astype(jnp.bfloat16)
+                    token = first_of(i) + turn * p.step + n
 
-                @pl.when(first + n < p.tokens)
-                def _(n=n, value=value):
-                    x[first + n, mine] = value
+                    @pl.when(token < p.tokens)
+                    def _(token=token, value=value):
+                        x[token, mine] = value
+
+            plgpu.barrier_arrive(free.at[stage])
+            return ahead
+
+        lax.fori_loop(0, count, visit, load(jnp.int32(0), 0))
 
     @pl.when(warpgroup == p.workers)
     def _():
         scales = [scale[i] for i in range(scale.shape[0])]
         biases = [base[i] for i in range(p.rows)]
-        plgpu.barrier_wait(summed)
-        sums = _sum([vectors.load(inbox.at[i]) for i in range(p.workers)])
-        if p.tokens_each == 1:
-            sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
-        mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
-        factor = lax.rsqrt(mean + p.norm_eps)
-
-        def logit(i):
-            own = scales[min(i // STREAMS, 2)]
-            return from_lane(sums, i) * factor * own + biases[i]
-
         lane = vectors.thread() & (WARP - 1)
-        pres = [_sigmoid(logit(i)) + p.hc_eps for i in range(STREAMS)]
-        pre[...] = _by_lane(lane, pres)
-        plgpu.barrier_arrive(weighed)
-        if outs:
-            posts = [2.0 * _sigmoid(logit(STREAMS + i)) for i in range(STREAMS)]
-            values = _by_lane(lane, [*pres, *posts])
-            comb = [[logit((2 + j) * STREAMS + k) for k in range(STREAMS)] for j in range(STREAMS)]
-            comb = [_softmax(row, p.hc_eps) for row in comb]
-            comb = _sinkhorn(comb, p.iterations, p.hc_eps)
-            values = _by_lane(lane, [x for row in comb for x in row], 2 * STREAMS, values)
-            put_rows(outs[0], values, first, p.tokens_each)
+
+        @pl.loop(0, count)
+        def _(i):
+            stage, group = lax.rem(i, jnp.int32(AHEAD)), block + i * blocks
+            sums = None
+            chunks = range(p.slices * p.tokens_each // WARPS)
+            for begin in chunks[::16]:
+                places = [(group, pl.ds(chunk * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
+                if p.tokens_each > 1:
+                    places = [(chunk, pl.ds(group * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
+                part = _sum([vectors.load(partials.at[place]) for place in places])
+                sums = part if sums is None else sums + part
+            if p.tokens_each == 1:
+                sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
+            mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
+            factor = lax.rsqrt(mean + p.norm_eps)
+
+            def logit(n):
+                return from_lane(sums, n) * factor * scales[min(n // STREAMS, 2)] + biases[n]
+
+            pres = [_sigmoid(logit(n)) + p.hc_eps for n in range(STREAMS)]
+
+            @pl.when(i >= AHEAD)
+            def _():
+                plgpu.barrier_wait(free.at[stage])
+
+            pre[stage] = _by_lane(lane, pres)
+            plgpu.barrier_arrive(weighed.at[stage])
+            if outs:
+                posts = [2.0 * _sigmoid(logit(STREAMS + n)) for n in range(STREAMS)]
+                values = _by_lane(lane, [*pres, *posts])
+                comb = [[logit((2 + j) * STREAMS + k) for k in range(STREAMS)] for j in range(STREAMS)]
+                comb = [_softmax(row, p.hc_eps) for row in comb]
+                comb = _sinkhorn(comb, p.iterations, p.hc_eps)
+                values = _by_lane(lane, [x for row in comb for x in row], 2 * STREAMS, values)
+                put_rows(outs[0], values, first_of(i), p.tokens_each)
+
+        # The interpreter wants every arrival waited for.
+        @pl.loop(jnp.maximum(count - AHEAD, 0), count)
+        def _(i):
+            plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(AHEAD))])
 
 
 def _by_lane(lane, values, first=0, others=None):

@@ -103,10 +103,12 @@ def _few(streams, fn, *added, interpret):
             few_tokens.add_slice(part, **arrays, **scratch)
 
     if tiles:
-        columns = token_tiles.COLUMNS
-        sizes = dict(weights=fn.shape[0] * columns, values=columns * token_tiles.PITCH)
+        scratch_types = dict(
+            tile_values=plgpu.SMEM((STREAMS * token_tiles.TOKENS, token_tiles.CHANNELS), jnp.bfloat16),
+            sums=plgpu.SMEM((STREAMS * 2 * -(-fn.shape[0] // 8) * vectors.THREADS,), jnp.float32),
+        )
     else:
-        sizes = dict(inbox=tokens * STREAMS * SUMS)
+        scratch_types = dict(inbox=plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32))
     partials = jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)
     new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(
@@ -115,7 +117,7 @@ def _few(streams, fn, *added, interpret):
         kernel_name="hyper_connections_few",
         grid=(slices, tiles or 1),
         grid_names=("slice", "tile"),
-        scratch_types={name: plgpu.SMEM((size,), jnp.float32) for name, size in sizes.items()},
+        scratch_types=scratch_types,
         interpret=interpret,
     )
     *new, partials = run(streams, fn, *added)
