@@ -5,14 +5,14 @@ A kernel has a module or a package of the name of the op in `dsv4_jax/ops` that 
 """
 
 from pallas_kernels.append_swa import append_swa
-from pallas_kernels.experts import experts
+from pallas_kernels.experts import experts, grouped_experts
 from pallas_kernels.flush import CompressorOperands, flush
 from pallas_kernels.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
 from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.indexer_scores import indexer_scores
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 from pallas_kernels.indexer_topk import indexer_topk
-from pallas_kernels.linear import linear, stored_linear
+from pallas_kernels.linear import linear, stored_linear, stored_matmul
 from pallas_kernels.norm_rope import norm_rope
 from pallas_kernels.router import router
 from pallas_kernels.sparse_attention import Paged, sparse_attention

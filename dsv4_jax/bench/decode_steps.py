@@ -1,8 +1,7 @@
-"""`dsv4-jax bench step` and `model`: whole decode steps of attention layers or of whole ones; where their time goes."""
+"""`dsv4-jax bench step`, `layer` and `model`: decode steps of attention or whole layers, and what takes their time."""
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import statistics
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -19,12 +19,14 @@ from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
+from dsv4_jax.bench.step_tables import KINDS, REST, Columns, draft_lines, tokens_per_second
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import join_projections
+from dsv4_jax.nn import join_projections, shardings
+from dsv4_jax.parallel.mesh import check_cuts
 from dsv4_jax.quant import KVFormat
 
 
@@ -33,22 +35,14 @@ STEPS = 32  # that a mean is taken over
 MARGIN = 4 * STEPS
 # Steps before the first measured one; XLA records its CUDA graphs in the second.
 WARM_UP = 4
-# Kinds of kernels, by parts of their names. XLA's own matrix products are found in the text of the program.
-KINDS = {
-    "append + flush": ("append_swa", "flush"),
-    "experts": ("experts",),
-    "indexer": ("round_index_query", "indexer_scores"),
-    "top-k": ("indexer_topk",),
-    "attention": ("sparse_attention", "combine"),
-    "projections": ("linear", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
-}
-REST = "rest"
 LONGEST = 24  # kernels listed by name
+# Of a GPU's memory: weights and cache; the rest is for programs, and for making the weights.
+MOST_MEMORY = 0.88
 # By a report's "shapes": without a GPU, "tiny" takes the place of what was asked for.
 MODELS = dict(flash="V4-Flash", pro="V4-Pro", tiny="a tiny model")
-# Shares of drafts that are right, each after right ones, for which tokens a second are reported.
-ACCEPTANCES = (0.5, 0.7, 0.9)
 MOST_DRAFTS = 8
+# Of a kind that `bench layer` measures at once, on a GPU: none finds its weights in the L2 cache.
+ALIKE = 8
 # Batch sizes and contexts that are measured by default, with a GPU and without.
 DEFAULTS = dict(
     step=dict(gpu=((1, 8, 32), (4096, 65536, 1048576)), cpu=((1, 4), (512, 4096))),
@@ -60,7 +54,8 @@ DEFAULTS = dict(
 class StepOptions:
     """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
 
-    `whole`: layers with experts and hyper-connections, as `model` measures them, not their attention alone.
+    `mesh`: the devices; None = the default one.
+    `whole`: layers with experts and hyper-connections, as `layer` and `model` measure them, not their attention alone.
     """
 
     batches: tuple[int, ...] | None
@@ -69,6 +64,7 @@ class StepOptions:
     trace: Path | None
     drafts: int = 0
     whole: bool = False
+    mesh: Mesh | None = None
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
@@ -98,6 +94,12 @@ class StepCase:
 
     decoder: StackDecoder
     context: int
+
+    def start(self, report: dict[str, Any]) -> None:
+        """Compiles and runs a step; adds how long that took to `report`, once, and the process until then."""
+        self.decoder.start_requests(self.context - MARGIN)
+        jax.block_until_ready(self.decoder.step(self.decoder.batch()))
+        report.setdefault("start", dict(process=round(timing.process_seconds(), 2), **self.decoder.compile_seconds))
 
     def time(self, loop: bool) -> dict[str, float]:
         """Milliseconds of a step, of its dispatch and, if asked for, of a step of the on-device loop."""
@@ -151,9 +153,9 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Measures every batch size at every context that fits, then profiles and prints them, and yields the results.
 
-    All steps are timed before the first profile: after one, the host takes up to twice as long for a launch. The rate
-    of a copy comes from a profile, too. It and the clock are added to `report`. Where there is no GPU, the packaged
-    model takes the place of `config`.
+    Whole layers are as many as fit with the largest of their caches, if `options` do not say how many. Where there is
+    no GPU, the packaged model takes the place of `config`. The rate of a copy, the clock, and the seconds from the
+    start of the process to the end of its first step are added to `report`.
 
     With drafts, each case is measured three times: with one token of each request, with the tokens of a step that
     verifies drafts, and when such a step also makes new ones.
@@ -161,23 +163,61 @@ def run(
     Raises:
       ValueError: an option is out of range.
     """
-    report["clock"] = "wall clock of steps, kernel time from CUPTI"
-    small = jax.default_backend() != "gpu"
-    if small:
-        config, report["shapes"] = read_config(packaged_checkpoint()), "tiny"
-    batches, all_contexts = options.cases(config, "cpu" if small else "gpu")
+    config, small = _of_device(config, report)
+    options.cases(config, "cpu" if small else "gpu")
     layers = options.layers
     if options.whole and not layers and not small:
-        layers = _most_layers(config)
-    if layers:
-        kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
-        rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
-        config = dataclasses.replace(config, num_hidden_layers=layers, compress_rate_hca=rate, **kinds)
+        layers = _most_layers(config, kv_format, options)
+    yield from _measure(_first_layers(config, layers or config.num_hidden_layers), kv_format, options, report)
+
+
+def run_kinds(
+    config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """As `run`, of layers of one kind, for each kind of the model, without the on-device loop.
+
+    Results also have their `layer_type`.
+    """
+    config, small = _of_device(config, report)
+    for kind in dict.fromkeys(config.layer_types):
+        count = 1 if small else ALIKE
+        types = dict(layer_types=(kind,) * count, mlp_layer_types=("moe",) * count)
+        rate = config.compress_rate_hca if kind == HCA else 0
+        alike = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
+        for row in _measure(alike, kv_format, options, report, loop=False):
+            yield dict(layer_type=kind) | row
+
+
+def _of_device(config, report):
+    """(the configuration to measure, whether it is that of a tiny model because there is no GPU)."""
+    report["clock"] = "wall clock of steps, kernel time from CUPTI"
+    if jax.default_backend() == "gpu":
+        return config, False
+    report["shapes"] = "tiny"
+    return read_config(packaged_checkpoint()), True
+
+
+def _first_layers(config, count):
+    kinds = dict(layer_types=config.layer_types[:count], mlp_layer_types=config.mlp_layer_types[:count])
+    rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
+    return dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **kinds)
+
+
+def _measure(config, kv_format, options, report, loop=True):
+    """Yields the results of all layers of `config`.
+
+    All steps are timed before the first profile: after one, the host takes up to twice as long for a launch. The rate
+    of a copy comes from a profile, too.
+    """
+    small = jax.default_backend() != "gpu"
+    batches, all_contexts = options.cases(config, "cpu" if small else "gpu")
     config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
     steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
     whole = options.whole
-    stack = CompiledModel(random_stack(config) if whole else join_projections(AttentionStack(config, nnx.Rngs(0))))
-    weights = sum(leaf.nbytes for leaf in stack.arrays)
+    if options.mesh is not None:
+        check_cuts(config, options.mesh.shape)
+    stack = CompiledModel(random_stack(config, options.mesh) if whole else _attention(config, options.mesh))
+    weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
         contexts = sorted({c for c in all_contexts if _fits(config, weights, _sizes(requests, c, kv_format, options))})
@@ -185,8 +225,11 @@ def run(
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if contexts else ():
             sizes = _sizes(requests, max(contexts), kv_format, options)
-            decoder = StackDecoder(stack, KVCacheManager(config, **sizes), requests, *step)
+            decoder = StackDecoder(stack, KVCacheManager(config, mesh=options.mesh, **sizes), requests, *step)
             cases += [StepCase(decoder, context) for context in contexts]
+    if not cases:
+        return
+    columns = Columns(config.num_hidden_layers if whole else None)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("timing steps, then their kernels", total=2 * len(cases))
 
@@ -198,74 +241,54 @@ def run(
                 if case is last[case.decoder]:
                     case.decoder.free_cache()
 
-        if not small and cases:
+        cases[0].start(report)
+        if not small:
             cases[0].time(loop=False)  # a process's first steps are slower to launch
-        times = [case.time(loop=case.decoder is cases[0].decoder) for case in in_turn()]
+        times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in in_turn()]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+        kinds = ", ".join(name for name in LAYER_TYPES if name in config.layer_types)
         print(
             f"{report['device']}, jax {report['jax']}. {'Whole' if whole else 'Attention'} layers of "
-            f"{MODELS[report['shapes']]}: {config.num_hidden_layers}, {weights / 1e9:.2f} GB. Milliseconds a step; "
-            f"floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n\n" + _line(_COLUMNS),
+            f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {weights / 1e9:.2f} GB. "
+            f"{columns.unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n\n{columns.header()}",
             flush=True,
         )
         places: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for case, known in zip(in_turn(), times, strict=True):
-            row = case.profile(known, copy, options.trace if case is cases[-1] else None)
-            print(_line(_cells(row)), flush=True)
+            row = dict(layers=config.num_hidden_layers)
+            row |= case.profile(known, copy, options.trace if case is cases[-1] else None)
+            print(columns.line(row), flush=True)
             rows = places.setdefault((row["requests"], row["context"]), [])
             rows.append(row)
             if row["tokens"] > 1:
                 row["times_one_token"] = round(row["milliseconds"] / rows[0]["milliseconds"], 4)
             if row["drafts"]:
-                row["tokens_per_second"] = {str(share): round(_rate(row, share), 1) for share in ACCEPTANCES}
+                row["tokens_per_second"] = tokens_per_second(row)
             yield row
-    if options.drafts:
-        print(_draft_lines(places))
+    print(draft_lines(places) if options.drafts else "", flush=True)
 
 
-def _rate(row, share):
-    """Tokens a second of all requests, if each draft after right ones is right with probability `share`."""
-    return 1e3 * row["requests"] / row["milliseconds"] * sum(share**i for i in range(1 + row["drafts"]))
+def _most_layers(config, kv_format, options):
+    """How many layers fit the device's memory, weights and the largest cache that is asked for."""
+    limit = MOST_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
+    batches, contexts = options.cases(config, "gpu")
+    sizes = _sizes(max(batches), max(contexts), kv_format, options)
+    of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
+
+    def fits(count):
+        cache = CacheSchema.from_config(_first_layers(config, count), **sizes).memory_bytes()
+        return sum(of_layer[:count]) + cache <= limit
+
+    return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
 
 
-def _draft_lines(places):
-    """What verifying and drafting cost against a step with one token, and tokens a second."""
-    lines = [f"\nTokens a second: assumed that {', '.join(map('{:.0%}'.format, ACCEPTANCES))} of the drafts are right."]
-    for (requests, context), (_, verify, whole) in places.items():
-        rates = ", ".join(f"{rate:,.0f}" for rate in whole["tokens_per_second"].values())
-        lines.append(
-            f"batch {requests}, context {context}: {whole['tokens']} tokens take {verify['times_one_token']:.2f} x a "
-            f"step with one, with {whole['drafts']} drafts {whole['times_one_token']:.2f} x; tokens a second: {rates}"
-        )
-    return "\n".join(lines)
-
-
-_COLUMNS = ("batch", "context", "tokens", "drafts", "step", "floor", "%", "loop", "dispatch", *KINDS, REST, "gaps")
-
-
-def _cells(row):
-    times = row["kernel_milliseconds"]
-    kinds = [times.get(kind) for kind in (*KINDS, REST)]
-    numbers = row["milliseconds"], row["floor_milliseconds"], row["percent_of_floor"], row.get("loop_milliseconds")
-    numbers = *numbers, row["dispatch_milliseconds"], *kinds, row.get("gap_milliseconds")
-    whole = row["requests"], row["context"], row["tokens"], row["drafts"]
-    return *whole, *("" if n is None else f"{n:.3f}" for n in numbers)
-
-
-def _line(cells):
-    widths = (5, 8, 6, 6, *(max(8, len(column)) for column in _COLUMNS[4:]))
-    return "  ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=False))
-
-
-def _most_layers(config):
-    """How many layers take at most seven tenths of the device's memory: the rest is the cache's and the programs'."""
-    limit = 0.7 * jax.devices()[0].memory_stats()["bytes_limit"]
-    sizes = itertools.accumulate(tree_bytes(nnx.state(layer)) for layer in abstract_stack(config).layers)
-    return sum(size <= limit for size in sizes)
+def _attention(config, mesh):
+    stack = AttentionStack(config, nnx.Rngs(0))
+    return join_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
 
 
 def _fits(config, weights, sizes):
-    """Whether weights and cache fit into nine tenths of the device's memory; True where that is unknown."""
+    """Whether weights and cache fit into the device's memory; True where that is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     need = weights + CacheSchema.from_config(config, **sizes).memory_bytes()
     return limit is None or need < 0.9 * limit

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, close, int32, normal, tree_bytes
@@ -18,10 +19,10 @@ _AGREE = close(relative=2**-6, absolute=2**-6)
 
 
 def experts_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """The routed experts of a layer in FP4; no two tokens have an expert in common, so all that are hit are read."""
+    """The routed experts of a layer in FP4; all that are hit are read: few tokens have no expert in common."""
     if small:  # the packaged model's shapes
         schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
-    for tokens in (1,) if small else (1, 8):
+    for tokens in (1,) if small else (1, 8, 2048, 8192):
         yield _experts_case(schema.config, tokens)
 
 
@@ -40,18 +41,21 @@ def _experts_case(config, tokens):
         weights = [jax.jit(weight, static_argnums=(1, 2))(jax.random.fold_in(key, i), *shapes[i][1:]) for i in (0, 1)]
         inputs = []
         for _ in range(calls):
-            selected = int32(rng.permutation(number)[: tokens * chosen].reshape(tokens, chosen))
+            selected = rng.permutation(number)[: tokens * chosen]
+            if tokens * chosen > number:
+                selected = np.argsort(rng.random((tokens, number)), axis=1)[:, :chosen]
+            selected = int32(selected.reshape(tokens, chosen))
             inputs.append(
                 (normal(rng, (tokens, hidden), jnp.bfloat16), selected, normal(rng, selected.shape, jnp.float32))
             )
         return weights, inputs
 
     def call(weights, x, selected, routing, *, implementation):
-        options = dict(limit=config.swiglu_limit, distinct=True, implementation=implementation)
+        options = dict(limit=config.swiglu_limit, implementation=implementation)
         return ops.experts(x, selected, routing, *weights, **options)
 
     pairs = tokens * chosen
     of_expert = tree_bytes(jax.eval_shape(lambda key: [weight(key, *shape[1:]) for shape in shapes], jax.random.key(0)))
-    nbytes = pairs * of_expert // number + tokens * hidden * 6
+    nbytes = min(pairs, number) * of_expert // number + tokens * hidden * 6
     flops = 6 * pairs * hidden * inner
     return Case("experts", f"FP4, T={tokens}", nbytes, make, call, flops=flops, reads=True, agree=_AGREE, xla_calls=4)

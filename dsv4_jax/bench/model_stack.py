@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from dsv4_jax.bench.attention_stack import DraftingStack
@@ -16,7 +17,9 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry
+from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
+from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -52,8 +55,8 @@ class ModelStack(DraftingStack):
         return self.hc_head.leave(residual, self.norm)[0], cache
 
 
-def abstract_stack(config: DSV4Config) -> ModelStack:
-    """The stack with shapes in the places of its arrays, quantised as the release's files are."""
+def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
+    """The stack with shapes in the places of its arrays, quantised as the release's files are, and cut over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
     kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
     graph, state = nnx.split(stack)
@@ -61,25 +64,35 @@ def abstract_stack(config: DSV4Config) -> ModelStack:
     def stored(path, variable):
         return variable.replace(_struct(kinds[_dotted(path)], variable.get_value()))
 
-    return nnx.merge(graph, nnx.map_state(stored, state))
+    stack = nnx.merge(graph, nnx.map_state(stored, state))
+    if mesh is None:
+        return stack
+    return jax.tree.map(lambda x, where: x.update(sharding=where), stack, shardings(stack, mesh))
 
 
-def random_stack(config: DSV4Config) -> ModelStack:
-    """The stack with random weights, made on the device."""
-    graph, state = nnx.split(abstract_stack(config))
+def random_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
+    """The stack with random weights, made on the device, each array whole before it is cut over a mesh."""
+    graph, state = nnx.split(abstract_stack(config, mesh))
     keys = iter(jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state))))
 
     def drawn(path, variable):
         value = variable.get_value()
         if isinstance(value, StoredWeight):
             codes, scale = _codes(next(keys), value.codes.shape, value.scale.shape, value.kind)
-            return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
+            return placed(variable, dataclasses.replace(value, codes=codes, scale=scale))
         if path[-1] == "tid2eid":
-            return variable.replace(_routes(next(keys), value.shape, config.n_routed_experts))
+            return placed(variable, _routes(next(keys), value.shape, config.n_routed_experts))
         ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
-        return variable.replace(_normal(next(keys), value.shape, value.dtype, float(ones)))
+        return placed(variable, _normal(next(keys), value.shape, value.dtype, float(ones)))
 
-    return nnx.merge(graph, nnx.map_state(drawn, state))
+    def placed(variable, value):
+        if mesh is None:
+            return variable.replace(value)
+        return variable.replace(jax.device_put(value, parameter_sharding(variable, mesh)))
+
+    stack = nnx.merge(graph, nnx.map_state(drawn, state))
+    join_in_place(stack)
+    return stack
 
 
 def _dotted(path):
@@ -111,7 +124,11 @@ def _normal(key, shape, dtype, mean):
 @functools.partial(jax.jit, static_argnames=("shape", "scales", "kind"))
 def _codes(key, shape, scales, kind):
     """Codes and scales of values about as wide as those of `_normal`; no NaN."""
-    codes, scale = (jax.random.bits(jax.random.fold_in(key, i), x, jnp.uint8) for i, x in enumerate((shape, scales)))
+    # One matrix at a time: random bits take 16 times their memory while they are made.
+    *count, rows, columns = shape
+    keys = jax.random.split(key, math.prod(count))
+    codes = jax.lax.map(lambda key: jax.random.bits(key, (rows, columns), jnp.uint8), keys).reshape(shape)
+    scale = jax.random.bits(jax.random.fold_in(key, 0), scales, jnp.uint8)
     if kind == "FP8":
         return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + scale % 2
     return codes, 119 + scale % 2

@@ -1,5 +1,6 @@
 """`dsv4-jax bench` of single ops: times of their cases, beside XLA's."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,18 @@ CASES: dict[str, Callable[[CacheSchema, bool], Iterator[Case]]] = dict(
 )
 
 
+# The cases that `dsv4-jax bench layer` times, by what their op and shape contain: weights as released, a decode step's
+# calls, a prefill's products. Of the other ops all cases, of gathers none: they are no part of a layer.
+LAYER_PARTS = dict(
+    append=r"norm_rope.*heads",
+    flush="all close",
+    indexer=r"query|scores \+ top-k",
+    attention=r"\d$",
+    linear="FP8",
+    gather="$^",
+)
+
+
 def run(
     config: DSV4Config,
     kv_format: KVFormat,
@@ -42,10 +55,12 @@ def run(
     *,
     only: Sequence[str],
     calls: int,
+    parts: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Times every case of `CASES[name]`, prints a line for each as it comes, and yields its result.
 
-    `only` and `calls` are those of `BenchCommand`; without a GPU, `calls` is at most 4. `report`, which has device,
+    `only` and `calls` are those of `BenchCommand`; without a GPU, `calls` is at most 4. `parts`: only the cases that
+    `LAYER_PARTS` names. `report`, which has device,
     model and format, also gets the clock and the rates of a copy and of a matrix product.
     """
     gpu = jax.default_backend() == "gpu"
@@ -62,7 +77,10 @@ def run(
     schema = CacheSchema.from_config(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
     for name in dict.fromkeys(names):
         for case in CASES[name](schema, not gpu):
-            if only and not any(text in f"{case.op} {case.shape}" for text in only):
+            label = f"{case.op} {case.shape}"
+            if only and not any(text in label for text in only):
+                continue
+            if parts and not re.search(LAYER_PARTS.get(name, ""), label):
                 continue
             row = _measure(case, calls if gpu else min(calls, 4), copy, read, matmul)
             print(_ROW.format(**row), flush=True)
@@ -85,16 +103,19 @@ def _measure(case: Case, calls: int, copy: float, read: float, matmul: float) ->
         gigabytes_per_second=round(rate / 1e9, 1),
         percent_of_copy=round(100 * rate / copy, 1),
         operations=case.flops,
+        teraflops=round(case.flops / seconds / 1e12, 1),
+        floor_microseconds=round(floor * 1e6, 3),
         percent_of_roofline=round(100 * floor / seconds, 1),
         xla_microseconds=round(xla * 1e6, 3),
         times_xla=round(xla / seconds, 2),
     )
 
 
-_HEADER = "{:<24} {:<18} {:<10} {:>9} {:>11} {:>5} {:>9} {:>9} {:>9} {:>6}".format(
-    "op", "shape", "by", "us", "bytes", "GB/s", "% of copy", "% of roof", "XLA us", "x XLA"
+_HEADER = "{:<24} {:<22} {:<10} {:>9} {:>9} {:>9} {:>11} {:>5} {:>7} {:>9} {:>9} {:>6}".format(
+    "op", "shape", "by", "us", "floor us", "% of roof", "bytes", "GB/s", "TFLOP/s", "% of copy", "XLA us", "x XLA"
 )
 _ROW = (
-    "{op:<24} {shape:<18} {implementation:<10} {microseconds:>9.2f} {bytes:>11} {gigabytes_per_second:>5.0f} "
-    "{percent_of_copy:>9.0f} {percent_of_roofline:>9.0f} {xla_microseconds:>9.2f} {times_xla:>6.2f}"
+    "{op:<24} {shape:<22} {implementation:<10} {microseconds:>9.2f} {floor_microseconds:>9.2f} "
+    "{percent_of_roofline:>9.0f} {bytes:>11} {gigabytes_per_second:>5.0f} {teraflops:>7.1f} {percent_of_copy:>9.0f} "
+    "{xla_microseconds:>9.2f} {times_xla:>6.2f}"
 )

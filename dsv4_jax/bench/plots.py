@@ -7,6 +7,7 @@ from typing import Any
 
 from dsv4_jax.bench.decode_steps import MODELS
 from dsv4_jax.bench.serving import SLOTS
+from dsv4_jax.bench.step_tables import KINDS, REST
 
 
 def plot_steps(report: dict[str, Any], path: Path) -> None:
@@ -35,6 +36,49 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
 
 
+def plot_layers(report: dict[str, Any], path: Path) -> None:
+    """Draws what takes the time of a layer in one decode step, by kind of kernel, beside the floor.
+
+    A report of `dsv4-jax bench layer` also gets a picture of the parts: how many times its floor each takes.
+    """
+    parts, rows = report.get("parts", []), report["results"]
+    with _figure(path, 1 + bool(parts), (9.0, 4 + 0.3 * max(len(parts), len(rows)))) as panels:
+        steps = panels[-1]
+        steps.set(
+            title=f"Whole layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer"
+        )
+        labels = [_layer_label(row) for row in rows]
+        left = [0.0] * len(rows)
+        for kind in (*KINDS, REST):
+            widths = [1e3 * row["kernel_milliseconds"].get(kind, 0.0) / row["layers"] for row in rows]
+            if any(widths):
+                steps.barh(labels, widths, left=left, label=kind)
+                left = [start + width for start, width in zip(left, widths, strict=True)]
+        totals = [1e3 * row["milliseconds"] / row["layers"] for row in rows]
+        gaps = [max(total - start, 0.0) for total, start in zip(totals, left, strict=True)]
+        steps.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
+        floors = [1e3 * row["floor_milliseconds"] / row["layers"] for row in rows]
+        steps.plot(floors, labels, "k|", markersize=14, label="floor: weights and cache read once")
+        steps.invert_yaxis()
+        steps.legend(fontsize=8)
+        if parts:
+            names = [f"{row['op']} {row['shape']}" for row in parts]
+            panels[0].set(title="Parts of a layer", xlabel="times the floor", xscale="log")
+            for key, mark in dict(microseconds="o", xla_microseconds="x").items():
+                found = [max(row[key] / max(row["floor_microseconds"], 1e-3), 0.1) for row in parts]
+                panels[0].plot(found, names, mark, label="XLA" if mark == "x" else "kernel, or XLA where there is none")
+            panels[0].axvline(1, color="gray", linestyle=":")
+            panels[0].invert_yaxis()
+            panels[0].grid(alpha=0.3)
+            panels[0].legend(fontsize=8)
+
+
+def _layer_label(row):
+    kind = row["layer_type"].removesuffix("_attention").replace("_", " ") + ", " if "layer_type" in row else ""
+    drafts = f", {row['tokens']} tokens each" * (row["tokens"] > 1) + f", {row['drafts']} drafts" * (row["drafts"] > 0)
+    return f"{kind}{row['requests']} x {row['context']:,}{drafts}"
+
+
 def plot_serving(report: dict[str, Any], path: Path) -> None:
     """Draws the time to the first token against the tokens sent, without and with the prefix cache."""
     title = "{conversations} conversations of {turns} turns".format(**report["workload"])
@@ -47,18 +91,25 @@ def plot_serving(report: dict[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
-    """Axes to draw on; written to the file afterwards."""
+def _figure(path: Path, panels: int, size: tuple[float, float]) -> Iterator[Any]:
+    """Panels to draw on, one below the other; written to the file afterwards."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    yield axes
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure, axes = plt.subplots(panels, figsize=size, layout="constrained", squeeze=False)
+    yield axes[:, 0]
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+@contextlib.contextmanager
+def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
+    """Axes to draw on; written to the file afterwards."""
+    with _figure(path, 1, (7.0, 4.5)) as (axes,):
+        yield axes
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+        axes.grid(alpha=0.3)
+        axes.legend()

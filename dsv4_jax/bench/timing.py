@@ -1,9 +1,11 @@
 """Timing: kernel time on a GPU, wall-clock time elsewhere."""
 
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,6 +75,12 @@ def matmul_rate() -> float:
     size = 8192 if jax.default_backend() == "gpu" else 512
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / _median_of(jax.jit(lambda x: x @ x), x)
+
+
+def process_seconds() -> float:
+    """Seconds since this process started; Linux counts its start in ticks of a clock that begins at boot."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:

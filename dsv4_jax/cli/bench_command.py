@@ -3,17 +3,20 @@
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli.options import check_positive, check_writable, notify
+from dsv4_jax.cli.options import MeshText, check_positive, check_writable, notify
+from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 
 
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
 ]  # fmt: skip
+ALONE = ("step", "layer", "model", "serve")
 OPS: tuple[Op, ...] = get_args(Op)
 
 
@@ -42,32 +45,37 @@ class BenchCommand:
       dsv4-jax bench append gather --shapes flash --json h100.json
       dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
       dsv4-jax bench step --batches 1 --contexts 4096 --drafts 2
+      dsv4-jax bench layer --json layer.json --plot layer.png
+      dsv4-jax bench layer --only experts --batches 1 --contexts 4096
       dsv4-jax bench model --layers 8 --batches 1 8
+      dsv4-jax bench model --mesh model=4
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
-      ops: which operations (default: all), or step, or model, or serve.
+      ops: which operations (default: all), or step, or layer, or model, or serve.
       shapes: the model whose shapes are used.
       cache_format: what the cache's bytes mean.
-      only: only cases whose op or shape contains one of these texts.
+      only: only cases of operations whose op or shape contains one of these texts.
       calls: calls that a median is taken over.
       out: also write the results to this file.
-      batches: step, model: batch sizes, in requests. Default: 1 8 32, model 1 8 32 128; on a CPU 1 4
-      contexts: step, model: context lengths, in tokens a request. Default: 4096 65536 1048576, model 4096 65536; on a
-        CPU 512 4096
+      batches: step, layer, model: batch sizes, in requests. Default: 1 8 32, of whole layers 1 8 32 128; on a CPU 1 4
+      contexts: step, layer, model: context lengths, in tokens a request. Default: 4096 65536 1048576, of whole layers
+        4096 65536; on a CPU 512 4096
       layers: step, model: run only this many layers, the first ones; 0 = all, or of model as many as fit.
-      trace: step, model: write a profile of the steps at the longest context to this folder, for TensorBoard or
+      trace: step, layer, model: write a profile of the steps at the longest context to this folder, for TensorBoard or
         Perfetto.
-      plot: step, model: plot time against context to this PNG file; serve: time to the first token against tokens
-        sent.
+      plot: step: plot time against context to this PNG file; layer, model: what takes a layer's time; serve: time to
+        the first token against tokens sent.
       conversations: serve: number of conversations.
       turns: serve: requests of each conversation.
-      drafts: serve: tokens that prompt lookup may guess in a step. step, model: also measure a step that verifies so
-        many drafts of each request, and one that then makes as many with the multi-token-prediction block (step: its
-        attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative decoding.
+      drafts: serve: tokens that prompt lookup may guess in a step. step, layer, model: also measure a step that
+        verifies so many drafts of each request, and one that then makes as many with the multi-token-prediction block
+        (step: its attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative
+        decoding.
+      mesh: step, model, serve: several devices, such as model=4, as for generate. Bytes are those of one device.
     """
 
-    ops: tyro.conf.Positional[tuple[Op | Literal["step", "model", "serve"], ...]] = OPS
+    ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "serve"], ...]] = OPS
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
     only: tuple[str, ...] = ()
@@ -81,17 +89,23 @@ class BenchCommand:
     conversations: int = 12
     turns: int = 3
     drafts: int = 0
+    mesh: MeshText = None
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
         check_positive(calls=self.calls, conversations=self.conversations, turns=self.turns)
-        for alone in ("step", "model", "serve"):
+        for alone in ALONE:
             if alone in self.ops and self.ops != (alone,):
                 raise ValueError(f"{alone} runs alone, not with {[op for op in self.ops if op != alone]}")
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
-        if self.plot is not None and self.ops not in (("step",), ("model",), ("serve",)):
-            raise ValueError(f"--plot draws step, model or serve: dsv4-jax bench step --plot {self.plot}")
+        sizes = None if self.mesh is None else parse_mesh(self.mesh)
+        if sizes and self.ops[0] not in ("step", "model", "serve"):
+            raise ValueError(f"--mesh is for step, model and serve: dsv4-jax bench step --mesh {self.mesh}")
+        if self.plot is not None and self.ops[0] not in ALONE:
+            raise ValueError(f"--plot draws {', '.join(ALONE)}: dsv4-jax bench step --plot {self.plot}")
+        if self.ops == ("layer",) and self.layers:
+            raise ValueError(f"--layers {self.layers} is not for layer, which measures layers of one kind at a time")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
         if self.plot is not None and self.plot.suffix != ".png":
@@ -104,32 +118,45 @@ class BenchCommand:
             self.trace.mkdir(parents=True, exist_ok=True)
 
         notify("Starting JAX ...")
+        if self.ops[0] in ("layer", "model"):
+            # XLA would leave a quarter of a GPU's memory alone.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         import jax
 
         from dsv4_jax.bench import decode_steps, op_times, plots, serving
         from dsv4_jax.config import DSV4Config
         from dsv4_jax.quant import kv_format
 
+        mesh = make_mesh(sizes) if sizes else None
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
+        if mesh is not None:
+            report["mesh"] = dict(mesh.shape)
         if self.ops == ("serve",):
             workload = serving.Workload(self.conversations, self.turns, self.drafts)
             report["workload"] = dataclasses.asdict(workload)
-            rows = serving.run(workload)
+            sections = dict(results=serving.run(workload, mesh))
         else:
             report |= dict(shapes=self.shapes, cache_format=self.cache_format)
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
             model = config, kv_format(self.cache_format)
-            if self.ops in (("step",), ("model",)):
-                cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
-                options = decode_steps.StepOptions(*cases, whole=self.ops == ("model",))
-                report["layers"] = "whole" if options.whole else "attention"
-                rows = decode_steps.run(*model, options, report)
+            timed = dict(only=self.only, calls=self.calls)
+            whole = self.ops != ("step",)
+            cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
+            options = decode_steps.StepOptions(*cases, whole=whole, mesh=mesh)
+            if self.ops == ("layer",):
+                parts = op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
+                sections = dict(parts=parts, results=decode_steps.run_kinds(*model, options, report))
+            elif self.ops[0] in ("step", "model"):
+                report["layers"] = "whole" if whole else "attention"
+                sections = dict(results=decode_steps.run(*model, options, report))
             else:
-                rows = op_times.run(*model, self.ops, report, only=self.only, calls=self.calls)
-        report["results"] = []
-        for row in rows:
-            report["results"].append(row)
-            if self.out is not None:  # after every row, because a run takes minutes
-                self.out.write_text(json.dumps(report, indent=1) + "\n")
+                sections = dict(results=op_times.run(*model, self.ops, report, **timed))
+        for section, rows in sections.items():
+            report[section] = []
+            for row in rows:
+                report[section].append(row)
+                if self.out is not None:  # after every row, because a run takes minutes
+                    self.out.write_text(json.dumps(report, indent=1) + "\n")
         if self.plot is not None:
-            (plots.plot_serving if self.ops == ("serve",) else plots.plot_steps)(report, self.plot)
+            draw = dict(step=plots.plot_steps, serve=plots.plot_serving).get(self.ops[0], plots.plot_layers)
+            draw(report, self.plot)

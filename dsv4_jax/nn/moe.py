@@ -17,11 +17,8 @@ class Router(nnx.Module):
     """Scores the experts; subclasses say which of them a token goes to.
 
     Attributes:
-      distinct: whether a token's experts always differ from each other.
       weight: [E, hidden] float32.
     """
-
-    distinct = False
 
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -55,8 +52,6 @@ class TopKRouter(Router):
     Attributes:
       e_score_correction_bias: [E] float32.
     """
-
-    distinct = True
 
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -99,9 +94,9 @@ class MLP(nnx.Module):
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.limit = config.swiglu_limit
         hidden, inner = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
-        self.gate_proj = Linear(hidden, inner, param_dtype=param_dtype, rngs=rngs)
-        self.up_proj = Linear(hidden, inner, param_dtype=param_dtype, rngs=rngs)
-        self.down_proj = Linear(inner, hidden, param_dtype=param_dtype, rngs=rngs)
+        self.gate_proj = Linear(hidden, inner, param_dtype=param_dtype, axes=("inner",), rngs=rngs)
+        self.up_proj = Linear(hidden, inner, param_dtype=param_dtype, axes=("inner",), rngs=rngs)
+        self.down_proj = Linear(inner, hidden, param_dtype=param_dtype, axes=(None, "inner"), rngs=rngs)
         self.input_projections = Projections("gate_proj", "up_proj")
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -115,23 +110,19 @@ class Experts(nnx.Module):
     """All routed experts' weights, and their sum for each token.
 
     Attributes:
-      gate_up_proj: [E, 2 * I, hidden] in `param_dtype`, the gate's rows first.
+      gate_up_proj: [E, 2, I, hidden] in `param_dtype`, the gate first.
       down_proj: [E, hidden, I] in `param_dtype`.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.limit = config.swiglu_limit
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = normal(rngs, (experts, 2 * inner, hidden), param_dtype)
-        self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype)
+        axes = "experts", None, "inner"
+        self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
+        self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
     def __call__(
-        self,
-        x: Float[Array, "T D"],
-        experts: Int[Array, "T k"],
-        weights: Float[Array, "T k"],
-        *,
-        distinct: bool = False,
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
         """The sum of each token's experts, see `ops.experts`.
 
@@ -139,13 +130,13 @@ class Experts(nnx.Module):
           x: [T, hidden].
           experts: [T, k] int32 in [0, E).
           weights: [T, k] float32.
-          distinct: whether a token's experts differ from each other.
 
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
-        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit, distinct=distinct)
+        gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
+        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit)
 
 
 class MoE(nnx.Module):
@@ -165,5 +156,5 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
-        routed = self.experts(x, *self.gate(x, token_ids), distinct=self.gate.distinct)
-        return round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype)
+        routed = self.experts(x, *self.gate(x, token_ids))
+        return ops.all_reduce(round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype))

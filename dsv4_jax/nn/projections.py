@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsv4_jax.nn.layers import Linear, multiply
+from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
 class JoinedLinear(nnx.Module):
@@ -19,23 +20,27 @@ class JoinedLinear(nnx.Module):
     Attributes:
       weight: [all rows, in_features], the maps' matrices one below the other.
       parts: (path, rows, `Linear.rounded`) of each map (static).
+      cut: whether a mesh would cut one of them (static).
     """
 
     def __init__(self, maps: dict[str, Linear]):
-        """Copies the matrices of `maps`, by path; they have one dtype."""
+        """Copies the matrices of `maps`, by path; they have one dtype, or all are in FP8."""
         self.parts = tuple((path, linear.weight.shape[0], linear.rounded) for path, linear in maps.items())
-        self.weight = nnx.Param(jnp.concatenate([linear.weight[...] for linear in maps.values()]))
+        self.cut = any(linear.weight.get_metadata().get("axes") for linear in maps.values())
+        # Of quantised matrices, codes and scales.
+        matrices = [linear.weight.get_value() for linear in maps.values()]
+        self.weight = nnx.Param(jax.tree.map(lambda *rows: jnp.concatenate(rows), *matrices))
 
     def __call__(self, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
         """[..., in_features] to what each map makes of it, by path."""
-        products = multiply(x, self.weight[...], tuple((rows, rounded) for _, rows, rounded in self.parts))
+        products = multiply(x, self.weight.get_value(), tuple((rows, rounded) for _, rows, rounded in self.parts))
         return {path: product for (path, *_), product in zip(self.parts, products, strict=True)}
 
     def matrix(self, path: str) -> Float[Array, "m n"]:
         """The matrix [out_features, in_features] of one map."""
         at = [name for name, *_ in self.parts].index(path)
         start = sum(rows for _, rows, _ in self.parts[:at])
-        return self.weight[start : start + self.parts[at][1]]
+        return self.weight[...][start : start + self.parts[at][1]]
 
 
 class Projections(nnx.Module):
@@ -66,13 +71,17 @@ class Projections(nnx.Module):
         return {path: linear for path, linear in maps.items() if linear is not None}
 
     def join(self, owner: nnx.Module) -> None:
-        """Joins maps whose matrices have one dtype and one place; quantised and sharded ones stay separate."""
+        """Joins maps whose matrices have one dtype and one place, also those in FP8; sharded ones stay separate."""
         alike: dict[Hashable, dict[str, Linear]] = collections.defaultdict(dict)
         for path, linear in self.separate(owner).items():
             matrix = linear.weight.get_value()
-            if isinstance(matrix, jax.core.Tracer):
+            if isinstance(matrix, StoredWeight):
+                # A block of scales has rows of one map only.
+                if matrix.shape[0] % WEIGHT_BLOCK == 0 and _whole(matrix.codes):
+                    alike[matrix.kind, matrix.dtype][path] = linear
+            elif isinstance(matrix, jax.core.Tracer):
                 alike[matrix.dtype][path] = linear
-            elif isinstance(matrix, jax.Array) and matrix.sharding.is_fully_replicated:
+            elif _whole(matrix):
                 alike[matrix.dtype, matrix.sharding][path] = linear
         for maps in alike.values():
             if len(maps) > 1:
@@ -82,11 +91,15 @@ class Projections(nnx.Module):
                     setattr(functools.reduce(getattr, parents, owner), name, None)
 
 
+def _whole(matrix):
+    return isinstance(matrix, jax.Array) and matrix.sharding.is_fully_replicated
+
+
 def join_projections[M: nnx.Module](module: M) -> M:
     """A copy of a model, or of a part of it, in which linear maps of one input share a matrix.
 
-    A decode step then reads the matrices of an input in one product instead of up to seven small ones. Quantised and
-    sharded matrices stay separate. The joined matrices are new arrays: drop `module` where memory is short, or build or
+    A decode step then reads the matrices of an input in one product instead of up to seven small ones. Sharded matrices
+    stay separate. The joined matrices are new arrays: drop `module` where memory is short, or build or
     load the model with `joined=True`.
     """
     copy = nnx.clone(module)

@@ -6,14 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import run, with_gradient_of
 from dsv4_jax.ops.linear import same_dtype
 from dsv4_jax.quant import StoredWeight, round_to
-from pallas_kernels.experts import experts as experts_kernel
-
-
-# An expert's pairs fit into one block then, which every block of threads fills in an order of its own.
-MOST_TOKENS = 8
+from pallas_kernels.experts import MOST_PAIRS, experts as experts_kernel, grouped_experts
 
 
 def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
@@ -30,7 +26,6 @@ def experts(
     down: Float[Array, "E D I"] | StoredWeight,
     *,
     limit: float,
-    distinct: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "T D"]:
     """`sum_j down_j(weights[t, j] * swiglu_j(x[t]))` over the experts j of each token.
@@ -45,9 +40,8 @@ def experts(
       gate_up: [E, 2 * I, D], the gate's rows first, or these matrices in the release's storage.
       down: [E, D, I], likewise.
       limit: of SwiGLU.
-      distinct: whether a token's experts differ from each other.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes x in bfloat16, weights
-        stored as FP4, and up to 8 tokens if `distinct`, else up to 8 pairs of a token and an expert.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
+        weights stored as FP4: one takes up to 1024 pairs of a token and an expert, another one more.
 
     Returns:
       [T, D] float32; each linear map is rounded to x's dtype, the sum is not.
@@ -58,28 +52,23 @@ def experts(
         interpret=functools.partial(_experts_kernel, True),
     )
     arrays = x, selected, weights, gate_up, down
-    return run("experts", implementations, implementation, limit, distinct, *arrays)
+    return run("experts", implementations, implementation, limit, *arrays)
 
 
-def _experts_kernel(interpret, limit, distinct, *arrays):
-    selected, *stored = arrays[1], *arrays[3:]
-    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in stored):
+def _experts_kernel(interpret, limit, *arrays):
+    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in arrays[3:]):
         raise NotImplementedError("the kernel takes weights stored as FP4")
-    if selected.shape[0] > MOST_TOKENS or not (distinct or selected.size <= MOST_TOKENS):
-        raise LeftToXla(
-            f"the kernel is for up to {MOST_TOKENS} tokens with distinct experts, got {selected.shape[0]} with "
-            f"{selected.shape[1]} that are {'' if distinct else 'not known to be '}distinct"
-        )
 
     def kernel(x, selected, weights, gate_up, down):
         pairs = (gate_up.codes, gate_up.scale), (down.codes, down.scale)
-        y = experts_kernel(x, selected, weights, *pairs, limit=limit, interpret=interpret)
+        chosen = experts_kernel if selected.size <= MOST_PAIRS else grouped_experts
+        y = chosen(x, selected, weights, *pairs, limit=limit, interpret=interpret)
         return jnp.sum(y.astype(jnp.float32), axis=1)
 
-    return with_gradient_of(functools.partial(_experts_xla, limit, distinct), kernel)(*arrays)
+    return with_gradient_of(functools.partial(_experts_xla, limit), kernel)(*arrays)
 
 
-def _experts_xla(limit, _, x, selected, weights, gate_up, down):
+def _experts_xla(limit, x, selected, weights, gate_up, down):
     tokens, k = selected.shape
     by_expert = selected.reshape(-1)
     if by_expert.size < gate_up.shape[0]:

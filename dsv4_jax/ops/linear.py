@@ -8,7 +8,13 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
 from dsv4_jax.quant import StoredWeight, round_to
-from pallas_kernels.linear import MOST_STORED_TOKENS, MOST_TOKENS, linear as linear_kernel, stored_linear
+from pallas_kernels.linear import (
+    MOST_STORED_TOKENS,
+    MOST_TOKENS,
+    linear as linear_kernel,
+    stored_linear,
+    stored_matmul,
+)
 
 
 Part = tuple[int, bool]
@@ -37,7 +43,8 @@ def linear(
       groups: a divisor of m.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
         bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
-        the rate of a copy (H100). Of weights stored as FP8 it takes 1 to 32 tokens; "xla" writes them out dequantised.
+        the rate of a copy (H100). Of weights stored as FP8 it takes any number of tokens; "xla" writes them out
+        dequantised.
 
     Returns:
       [..., rows] of each part.
@@ -88,12 +95,11 @@ def _linear_xla(parts, groups, x, weight):
 
 
 def _linear_kernel_or_xla(parts, groups, x, weight):
-    stored = isinstance(weight, StoredWeight)
-    if weight.shape[0] < LEAST_ROWS and not stored:
-        raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
-    most = MOST_STORED_TOKENS if stored else MOST_TOKENS
-    if x.size > most * x.shape[-1]:
-        raise LeftToXla(f"the kernel is for up to {most} tokens, got {x.size // x.shape[-1]}")
+    if not isinstance(weight, StoredWeight):
+        if weight.shape[0] < LEAST_ROWS:
+            raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
+        if x.size > MOST_TOKENS * x.shape[-1]:
+            raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
     return _linear_kernel(False, parts, groups, x, weight)
 
 
@@ -105,6 +111,7 @@ def _linear_kernel(interpret, parts, groups, x, weight):
             return linear_kernel(x, weight, **options)
         if weight.kind != "FP8":
             raise NotImplementedError(f"the kernel takes weights stored as FP8, got {weight.kind}")
-        return stored_linear(x, weight.codes, weight.scale, **options)
+        few = x.shape[0] <= MOST_STORED_TOKENS
+        return (stored_linear if few else stored_matmul)(x, weight.codes, weight.scale, **options)
 
     return with_gradient_of(functools.partial(_linear_xla, parts, groups), kernel)(x, weight)

@@ -1,38 +1,38 @@
 """Weights in the release's storage on their way from shared memory into products: FP8, and FP4 with a scale for 32.
 
-A warpgroup multiplies 64 rows, of which a thread has two. Four threads share a row: each takes 16 bytes of 64, so that
-it holds whole scale blocks of FP4. `wgmma` wants other columns in that thread, but a sum does not depend on the order
-of its terms: `load_inputs` reorders the inputs instead.
+A warp multiplies 16 rows by `mma`, of which a thread has two. Four threads share a row: each takes 16 bytes of 64, so
+that it holds whole scale blocks of FP4. `mma` wants other columns in that thread, but a sum does not depend on the
+order of its terms: `load_inputs` reorders the inputs instead.
 
 Unpacked weights are 2**-32 of their values, as bfloat16: exact for E8M0 scales from 2**-85 to 2**33.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.unpack import e2m1_pair, e2m1_value, e4m3_pair, multiply
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.common.unpack import e2m1_pairs, e2m1_value, e4m3_pairs, multiply
 
 
 ROWS = 64  # of a tile
+HALF = ROWS // 2  # rows that are consecutive where the halves of a tile lie apart
 SEGMENT = 64  # bytes of a row that four threads share
-SEGMENTS = 4  # of a step, one for each of the warpgroups that multiply
-STEP_BYTES = SEGMENT * SEGMENTS
-CHUNK = 64  # columns of `wgmma`'s operands in shared memory
+UNIT = 32  # columns of two `mma`, for which a thread reads 16 bytes of inputs
+COLUMNS = 8  # of a product of `mma`
+MULTIPLIERS = 4  # warpgroups that multiply
 SHIFT = 32
-_WEIGHTS = plgpu.ShapeDtypeStruct((ROWS, CHUNK), jnp.bfloat16, plgpu.Layout.WGMMA)
+SCALED = 128  # columns, and rows, of FP8 with the same scale
+SCALE_BYTES = 16  # of FP4's scales that travel together, the fewest of a bulk copy
+TRANSFORMS = (plgpu.TilingTransform((HALF, SEGMENT)),)  # of codes in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +46,14 @@ class WeightLayout:
     per_byte: int
 
     @property
-    def columns(self) -> int:
-        """Columns of a step."""
-        return STEP_BYTES * self.per_byte
+    def segment(self) -> int:
+        """Columns of a segment."""
+        return SEGMENT * self.per_byte
 
     @property
-    def step_scales(self) -> int:
-        """Scales of a row's step that travel with it: FP8 has one for 128 x 128 values."""
-        return 16 if self.per_byte == 2 else 0
-
-    @property
-    def chunks(self) -> int:
-        """64 columns each, of a segment."""
-        return SEGMENT * self.per_byte // CHUNK
+    def units(self) -> int:
+        """Of a segment."""
+        return self.segment // UNIT
 
 
 FP8, FP4 = WeightLayout(1), WeightLayout(2)
@@ -68,90 +63,85 @@ FP8, FP4 = WeightLayout(1), WeightLayout(2)
 
 
 @primitive
-def load_inputs(tile, source, rows, divisor: int, column, group: jax.Array, layout: WeightLayout) -> None:
+def load_inputs(
+    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout
+) -> None:
     """Copies rows of inputs to shared memory, by four warpgroups together, in the order in which weights are unpacked.
 
-    A barrier has to follow; shows what it wrote to `wgmma`.
+    A barrier has to follow.
 
     Args:
-      tile: [columns / 64, N, 64] bfloat16 with TRANSFORMS, N a multiple of 8.
-      source: [.., columns] bfloat16 in global memory.
-      rows: [N] int32 in shared memory: row n of the tile is row `rows[n] // divisor`; where negative, it stays. Or a
-        number: that of rows, the first ones.
+      inputs: [N / 8, units, 8, 32] bfloat16; a unit's values are in another order there on a GPU.
+      source: [.., width] bfloat16 in global memory, which this kernel may have written.
+      rows: [N] int32 in shared memory: row n of the inputs is row `rows[n] // divisor`; where negative, that of the
+        first. Or a number: that of rows, the first ones.
       column: the first one, a multiple of 64.
+      columns: how many, a multiple of 128.
       group: number of the warpgroup, 0 .. 3, a scalar.
       layout: of the weights.
     """
-    chunks, count, _ = tile.shape
-    share = chunks // SEGMENTS
-    for n in range(rows if isinstance(rows, int) else count):
-        row = jnp.int32(n) if isinstance(rows, int) else rows[n]
-
-        @pl.when(row >= 0)
-        def _(n=n, row=row):
-            values = source[lax.div(row, divisor), pl.ds(column, chunks * CHUNK)].reshape(chunks, CHUNK)
-            for chunk in range(share):
-                at = group * share + chunk
-                tile[at, n] = values[at]
+    units = columns // UNIT
+    share = units // MULTIPLIERS
+    for n in range(rows if isinstance(rows, int) else inputs.shape[0] * COLUMNS):
+        row = jnp.int32(n) if isinstance(rows, int) else jnp.where(rows[n] < 0, rows[0], rows[n])
+        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)].reshape(units, UNIT)
+        for i in range(share):
+            unit = group * share + i
+            inputs[n // COLUMNS, unit, n % COLUMNS] = values[unit]
 
 
 @load_inputs.mosaic
-def _(tile, source, rows, divisor, column, group, layout):
-    chunks, count, _ = tile.shape
-    columns = chunks * CHUNK
+def _(inputs, source, rows, divisor, column, columns, group, layout):
+    tiles, units, _, _ = inputs.shape
+    eights, threads = columns // 8, MULTIPLIERS * mlir.THREADS
 
-    def emit(tile, source, column, group, *table):
+    def emit(inputs, source, column, group, *table):
         thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * mlir.THREADS
-        there, width = mlir.shared_pointer(tile), ir.MemRefType(source.type).shape[1]
+        there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
         base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
+        fetch = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
 
-        def copy_row(n):
-            row = thread_ops.load(thread_ops.shared(table[0]) + (n << 2)) if table else n
+        def copy(n, row, eight):
+            """8 columns, which one thread of a product has; returns how to go on once they are there."""
+            offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
+            offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
+            words = mlir.ptx(fetch, mlir.at(base, offset), results=[mlir.int_type()] * 4)
+            unit, inner, words = _placed(eight, [U32(x) for x in words], layout)
+            place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
+            return lambda: thread_ops.store_vector(there + place, words)
 
-            def copy(i):
-                """8 columns, which a thread of the product has in one or two words."""
-                eight = thread + i * (SEGMENTS * mlir.THREADS)
-                offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
-                offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
-                load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-                words = [U32(x) for x in mlir.ptx(load, mlir.at(base, offset), results=[mlir.int_type()] * 4)]
-                for chunk, column, pair in _placed(eight, words, layout):
-                    # 8 x 64 values are a tile of the 128-byte swizzle.
-                    line = n & 7
-                    place = (chunk * count + n - line) * (2 * CHUNK) + line * (2 * CHUNK)
-                    place = place + (((column >> 3) ^ line) << 4) + ((column & 7) << 1)
-                    llvm.store(pair.value, mlir.at(there, place.value), alignment=4)
+        def copy_rows(n, numbers):
+            """The same columns of several rows at once."""
+            for first in range(0, eights, threads):
+                eight = thread + first
+                with thread_ops.when(eight < eights):
+                    for put in [copy(n + i, row, eight) for i, row in enumerate(numbers)]:
+                        put()
 
-            with thread_ops.when(U32(arith.cmpi(arith.CmpIPredicate.sge, row.value, mlir.i32(0)))):
-                full, rest = divmod(columns // 8, SEGMENTS * mlir.THREADS)
-                for i in range(full):
-                    copy(i)
-                if rest:
-                    with thread_ops.when(thread < rest):
-                        copy(full)
-
-        thread_ops.loop(count if table else rows, copy_row)
-        mlir.ptx("fence.proxy.async.shared::cta;")
+        for n in range(0, rows if isinstance(rows, int) else tiles * COLUMNS, COLUMNS):
+            if table:
+                start = thread_ops.shared(table[0]) + 4 * n
+                numbers = [thread_ops.load(start + 4 * i) for i in range(COLUMNS)]
+                negative = arith.CmpIPredicate.slt
+                first = numbers[0]
+                numbers = [U32(arith.cmpi(negative, x.value, mlir.i32(0))).where(first, x) for x in numbers]
+            else:
+                numbers = [U32(n + i) for i in range(min(COLUMNS, rows - n))]
+            copy_rows(U32(n), numbers)
 
     table = [] if isinstance(rows, int) else [rows]
-    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), source, jnp.int32(column), group, *table)
+    mlir.inline(emit, inputs, source, jnp.int32(column), group, *table)
 
 
 def _placed(eight, words, layout):
-    """(64 columns, column of these, pair of values) of the columns `8 * eight ..`: where the product reads them."""
+    """(unit, thread of four, values) of the columns `8 * eight ..`, in the order of this thread's weights."""
     if layout.per_byte == 2:
-        # (thread's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, thread, half word)
-        thread, word = (eight >> 2) & 3, eight & 3
-        chunk = ((eight >> 4) << 1) + (word >> 1)
-        for pair in range(4):
-            column = ((word & 1) << 5) + (pair // 2 * 16 + pair % 2 * 8) + (thread << 1)
-            yield chunk, column, _halves(words[pair // 2], words[2 + pair // 2], pair % 2)
-    else:
-        # (thread's 16, k step, byte's high bit, low bit) -> (k step, low bit, thread, high bit)
-        thread, step = (eight >> 1) & 3, (eight & 1) << 1
-        for i in range(4):
-            column = ((step + i // 2) << 4) + i % 2 * 8 + (thread << 1)
-            yield eight >> 3, column, _halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2)
+        # A word of eight codes: pairs of codes i and i + 4.
+        pairs = [_halves(words[i // 2], words[2 + i // 2], i % 2) for i in range(4)]
+        return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
+    # Two words of four codes: pairs of codes i and i + 2.
+    pairs = [_halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
+    return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, pairs
 
 
 def _halves(x, y, high):
@@ -159,36 +149,78 @@ def _halves(x, y, high):
     return thread_ops.ptx(f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};", x, y)
 
 
+# --- scales ---
+
+
+@primitive
+def load_scales(scales, row: jax.Array, first: jax.Array) -> jax.Array:
+    """FP8's scales of a tile for `multiply_add`: [128] int32.
+
+    Args:
+      scales: [R / 128, blocks] uint8 in global memory.
+      row: of it.
+      first: its first scale that is needed, an even number; up to 64 of them are.
+    """
+    blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
+    low, high = (
+        jnp.where(blocks + i < scales.shape[1], scales[row][jnp.minimum(blocks + i, scales.shape[1] - 1)], 0)
+        for i in range(2)
+    )
+    return low.astype(jnp.int32) | high.astype(jnp.int32) << 8
+
+
+@load_scales.mosaic
+def _(scales, row, first):
+    def emit(scales, row, first):
+        blocks = ir.MemRefType(scales.type).shape[1]
+        block = first + (thread_ops.lane() << 1)
+        start = row * blocks
+        found = U32(0)
+        for i in range(2):
+            at = start + (block + i).minimum(blocks - 1)
+            pointer = mlir.at(mlir.global_pointer(scales), arith.extui(mlir.int_type(64), at.value))
+            code = "{ .reg .u16 s; ld.global.nc.u8 s, [$1]; cvt.u32.u16 $0, s; }"
+            found = found | U32(mlir.ptx(code, pointer, results=mlir.int_type())) << 8 * i
+        return found
+
+    return thread_ops.inline(emit, scales, row, first, returns=jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32))
+
+
 # --- products ---
 
 
 @primitive
 def multiply_add(
-    acc: jax.Array, codes, scales, inputs, first: jax.Array, group: jax.Array, layout: WeightLayout, gated: bool
+    acc: jax.Array, codes, scales, inputs, step: jax.Array, layout: WeightLayout, gated: bool
 ) -> jax.Array:
-    """acc + weights @ inputs over a warpgroup's segment of a step: [64, N] float32, 2**-32 of the products.
+    """acc + weights @ inputs over the columns of a step: [64, N] float32, 2**-32 of the products.
 
     Args:
-      codes: [64, 64] uint8 in shared memory.
-      scales: of FP4 [64, 16] uint8 in shared memory, those of the whole step; of FP8 one, an int32 scalar.
+      acc: in layout WGMMA.
+      codes: [64, bytes] uint8 in shared memory, with TRANSFORMS, bytes a multiple of 64 up to 256.
+      scales: of FP4 [64, 16] uint8 in shared memory, those of up to 256 bytes among which the step's are; of FP8 what
+        `load_scales` found for all steps.
       inputs: what `load_inputs` left.
-      first: the step's first 64 columns.
-      group: number of the warpgroup.
+      step: which one, counted from the first column of the inputs.
       layout: of the weights.
       gated: rows i and 32 + i of the weights meet in a thread: they are rows 16 * (i // 8) + i % 8, and 8 more, of the
         sums.
     """
     values = codes[...]
+    size = values.shape[1] * layout.per_byte
     if layout.per_byte == 2:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
-        factors = scales[...].reshape(ROWS, SEGMENTS, 4)[:, group].astype(jnp.int32)
-        factors = jnp.repeat(lax.bitcast_convert_type((factors - SHIFT) << 23, jnp.float32), 32, axis=1)
+        first = lax.rem(step * (size // 32), jnp.int32(SCALE_BYTES))
+        exponents = lax.dynamic_slice_in_dim(scales[...], first, size // 32, axis=1).astype(jnp.int32)
+        exponents = jnp.repeat(exponents, 32, axis=1)
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
-        factors = lax.bitcast_convert_type((scales - SHIFT) << 23, jnp.float32)
-    start = first + group * layout.chunks
-    x = jnp.concatenate([inputs[start + i] for i in range(layout.chunks)], axis=1).astype(jnp.float32)
+        block = (step * size + lax.iota(jnp.int32, size)) // SCALED
+        exponents = (scales[block // 2] >> (8 * (block % 2)) & 255)[None, :]
+    factors = lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
+    x = inputs[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
+    x = x.transpose(0, 2, 1, 3).reshape(-1, size)
     products = jnp.dot(values * factors, x.T, precision="highest")
     if gated:
         products = products.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
@@ -196,47 +228,89 @@ def multiply_add(
 
 
 @multiply_add.mosaic
-def _(acc, codes, scales, inputs, first, group, layout, gated):
-    start = first + group * layout.chunks
+def _(acc, codes, scales, inputs, step, layout, gated):
+    segments = codes.shape[1] // SEGMENT
+    tiles, units, _, _ = inputs.shape
 
-    def add_products(ref):
-        for i, weights in enumerate(_unpack(codes, scales, group, layout, gated)):
-            plgpu.wgmma(ref, weights, inputs.at[start + i].transpose((1, 0)))
+    def emit(acc, codes, scales, inputs, step):
+        thread, step = U32(mlir.thread()), U32(mlir.scalar(step))
+        inner, line = thread & 3, thread % 32 >> 2
+        # A tile's halves of 32 rows, of each segment after segment: a thread's two rows.
+        start = thread_ops.shared(codes) + (inner << 4)
+        if gated:
+            begin = start + ((thread >> 5 << 3) + line) * SEGMENT
+            rows = [begin, begin + segments * HALF * SEGMENT]
+        else:
+            begin = start + (thread >> 6) * (segments * HALF * SEGMENT)
+            begin = begin + (((thread >> 5 & 1) << 4) + line) * SEGMENT
+            rows = [begin, begin + 8 * SEGMENT]
+        fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * layout.units) << 9)
+        factors = _factors_fp4 if layout.per_byte == 2 else _factors_fp8
+        factors = factors(scales, thread, step, segments, gated)
 
-    run: Any = pl.run_state(add_products)
-    return run(plgpu.ACC.init(acc))
+        def add_segment(segment, *sums):
+            """In a loop: less code is fetched sooner."""
+            sums = [x.value for x in sums]
+            scale = factors(segment)
+            words = [thread_ops.load_vector(row + segment * (HALF * SEGMENT)) for row in rows]
+            own = fragments + segment * (layout.units << 9)
+            for unit in range(layout.units):
+                operands = [thread_ops.load_vector(own + ((unit + tile * units) << 9)) for tile in range(tiles)]
+                if layout.per_byte == 2:
+                    pairs = [e2m1_pairs(words[half][unit]) for half in range(2)]
+                else:
+                    pairs = [[x for i in range(2) for x in e4m3_pairs(words[half][2 * unit + i])] for half in range(2)]
+                pairs = [[multiply(pair, scale[half]) for pair in pairs[half]] for half in range(2)]
+                for i in (0, 2):
+                    a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
+                    for tile, b in enumerate(operands):
+                        sums[4 * tile : 4 * tile + 4] = _mma(sums[4 * tile : 4 * tile + 4], a, b[i : i + 2])
+            return [U32(x) for x in sums]
+
+        return [x.value for x in thread_ops.loop(segments, add_segment, *map(U32, mlir.values(acc)))]
+
+    layouts = codes, plgpu.RefType(TRANSFORMS)
+    operand = (scales, thread_ops.vector_layout(scales.shape)) if layout is FP8 else scales
+    kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
+    return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs, step, returns=kind)
 
 
-def _unpack(codes, scales, group, layout, gated):
-    """The weights of a segment, as many [64, 64] as it has chunks."""
+def _factors_fp4(scales, thread, step, segments, gated):
+    line, inner = thread % 32 >> 2, thread & 3
+    row = (thread >> 5) * (8 if gated else 16) + line
+    first = step * (4 * segments) & SCALE_BYTES - 1
+    place = thread_ops.shared(scales) + row * SCALE_BYTES + inner + first
+    code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
-    def emit(codes, scales, group):
-        thread = U32(mlir.thread())
-        line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
-        inner = thread & 3
-        found: list[list[Any]] = [[None] * 16 for _ in range(layout.chunks)]
-        pair_type = mlir.vector_type(2, ir.BF16Type.get())
+    def factors(segment):
+        found = []
         for half in range(2):
-            row = line + half * (ROWS // 2 if gated else 8)
-            address = thread_ops.shared(codes) + row * SEGMENT + inner * 16
-            words = thread_ops.load_vector(address)
-            if layout.per_byte == 2:
-                place = thread_ops.shared(scales) + row * 16 + U32(mlir.scalar(group)) * 4 + inner
-                scale = thread_ops.ptx("{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }", place)
-                factor = _factor(scale + (126 - SHIFT))
-                pairs = [[e2m1_pair(word, pair) for pair in range(4)] for word in words]
-                order = [(2 * i + pair // 2, pair % 2, pairs[i][pair]) for i in range(4) for pair in range(4)]
-            else:
-                factor = _factor(U32(mlir.scalar(scales)) + (120 - SHIFT))
-                order = [(i, pair, e4m3_pair(words[i], pair)) for i in range(4) for pair in range(2)]
-            for step, column, bits in order:
-                value = multiply(bits, factor)
-                found[step // 4][4 * (step % 4) + 2 * column + half] = mgpu.utils.bitcast(value.value, pair_type)
+            below = half * SCALE_BYTES * (HALF if gated else 8)
+            found.append(_factor(thread_ops.ptx(code, place + (segment << 2) + below) + (126 - SHIFT)))
         return found
 
-    return mlir.inline(emit, codes, scales, group, returns=(_WEIGHTS,) * layout.chunks)
+    return factors
+
+
+def _factors_fp8(scales, thread, step, segments, gated):
+    word = U32(mlir.scalar(scales))
+
+    def factors(segment):
+        # A scale for two segments.
+        block = (step * segments + segment) >> 1
+        both = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
+        return [_factor((both >> ((block & 1) << 3) & 255) + (120 - SHIFT))] * 2
+
+    return factors
 
 
 def _factor(exponent):
     """A pair of bfloat16 powers of two; the exponent is at most 254."""
     return U32(arith.minsi(exponent.value, mlir.i32(254))) * 0x00800080
+
+
+def _mma(sums, a, b):
+    code = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9},
+        {$10, $11, $12, $13};"""
+    operands = *(x.value for x in (*a, *b)), *sums
+    return mlir.ptx(code, *operands, results=[mlir.f32_type()] * 4, pure=True, convergent=True)

@@ -65,10 +65,11 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
         return [result.value] if isinstance(result, U32) else result
 
     args = tuple(arg.astype(jnp.int32) if arg.dtype == bool else arg for arg in args)
-    return mlir.inline(run, *args, layout=_layout, returns=returns)
+    return mlir.inline(run, *args, layout=vector_layout, returns=returns)
 
 
-def _layout(shape):
+def vector_layout(shape: tuple[int, ...]) -> Any:
+    """How `inline`'s arrays lie over the threads."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 
@@ -170,6 +171,11 @@ def load_vector(address: U32) -> list[U32]:
 
 def store(address: U32, value: U32 | int) -> None:
     ptx_effect("st.shared.u32 [$0], $1;", address, value)
+
+
+def store_vector(address: U32, values: Sequence[U32]) -> None:
+    """Stores four values from a multiple of 16 bytes on."""
+    ptx_effect("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
 def store_peer(address: U32, value: U32) -> None:

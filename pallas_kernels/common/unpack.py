@@ -16,21 +16,23 @@ def e2m1_value(code: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.int32) | ((code & 8) << 28), jnp.float32)
 
 
-def e2m1_pair(word: U32, pair: int) -> U32:
-    """E2M1 codes `pair` and `pair + 4` of a word as two bfloat16, times 2**-126: exponent and mantissa bits fit."""
-    left = 12 - 4 * pair
-    return shift(word, left) & 0x80008000 | shift(word, left - 6) & 0x01C001C0
+def e2m1_pairs(word: U32) -> list[U32]:
+    """E2M1 codes i and i + 4 of a word as two bfloat16, times 2**-126, for i = 0 .. 3.
+
+    A code's sign, exponent and mantissa bits fit into a bfloat16 as they are, with a gap between sign and exponent: the
+    product with 2**12 + 2**6 puts the code there twice, and the mask keeps the sign of one and the rest of the other.
+    """
+    high = word >> 8
+    first, second = 0x000F000F, 0x00F000F0
+    return [
+        (x & mask) * (0x1040 if mask == first else 0x104) & 0x81C081C0 for x in (word, high) for mask in (first, second)
+    ]
 
 
-def e4m3_pair(word: U32, pair: int) -> U32:
-    """E4M3 codes `pair` and `pair + 2` of a word as two bfloat16, times 2**-120."""
-    left = 8 - 8 * pair
-    return shift(word, left) & 0x80008000 | shift(word, left - 4) & 0x07F007F0
-
-
-def shift(x: U32, left: int) -> U32:
-    """x shifted left, or right where negative."""
-    return x << left if left > 0 else x >> -left if left < 0 else x
+def e4m3_pairs(word: U32) -> list[U32]:
+    """E4M3 codes i and i + 2 of a word as two bfloat16, times 2**-120, for i = 0 and 1."""
+    left = word << 8
+    return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (left, word)]
 
 
 def multiply(x: U32, y: U32 | int) -> U32:

@@ -1,11 +1,12 @@
 """Tiles of 64 rows of stored weights, streamed through shared memory and multiplied with a few inputs.
 
-One warpgroup of a block copies, over the borders of tiles. Four multiply, each a quarter of every step's columns, and
-hand their sums to the first of them. The inputs stay in shared memory.
+One warpgroup of a block copies, over the borders of tiles and of matrices. Four multiply, each every fourth step of a
+tile's columns, whether a step fits into one stage of shared memory or comes in several. One adds up their sums and
+finishes the tile. The inputs stay in shared memory.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,53 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import stored_weights, wgmma_results
-from pallas_kernels.common.stored_weights import CHUNK, ROWS, SEGMENT, SEGMENTS, WeightLayout
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.stored_weights import (
+    COLUMNS,
+    HALF,
+    MULTIPLIERS,
+    ROWS,
+    SCALE_BYTES,
+    SCALED,
+    SEGMENT,
+    TRANSFORMS,
+    UNIT,
+    WeightLayout,
+)
 
 
-WARPGROUPS = SEGMENTS + 1
-SHARED_BYTES = 220 << 10
+COPIES, FINISHES = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
+WARPGROUPS = MULTIPLIERS + 2
+SHARED_BYTES = 224 << 10
+MOST_STAGES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Tiles of one matrix.
+
+    Attributes:
+      codes: [R, bytes of a row] uint8 in global memory.
+      scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8.
+      tiles: how many.
+      depth: columns that this block multiplies.
+      first: of these.
+      rows_of: tile -> where its two halves of 32 rows begin in codes.
+      gated: a thread of `finish` has the same row of both halves.
+      load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
+        divisor, column)`, see `stored_weights.load_inputs`.
+      finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup FINISHES.
+    """
+
+    codes: Any
+    scales: Any
+    tiles: jax.Array
+    depth: int
+    first: jax.Array | int
+    gated: bool
+    rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    load_inputs: Callable[[jax.Array, Callable[..., None]], None]
+    finish: Callable[[jax.Array, jax.Array], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,46 +72,61 @@ class WeightStream:
     Attributes:
       layout: of the weights.
       tokens: columns of a product, a multiple of 8.
-      steps: of a tile, over its columns.
-      gated: the first 32 rows of a tile lie apart from its last 32, and a thread has the same row of both.
+      depths: columns of the matrices.
+      segments: of a stage: 4, 2 or 1.
     """
 
     layout: WeightLayout
     tokens: int
-    steps: int
-    gated: bool = False
+    depths: tuple[int, ...]
+    segments: int
+
+    @property
+    def columns(self) -> int:
+        """Of a stage."""
+        return self.segments * self.layout.segment
+
+    @property
+    def parts(self) -> int:
+        """Stages of a step. A tile has a multiple of four steps of as many segments as possible."""
+        return most_segments(self.layout, *self.depths) // self.segments
+
+    @property
+    def slots(self) -> int:
+        """Tiles whose sums are kept."""
+        return 2 if self.tokens == COLUMNS else 1
+
+    def stages(self, other_bytes: int) -> int:
+        """How many fit into shared memory, of which a block uses `other_bytes` for more.
+
+        A multiple of what four steps take: a warpgroup always has the same stages.
+        """
+        used = other_bytes + 2 * max(self.depths) * self.tokens + 4 * self.slots * MULTIPLIERS * ROWS * self.tokens
+        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (self.layout.per_byte == 2))
+        together = MULTIPLIERS * self.parts
+        return min((SHARED_BYTES - used) // stage, MOST_STAGES) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
         """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
-        inputs = (self.steps * self.layout.columns // CHUNK, self.tokens, CHUNK)
-        used = other_bytes + 2 * inputs[0] * self.tokens * CHUNK + 4 * (SEGMENTS - 1) * ROWS * self.tokens
-        scales = ROWS * self.layout.step_scales
-        stages = min((SHARED_BYTES - used) // (ROWS * SEGMENT * SEGMENTS + scales), 12)
+        stages, scales = self.stages(other_bytes), self.layout.per_byte == 2
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
-        copies = (SEGMENTS + (scales > 0)) * (1 + self.gated)
         return dict(
-            codes_tile=plgpu.SMEM((stages, SEGMENTS, ROWS, SEGMENT), jnp.uint8),
-            scales_tile=plgpu.SMEM((stages, ROWS, 16), jnp.uint8) if scales else None,
-            inputs=plgpu.SMEM(inputs, jnp.bfloat16, transforms=TRANSFORMS),
-            sums=plgpu.SMEM((SEGMENTS - 1, *sums), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=SEGMENTS, num_barriers=stages),
-            met=plgpu.Barrier(num_arrivals=SEGMENTS),
-            left=plgpu.Barrier(num_arrivals=SEGMENTS - 1),
-            taken=plgpu.Barrier(),
+            codes_tile=plgpu.SMEM((stages, ROWS, SEGMENT * self.segments), jnp.uint8, transforms=TRANSFORMS),
+            scales_tile=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if scales else None,
+            inputs=plgpu.SMEM((self.tokens // COLUMNS, max(self.depths) // UNIT, COLUMNS, UNIT), jnp.bfloat16),
+            sums=plgpu.SMEM((self.slots, MULTIPLIERS, *sums), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=2 * (1 + scales), num_barriers=stages),
+            free=plgpu.Barrier(num_barriers=stages),
+            met=plgpu.Barrier(num_arrivals=MULTIPLIERS),
+            left=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=self.slots),
+            taken=plgpu.Barrier(num_barriers=self.slots),
         )
 
     def run(
         self,
         warpgroup: jax.Array,
-        tiles: jax.Array,
-        codes: Any,
-        scales: Any,
+        products: Sequence[Product],
         *,
-        first_step: jax.Array | int,
-        rows_of: Callable[[jax.Array], tuple],
-        load_inputs: Callable[[jax.Array, Callable[..., None]], None],
-        finish: Callable[[jax.Array, jax.Array], None],
         codes_tile: Any,
         scales_tile: Any,
         inputs: Any,
@@ -80,106 +137,143 @@ class WeightStream:
         left: Any,
         taken: Any,
     ) -> None:
-        """Multiplies `tiles` tiles; every warpgroup calls it.
+        """Multiplies all tiles of the products, one after the other; every warpgroup calls it.
 
         Args:
-          warpgroup: this one's number: 0 to 3 multiply, 4 copies.
-          tiles: how many.
-          codes: [R, bytes of a row] uint8 in global memory.
-          scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8.
-          first_step: of every tile.
-          rows_of: tile -> where it begins in codes: one row, or where `gated` two.
-          load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
-            divisor, column)`, see `stored_weights.load_inputs`, with the column of the weight's first.
-          finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup 0.
+          warpgroup: this one's number.
+          products: what to multiply.
           codes_tile, scales_tile, inputs, sums, full, free, met, left, taken: `scratch`.
         """
-        stages, steps = codes_tile.shape[0], self.steps
-        total = tiles * steps
+        stages, slots = codes_tile.shape[0], self.slots
 
-        @pl.when(warpgroup == SEGMENTS)
+        @pl.when(warpgroup == COPIES)
         def _():
-            @pl.loop(0, total)
-            def _(i):
-                stage, step = lax.rem(i, jnp.int32(stages)), first_step + lax.rem(i, jnp.int32(steps))
+            before = jnp.int32(0)
+            for product in products:
+                steps = product.depth // self.columns
 
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(free.at[stage])
+                @pl.loop(0, product.tiles * steps)
+                def _(i, product=product, steps=steps, before=before):
+                    stage, step = lax.rem(before + i, jnp.int32(stages)), lax.rem(i, jnp.int32(steps))
 
-                starts = rows_of(lax.div(i, jnp.int32(steps)))
-                size = ROWS // len(starts)
-                for part, row in enumerate(starts):
-                    source, target = pl.ds(row, size), pl.ds(part * size, size)
-                    for segment in range(SEGMENTS):
-                        columns = pl.ds((step * SEGMENTS + segment) * SEGMENT, SEGMENT)
-                        there = codes_tile.at[stage, segment, target]
-                        plgpu.copy_gmem_to_smem(codes.at[source, columns], there, full.at[stage])
-                    if scales_tile is not None:
-                        there = scales_tile.at[stage, target]
-                        plgpu.copy_gmem_to_smem(scales.at[source, pl.ds(step * 16, 16)], there, full.at[stage])
+                    @pl.when(before + i >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[stage])
+
+                    starts = product.rows_of(lax.div(i, jnp.int32(steps)))
+                    at = (product.first + step * self.columns) // self.layout.per_byte
+                    self._copy(product, starts, at, codes_tile.at[stage], full.at[stage], scales_tile, stage)
+
+                before += product.tiles * steps
 
             # The interpreter wants every arrival waited for.
-            @pl.loop(jnp.maximum(total - stages, 0), total)
+            @pl.loop(jnp.maximum(before - stages, 0), before)
             def _(i):
                 plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
 
-        @pl.when(warpgroup < SEGMENTS)
+        @pl.when(warpgroup < MULTIPLIERS)
         def _():
-            @pl.loop(0, tiles)
-            def _(tile):
-                def load(source, rows, divisor=1, column=0):
-                    _meet(met)
-                    at = column + first_step * self.layout.columns
-                    stored_weights.load_inputs(inputs, source, rows, divisor, at, warpgroup, self.layout)
-                    _meet(met)
+            before, done = jnp.int32(0), jnp.int32(0)
+            for product in products:
+                steps = product.depth // self.columns
 
-                load_inputs(tile, load)
+                def multiply_tile(tile, scales, *, product=product, steps=steps, before=before, done=done):
+                    def load(source, rows, divisor=1, column=0):
+                        _meet(met)
+                        at = column + product.first
+                        size = product.depth
+                        stored_weights.load_inputs(inputs, source, rows, divisor, at, size, warpgroup, self.layout)
+                        _meet(met)
 
-                def add(j, acc):
-                    stage, step = lax.rem(j, jnp.int32(stages)), lax.rem(j, jnp.int32(steps))
-                    if scales_tile is None:
-                        (row,) = rows_of(tile)
-                        operand = scales[lax.div(row, jnp.int32(128)), 2 * (first_step + step) + warpgroup // 2]
-                        operand = operand.astype(jnp.int32)
-                    else:
-                        operand = scales_tile.at[stage]
-                    plgpu.barrier_wait(full.at[stage])
-                    chunk = step * (self.layout.columns // CHUNK)
-                    operands = codes_tile.at[stage, warpgroup], operand, inputs
-                    acc = stored_weights.multiply_add(acc, *operands, chunk, warpgroup, self.layout, self.gated)
-                    # Shared memory was read; bulk copies write it next.
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(free.at[stage])
-                    return acc
+                    product.load_inputs(tile, load)
+                    following = self._scales(product, jnp.minimum(tile + 1, product.tiles - 1))
 
-                zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
-                acc = lax.fori_loop(tile * steps, (tile + 1) * steps, add, zeros)
+                    def add(i, acc):
+                        parts = jnp.int32(self.parts)
+                        step = (lax.div(i, parts) * MULTIPLIERS + warpgroup) * parts + lax.rem(i, parts)
+                        stage = lax.rem(before + tile * steps + step, jnp.int32(stages))
+                        plgpu.barrier_wait(full.at[stage])
+                        operand = scales if scales_tile is None else scales_tile.at[stage]
+                        operands = codes_tile.at[stage], operand, inputs, step
+                        acc = stored_weights.multiply_add(acc, *operands, self.layout, product.gated)
+                        _release(free.at[stage])
+                        return acc
 
-                @pl.when(warpgroup > 0)
-                def _():
-                    @pl.when(tile > 0)
+                    zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
+                    acc = lax.fori_loop(0, steps // MULTIPLIERS, add, zeros)
+                    slot = lax.rem(done + tile, jnp.int32(slots))
+
+                    @pl.when(done + tile >= slots)
                     def _():
-                        plgpu.barrier_wait(taken)
+                        plgpu.barrier_wait(taken.at[slot])
 
-                    wgmma_results.put(sums.at[warpgroup - 1], acc, None)
-                    plgpu.barrier_arrive(left)
+                    wgmma_results.put(sums.at[slot, warpgroup], acc, None)
+                    plgpu.barrier_arrive(left.at[slot])
+                    return following
 
-                @pl.when(warpgroup == 0)
-                def _():
-                    plgpu.barrier_wait(left)
-                    product = acc
-                    for other in range(SEGMENTS - 1):
-                        product = wgmma_results.add(product, sums.at[other])
-                    plgpu.barrier_arrive(taken)
-                    finish(tile, product)
+                lax.fori_loop(0, product.tiles, multiply_tile, self._scales(product, jnp.int32(0)))
+                before += product.tiles * steps
+                done += product.tiles
 
-            @pl.when((warpgroup > 0) & (tiles > 0))
-            def _():
-                plgpu.barrier_wait(taken)
+            @pl.loop(jnp.maximum(done - slots, 0), done)
+            def _(i):
+                plgpu.barrier_wait(taken.at[lax.rem(i, jnp.int32(slots))])
+
+        @pl.when(warpgroup == FINISHES)
+        def _():
+            done = jnp.int32(0)
+            for product in products:
+
+                @pl.loop(0, product.tiles)
+                def _(tile, product=product, done=done):
+                    slot = lax.rem(done + tile, jnp.int32(slots))
+                    plgpu.barrier_wait(left.at[slot])
+                    total = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
+                    for i in range(MULTIPLIERS):
+                        total = wgmma_results.add(total, sums.at[slot, i])
+                    plgpu.barrier_arrive(taken.at[slot])
+                    product.finish(tile, total)
+
+                done += product.tiles
+
+    def _copy(self, product, starts, at, codes_there, full, scales_tile, stage):
+        for half, row in enumerate(starts):
+            source, target = pl.ds(pl.multiple_of(row, HALF), HALF), pl.ds(half * HALF, HALF)
+            columns = pl.ds(pl.multiple_of(at, SEGMENT * self.segments), SEGMENT * self.segments)
+            plgpu.copy_gmem_to_smem(product.codes.at[source, columns], codes_there.at[target], full)
+            if scales_tile is not None:
+                # A scale for 16 bytes.
+                columns = pl.ds(lax.div(lax.div(at, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
+                there = scales_tile.at[stage, target]
+                plgpu.copy_gmem_to_smem(product.scales.at[source, columns], there, full)
+
+    def _scales(self, product, tile):
+        """FP8's scales of a tile."""
+        if self.layout.per_byte == 2:
+            return jnp.int32(0)
+        row, _ = product.rows_of(tile)
+        first = lax.div(jnp.int32(product.first), SCALED)
+        return stored_weights.load_scales(product.scales, lax.div(row, jnp.int32(SCALED)), first)
+
+
+@primitive
+def _release(barrier) -> None:
+    """Tells the copying warpgroup that a stage was read."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+# What was read is in registers, and was used: no fence has to keep a bulk copy from passing it.
+_release.mosaic(lambda barrier: plgpu.barrier_arrive(barrier))
 
 
 def _meet(barrier):
     """Waits for the other multiplying warpgroups; orders their accesses to shared memory."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def most_segments(layout: WeightLayout, *depths: int) -> int:
+    """The most segments of a step with which matrices of so many columns have a multiple of four steps."""
+    fits = (n for n in (4, 2, 1) if not any(depth % (layout.segment * n * MULTIPLIERS) for depth in depths))
+    return next(fits)

@@ -1,8 +1,9 @@
 """The sum over a token's experts, for few tokens: as long as reading the experts that are hit takes.
 
-Two launches: gate and up with SwiGLU, then down. In both, a block of threads takes a stretch of the tiles of 64 rows of
-all experts that are hit, and multiplies it with up to 8 of an expert's tokens, which stay in shared memory while its
-tiles last: see `weight_stream`.
+One launch sorts pairs of a token and an expert by expert. In the next, a block of threads takes a stretch of the tiles
+of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and multiplies them with up to 8
+of an expert's tokens, which stay in shared memory while its tiles last: see `weight_stream`. Weights of down arrive
+while blocks still wait for what enters it.
 """
 
 import dataclasses
@@ -20,15 +21,15 @@ from pallas_kernels.common import clusters, mlir_helpers as mlir, thread_ops, we
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.stored_weights import FP4, ROWS, SEGMENTS, SHIFT
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.common.stored_weights import COLUMNS, FP4, HALF, ROWS, SHIFT
+from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
 from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.weight_stream import WeightStream
-from pallas_kernels.experts.assignment import assign, most_blocks
+from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
+from pallas_kernels.experts import assignment
+from pallas_kernels.experts.assignment import FIRST_PAIR, WORDS
 
 
-COLUMNS = 8  # tokens of an expert at a time, the fewest of `wgmma`
-CHANNELS = ROWS // 2  # of a tile of gate and up
+MOST_PAIRS = 1024  # that one block of threads sorts
 
 
 @traced_once("limit")
@@ -45,9 +46,8 @@ def experts(
     """What each of a token's experts makes of it: `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), +-limit))`.
 
     Args:
-      x: [T, D] bfloat16, T up to 8.
-      selected: [T, k] int32, each token's experts, 0 .. E - 1, none of which may have more than 8 pairs: with more, it
-        would have several blocks of pairs, and `assign` sorts pairs into blocks in another order in every launch.
+      x: [T, D] bfloat16.
+      selected: [T, k] int32, each token's experts, 0 .. E - 1; T * k up to 1024.
       weights: [T, k] float32, what w is.
       gate_up: codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a byte, and scales [E, 2 * I, D / 32] uint8, E8M0; the
         gate's rows first. D and I are multiples of 512.
@@ -56,7 +56,8 @@ def experts(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last.
+      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. The order of a sum
+      depends on D and I alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -72,125 +73,159 @@ def experts(
     pairs = selected.size
     check_rules(
         {
-            f"channels in multiples of {FP4.columns}, got {depth} and {inner}": not (
-                depth % FP4.columns or inner % FP4.columns
-            ),
-            f"1 to {COLUMNS} tokens, got {tokens}": 0 < tokens <= COLUMNS,
+            f"channels in multiples of 512, got {depth} and {inner}": depth % 512 == inner % 512 == 0,
+            f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS,
         }
     )
     selected, weights = selected.reshape(-1), weights.reshape(-1)
-    first = ExpertsProblem(pairs, pairs // tokens, number, depth, inner, True, limit)
-    second = dataclasses.replace(first, divisor=1, depth=inner, width=depth, gated=False)
-    hidden = _launch(first, selected, weights, x, *gate_up, interpret=interpret)
-    return _launch(second, selected, weights, hidden, *down, interpret=interpret).reshape(tokens, -1, depth)
+    p = ExpertsProblem(pairs, pairs // tokens, number, depth, inner, limit)
+    table, counts = assignment.assign(selected, number, interpret=interpret)
+    operands = [array.reshape(-1, array.shape[-1]) for array in (*gate_up, *down)]
+    hidden, y = (jax.ShapeDtypeStruct((pairs, width), jnp.bfloat16) for width in (inner, depth))
+    if interpret or not runs_all_blocks_at_once():
+        # Blocks that may run one after the other do not wait for each other.
+        up, down_ = (True, False), (False, True)
+        (hidden,) = _launch(p, up, (hidden,), table, counts, weights, x, *operands, interpret=interpret)
+        (y,) = _launch(p, down_, (y,), table, counts, weights, hidden, *operands, interpret=interpret)
+    else:
+        counts = jax.new_ref(counts)
+        _, y = _launch(p, (True, True), (hidden, y), table, counts, weights, x, *operands, interpret=False)
+    return y.reshape(tokens, -1, depth)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsProblem:
-    """What is static about a launch.
-
-    `divisor`: pairs that share a row of the input. `width`: of the output. A tile is two groups of 32 rows: where
-    `gated`, rows of the gate and those of up for the same channels, otherwise consecutive rows.
-    """
+    """What is static about a call: `chosen` experts of a token, `depth` channels of it, `inner` ones of an expert."""
 
     pairs: int
-    divisor: int
+    chosen: int
     experts: int
     depth: int
-    width: int
-    gated: bool
+    inner: int
     limit: float
 
     @property
-    def tiles(self) -> int:
-        """Of an expert."""
-        return self.width // (CHANNELS if self.gated else ROWS)
+    def stream(self) -> WeightStream:
+        depths = self.depth, self.inner
+        return WeightStream(FP4, COLUMNS, depths, weight_stream.most_segments(FP4, *depths))
 
     @property
-    def stream(self) -> WeightStream:
-        return WeightStream(FP4, COLUMNS, self.depth // FP4.columns, self.gated)
-
-    def groups(self, expert, tile):
-        """The first rows of a tile's groups."""
-        if self.gated:
-            row = expert * (2 * self.width) + tile * CHANNELS
-            return row, row + self.width
-        return (expert * self.width + tile * ROWS,)
+    def tiles(self) -> tuple[int, int]:
+        """Of an expert: of gate and up, whose tiles are 32 channels of either, and of down."""
+        return self.inner // HALF, self.depth // ROWS
 
 
-def _launch(p, selected, weights, x, codes, scales, *, interpret):
-    blocks, numbers = most_blocks(p.pairs, p.experts, COLUMNS), -(-p.experts // mlir.THREADS) * mlir.THREADS
-    tables = dict(
-        count=plgpu.SMEM((1,), jnp.int32),
-        owners=plgpu.SMEM((blocks,), jnp.int32),
-        rows=plgpu.SMEM((blocks * COLUMNS,), jnp.int32),
-        scratch=plgpu.SMEM((2 * numbers + 4,), jnp.int32),
-        ready=plgpu.Barrier(num_arrivals=weight_stream.WARPGROUPS),
-    )
-    table_bytes = 4 * (blocks * (COLUMNS + 1) + 2 * numbers) + 4096
+def _launch(p, maps, out_type, table, counts, weights, x, *operands, interpret):
+    """`maps`: whether it multiplies with gate and up, and with down."""
+    workers = 3 if interpret else MULTIPROCESSORS
+    # The most blocks of pairs of which a block of threads has tiles.
+    most = [-(-table.shape[0] // workers) + 1] * sum(maps)
     run = kernel(
-        functools.partial(_body, p),
-        out_type=jax.ShapeDtypeStruct((p.pairs, p.width), jnp.bfloat16),
-        kernel_name="experts_gate_up" if p.gated else "experts_down",
-        grid=(3 if interpret else MULTIPROCESSORS,),
+        functools.partial(_body, p, maps),
+        out_type=out_type,
+        kernel_name="experts",
+        grid=(workers,),
         grid_names=("worker",),
         num_threads=weight_stream.WARPGROUPS,
         thread_name="warpgroup",
-        scratch_types=tables | p.stream.scratch(table_bytes, interpret=interpret),
+        scratch_types=dict(
+            tables=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in most],
+            factors=plgpu.SMEM((most[0] * COLUMNS,), jnp.float32) if maps[0] else None,
+            ready=plgpu.Barrier(num_arrivals=weight_stream.WARPGROUPS),
+            stream=p.stream.scratch(4 * WORDS * 2 * sum(most) + 2048, interpret=interpret),
+        ),
         interpret=interpret,
     )
-    return run(selected, weights, x, *(array.reshape(-1, array.shape[-1]) for array in (codes, scales)))
+    return run(table.reshape(-1), counts, weights, x, *operands)
 
 
-def _body(p, selected, weights, x, codes, scales, out, *, count, owners, rows, scratch, ready, **streamed):
+def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, stream):
+    *matrices, first_out = refs[:5]
+    outs = (first_out, *refs[5:])
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
-    workers, tiles = jnp.int32(lax.axis_size("worker")), jnp.int32(p.tiles)
+    workers, blocks, both = lax.axis_size("worker"), counts[0], all(maps)
+    todo = [i for i in range(2) if maps[i]]
+    stretches = []
+    for i in todo:
+        total = blocks * p.tiles[i]
+        first, end = (lax.div((worker + other) * total, jnp.int32(workers)) for other in range(2))
+        stretches.append((first, end - first, lax.div(first, jnp.int32(p.tiles[i]))))
 
-    @pl.when(warpgroup == SEGMENTS)
+    @pl.when(warpgroup == FINISHES)
     def _():
-        assign(selected, count, owners, rows, scratch)
+        for (_, _, block), own in zip(stretches, tables, strict=True):
+            assignment.load_blocks(table, block, own)
 
     clusters.sync_block(ready)
-    total = count[0] * p.tiles
-    first, end = lax.div(worker * total, workers), lax.div((worker + 1) * total, workers)
 
-    def rows_of(n):
-        return p.groups(owners[lax.div(first + n, tiles)], lax.rem(first + n, tiles))
+    @pl.when(warpgroup == FINISHES)
+    def _():
+        if factors is not None:
+            assignment.load_weights(weights, tables[0], factors)
 
-    def pairs_of(n):
-        return rows.at[pl.ds(lax.div(first + n, tiles) * COLUMNS, COLUMNS)]
+    def product(i, source, out, own, first, count, first_block):
+        tiles, gated = p.tiles[i], i == 0
+        each = jnp.int32(tiles)
 
-    def load_inputs(n, load):
-        @pl.when((n == 0) | (lax.rem(first + n, tiles) == 0))
-        def _():
-            load(x, pairs_of(n), p.divisor)
+        def block_of(n):
+            """In this block's part of the table."""
+            return lax.div(first + n, each) - first_block
 
-    def finish(n, sums):
-        tile = lax.rem(first + n, tiles)
-        if p.gated:
-            store_gated(out, sums, pairs_of(n), tile, weights, p.limit)
-        else:
-            store_rows(out, sums, pairs_of(n), tile)
+        def rows_of(n):
+            expert, tile = own[block_of(n) * WORDS], lax.rem(first + n, each)
+            if gated:
+                row = expert * (2 * p.inner) + tile * HALF
+                return row, row + p.inner
+            row = expert * p.depth + tile * ROWS
+            return row, row + HALF
 
-    options = dict(first_step=0, rows_of=rows_of, load_inputs=load_inputs, finish=finish)
-    p.stream.run(warpgroup, end - first, codes, scales, **options, **streamed)
+        def pairs_of(n):
+            return own.at[pl.ds(block_of(n) * WORDS + FIRST_PAIR, COLUMNS)]
+
+        def load_inputs(n, load):
+            @pl.when((n == 0) | (lax.rem(first + n, each) == 0))
+            def _():
+                if both and not gated:
+                    assignment.await_tiles(counts, first_block + block_of(n), p.tiles[0])
+                load(source, pairs_of(n), p.chosen if gated else 1)
+
+        def finish(n, sums):
+            tile = lax.rem(first + n, each)
+            if gated:
+                own_factors = factors.at[pl.ds(block_of(n) * COLUMNS, COLUMNS)]
+                store_gated(out, sums, pairs_of(n), tile, own_factors, p.limit)
+            else:
+                store_rows(out, sums, pairs_of(n), tile)
+            if both and gated:
+                assignment.announce(counts, first_block + block_of(n))
+
+        codes, scales = matrices[2 * i : 2 * i + 2]
+        depth = p.inner if i else p.depth
+        return Product(codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+
+    sources = (x, outs[0]) if both else (x,)
+    products = [
+        product(i, source, out, own, *stretch)
+        for i, source, out, own, stretch in zip(todo, sources, outs, tables, stretches, strict=True)
+    ]
+    p.stream.run(warpgroup, products, **stream)
 
 
 @primitive
 def store_gated(out, sums: jax.Array, pairs, tile: jax.Array, weights, limit: float) -> None:
     """Writes 32 channels of SwiGLU times the routing weight, rounded: sums [64, N] of gate and up, times 2**-32.
 
-    `out`: [P, I] bfloat16 and `weights`: [P] float32, in global memory; `pairs`: [N] int32 in shared memory.
+    `out`: [P, I] bfloat16 in global memory; `pairs`: [N] int32 and their `weights`: [N] float32, in shared memory.
     """
     sums = (sums * 2.0**SHIFT).reshape(ROWS // 16, 2, 8, -1)
-    gate, up = (round_bfloat16(sums[:, half]).reshape(CHANNELS, -1).T for half in range(2))
+    gate, up = (round_bfloat16(sums[:, half]).reshape(HALF, -1).T for half in range(2))
     value = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
     for n in range(value.shape[0]):
         pair = pairs[n]
 
         @pl.when(pair >= 0)
         def _(n=n, pair=pair):
-            out[pair, pl.ds(tile * CHANNELS, CHANNELS)] = (value[n] * weights[pair]).astype(jnp.bfloat16)
+            out[pair, pl.ds(tile * HALF, HALF)] = (value[n] * weights[n]).astype(jnp.bfloat16)
 
 
 @store_gated.mosaic
@@ -202,16 +237,16 @@ def _(out, sums, pairs, tile, weights, limit):
         def rounded(x):
             return arith.extf(f32, arith.truncf(bf16, arith.mulf(x, mlir.f32(2.0**SHIFT))))
 
-        def store(place, pair, values):
+        def store(place, column, values):
             gate, up = map(rounded, values)
             gate = arith.minimumf(gate, high)
             up = arith.minimumf(arith.maximumf(up, low), high)
             silu = arith.divf(gate, arith.addf(mlir.f32(1.0), math.exp(arith.negf(gate))))
-            weight = llvm.load(f32, mlir.at(mlir.global_pointer(weights), mlir.to_i64(pair.value), f32))
+            weight = thread_ops.as_float(thread_ops.load(thread_ops.shared(weights) + (column << 2)))
             value = arith.mulf(arith.mulf(silu, up), weight)
             llvm.store(arith.truncf(bf16, value), place, alignment=2)
 
-        _each_column(out, sums, pairs, U32(mlir.scalar(tile)) * CHANNELS, gated=True, store=store)
+        _each_column(out, sums, pairs, U32(mlir.scalar(tile)) * HALF, gated=True, store=store)
 
     mlir.inline(emit, out, sums, pairs, tile, weights, layout=lambda _: plgpu.Layout.WGMMA)
 
@@ -233,7 +268,7 @@ def _(out, sums, pairs, tile):
     def emit(out, sums, pairs, tile):
         bf16 = ir.BF16Type.get()
 
-        def store(place, pair, values):
+        def store(place, _, values):
             for half, value in enumerate(values):
                 value = arith.truncf(bf16, arith.mulf(value, mlir.f32(2.0**SHIFT)))
                 llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
@@ -244,7 +279,7 @@ def _(out, sums, pairs, tile):
 
 
 def _each_column(out, sums, pairs, channel, *, gated, store):
-    """Calls `store(place in out, pair, both rows' sums)` for each of a thread's columns that is a pair's."""
+    """Calls `store(place in out, column, both rows' sums)` for each of a thread's columns that is a pair's."""
     thread = U32(mlir.thread())
     row = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
     width = ir.MemRefType(out.type).shape[1]
@@ -257,4 +292,4 @@ def _each_column(out, sums, pairs, channel, *, gated, store):
                 offset = arith.muli(mlir.to_i64(pair.value), mlir.i64(width))
                 offset = arith.addi(offset, mlir.to_i64((channel + row).value))
                 place = mlir.at(mlir.global_pointer(out), offset, ir.BF16Type.get())
-                store(place, pair, (held[n + i], held[n + 2 + i]))
+                store(place, column, (held[n + i], held[n + 2 + i]))

@@ -23,7 +23,7 @@ from pallas_kernels.common.checks import check_rules
 from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.unpack import e2m1_pair, e2m1_value, multiply, shift
+from pallas_kernels.common.unpack import e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
@@ -147,10 +147,10 @@ def _(tile, layout):
         for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
             factors = _factors(U32(scale), layout)
             for i, word in enumerate(mlir.values(quad)):
-                for pair in range(4):
+                for pair, bits in enumerate(e2m1_pairs(U32(word))):
                     # The register's place in the operand of one of 8 steps of 16 dims.
                     step, column = 2 * i + pair // 2, pair % 2
-                    value = multiply(e2m1_pair(U32(word), pair), factors[i * len(factors) // 4])
+                    value = multiply(bits, factors[i * len(factors) // 4])
                     halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
         return halves
 
@@ -166,7 +166,7 @@ def _factors(scale, layout):
         return [exponent * 0x00800080]
     found = []
     for i in range(2):
-        bits = shift(scale, -8 * i) & 0x7F
+        bits = scale >> 8 * i & 0x7F
         # E4M3's bits, moved, are a bfloat16 2**120 smaller.
         exact = multiply(bits * 0x00100010, 0x7B807B80)
         found.append(multiply(exact, (127 + 126 - down) * 0x00800080))

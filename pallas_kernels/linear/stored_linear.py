@@ -18,16 +18,18 @@ from jax import lax
 from pallas_kernels.common import clusters, weight_stream, wgmma_results
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import interpreting, kernel
-from pallas_kernels.common.stored_weights import FP8, ROWS, SHIFT
+from pallas_kernels.common.stored_weights import FP8, HALF, ROWS, SCALED, SHIFT
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
-from pallas_kernels.common.weight_stream import WeightStream
+from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 
 
 MOST_STORED_TOKENS = 32
-TOKENS = 8  # `wgmma` has multiples of so many columns
-SCALED = 128  # rows, and columns, that share a scale
-MOST_BYTES = 130 << 10  # of inputs and sums in shared memory: weights stream through the rest
-MOST_SPLITS = 8  # blocks of a cluster that every device runs
+LEAST_COLUMNS = 256  # four steps of the fewest bytes
+FEW_TOKENS = 16  # that there is room for whatever the number of columns
+TOKENS = 8  # of a product at least
+LEAST_STAGES = 8  # two for each warpgroup that multiplies
+# Blocks in a cluster, and how many of these clusters run at once: all blocks of one are in one part of the chip.
+CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
 @traced_once("parts", "groups")
@@ -51,8 +53,7 @@ def stored_linear(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape and the
-      next multiple of 8 tokens.
+      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -67,12 +68,18 @@ def stored_linear(
             f"parts of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
-            f"columns in multiples of {FP8.columns}, got {depth}": depth % FP8.columns == 0,
+            f"columns in multiples of {LEAST_COLUMNS}, got {depth}": depth % LEAST_COLUMNS == 0,
             f"1 to {MOST_STORED_TOKENS} tokens, got {tokens}": 0 < tokens <= MOST_STORED_TOKENS,
         }
     )
     assert sum(sizes) == rows
     p = _problem(tokens, rows, depth, groups, parts, interpret)
+    if p is None:
+        if tokens <= FEW_TOKENS:
+            raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
+        options = dict(parts=parts, groups=groups, interpret=interpret)
+        halves = [stored_linear(half, codes, scales, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
+        return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
     out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
     if p.splits > 1 and interpret:
@@ -125,26 +132,34 @@ class StoredLinearProblem:
     @property
     def depth(self) -> int:
         """Columns of the weight."""
-        return self.splits * self.stream.steps * FP8.columns
+        return self.splits * self.stream.depths[0]
 
 
 def _problem(tokens, rows, depth, groups, parts, interpret):
-    """The fewest blocks in a cluster with which inputs and sums fit, and all multiprocessors have work."""
+    """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
     tiles, columns = rows // ROWS, -(-tokens // TOKENS) * TOKENS
     fits = None
-    for splits in (1, 2, 4, MOST_SPLITS):
-        if depth % (FP8.columns * splits) or (splits > 1 and interpret and splits > 2):
+    for splits, most in CLUSTERS.items():
+        if depth % (LEAST_COLUMNS * splits) or (splits > 1 and interpret and splits > 2):
             continue
-        workers = min(tiles, 2 if interpret else MULTIPROCESSORS // splits)
-        stream = WeightStream(FP8, columns, depth // splits // FP8.columns)
-        p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
-        if p.inbox_bytes + 2 * columns * depth // splits > MOST_BYTES:
+        workers = min(tiles, 2 if interpret else most)
+        own = (depth // splits,)
+        most_segments = weight_stream.most_segments(FP8, *own)
+
+        def with_room(columns, own=own, most_segments=most_segments, workers=workers, splits=splits):
+            """The problem with so many columns, with the largest stages of which there are enough."""
+            for segments in (x for x in (4, 2, 1) if x <= most_segments):
+                stream = WeightStream(FP8, columns, own, segments)
+                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
+                if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
+                    return p
+            return None
+
+        if with_room(FEW_TOKENS) is None:
             continue
-        fits = p
+        fits = with_room(columns)
         if interpret or 2 * workers * splits > MULTIPROCESSORS:
             break
-    if fits is None:
-        raise NotImplementedError(f"the kernel takes fewer tokens of so many columns, got {tokens} of {depth}")
     return fits
 
 
@@ -177,27 +192,23 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
         owner, slot = lax.rem(n, jnp.int32(p.splits)), lax.div(n, jnp.int32(p.splits))
         wgmma_results.put(box(owner, slot, split), sums, owner)
 
-    p.stream.run(
-        warpgroup,
-        end - first,
-        codes,
-        scales,
-        first_step=split * p.stream.steps,
-        rows_of=lambda n: ((first + n) * ROWS,),
-        load_inputs=load_inputs,
-        finish=finish,
-        **streamed,
-    )
+    def rows_of(n):
+        row = (first + n) * ROWS
+        return row, row + HALF
+
+    start = split * p.stream.depths[0]
+    product = Product(codes, scales, end - first, p.stream.depths[0], start, False, rows_of, load_inputs, finish)
+    p.stream.run(warpgroup, [product], **streamed)
     if not shared:
         return
 
-    @pl.when(warpgroup > 0)
+    @pl.when(warpgroup != FINISHES)
     def _():
         clusters.wait(None)
         clusters.arrive(None)
         clusters.wait(None)
 
-    @pl.when(warpgroup == 0)
+    @pl.when(warpgroup == FINISHES)
     def _():
         clusters.arrive(cluster)
         clusters.wait(cluster)

@@ -9,13 +9,16 @@ import jax
 import pytest
 from flax import nnx
 
-from dsv4_jax.bench import plots
+from dsv4_jax.bench import decode_steps, plots
 from dsv4_jax.bench.attention_stack import DraftAttention
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.decode_steps import StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.bench.step_tables import Columns
+from dsv4_jax.config import HCA, SLIDING, DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.parallel.mesh import make_mesh
+from dsv4_jax.quant import kv_format
 
 
 def test_measures_and_writes_json_and_a_picture(run, tmp_path):
@@ -38,6 +41,33 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_a_mesh_halves_what_a_device_reads(run, tmp_path):
+    """Two devices: half of the heads' maps each, and the whole cache."""
+    floors = []
+    for options in ([], ["--mesh", "model=2"]):
+        file = tmp_path / f"{len(options)}.json"
+        run("bench", "step", "--batches", 1, "--contexts", 256, "--layers", 1, "--json", file, *options)
+        report = json.loads(file.read_text())
+        floors.append(report["results"][0]["floor_bytes"])
+    assert report["mesh"] == {"model": 2}
+    # Queries 640 x 128, groups 2 * 128 x 320 and output 256 x 256 in bfloat16, and four float32 sinks.
+    assert floors[0] - floors[1] == (640 * 128 + 256 * 320 + 256 * 256) * 2 // 2 + 4 * 4 // 2
+
+
+def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
+    config = dataclasses.replace(
+        DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=DSV4Config.v4_flash().layer_types[:3],
+        mlp_layer_types=("moe",) * 3, compress_rate_hca=0,
+    )  # fmt: skip
+    whole, part = (tree_bytes(nnx.state(abstract_stack(config, mesh))) for mesh in (None, make_mesh({"model": 8})))
+    assert 0.125 < part / whole < 0.15  # experts are nearly all
+    with pytest.raises(
+        ValueError, match="stored as FP8: the mesh {'model': 2} would cut its 128 columns into parts of 64"
+    ):
+        abstract_stack(read_config(packaged_checkpoint()), make_mesh({"model": 2}))
+
+
 def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
     options = "--batches", 2, "--contexts", 256, "--layers", 1, "--drafts", 2, "--json", tmp_path / "steps.json"
     out = run("bench", "step", *options)
@@ -58,7 +88,13 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["append", "--plot", "x.png"], "--plot draws step, model or serve: dsv4-jax bench step --plot x.png"),
+        (["append", "--plot", "x.png"], "--plot draws step, layer, model, serve: dsv4-jax bench step --plot x.png"),
+        (["layer", "--layers", "2"], "--layers 2 is not for layer, which measures layers of one kind at a time"),
+        (
+            ["append", "--mesh", "model=2"],
+            "--mesh is for step, model and serve: dsv4-jax bench step --mesh model=2",
+        ),
+        (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
         (["step", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
@@ -98,11 +134,53 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
     assert titles == [f"Attention layers of {model}, one decode step, cpu" for model in ("a tiny model", "V4-Flash")]
 
 
-def test_whole_layers_have_the_releases_storage(run, tmp_path):
-    options = "--batches", 2, "--contexts", 256, "--layers", 1, "--json", tmp_path / "model.json"
-    assert "Whole layers of a tiny model: 1" in run("bench", "model", *options)
-    report = json.loads((tmp_path / "model.json").read_text())
-    assert report["layers"] == "whole" and report["results"][0]["milliseconds"] > 0
+def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
+    config, types = read_config(packaged_checkpoint()), (SLIDING, HCA)
+    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=types, mlp_layer_types=("moe",) * 2)
+    monkeypatch.setattr("dsv4_jax.bench.decode_steps.read_config", lambda _: config)
+    table, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    options = "--only", "experts", "linear", "append_swa", "--batches", 2, "--contexts", 256, "--calls", 1
+    out = run("bench", "layer", *options, "--json", table, "--plot", picture)
+    report = json.loads(table.read_text())
+    # Appends alone and bfloat16 weights are no parts of a layer.
+    assert {row["op"] for row in report["parts"]} == {"linear", "experts"}
+    assert all("FP8" in row["shape"] for row in report["parts"] if row["op"] == "linear")
+    assert "Whole layers of a tiny model: 1 (sliding_attention)" in out
+    for row in report["parts"]:
+        floor = 100 * row["floor_microseconds"] / row["microseconds"]
+        assert row["percent_of_roofline"] == pytest.approx(floor, rel=0.01, abs=0.06)
+    kinds = [(row["layer_type"], row["layers"]) for row in report["results"]]
+    assert kinds == [(kind, 1) for kind in types]
+    assert out.count("Microseconds a layer") == 2
+    start = report["start"]
+    assert min(start.values()) > 0 and sum(start.values()) < 2 * start["process"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_layers_share_of_a_step_is_printed():
+    row = dict(requests=1, context=4096, tokens=1, drafts=0, milliseconds=0.8, floor_milliseconds=0.4, launches=120.0)
+    row |= dict(percent_of_floor=50.0, dispatch_milliseconds=0.1, gap_milliseconds=0.2)
+    row |= dict(kernel_milliseconds={"experts": 0.24, "rest": 0.36})
+    columns = Columns(layers=8)
+    assert len(columns.header()) == len(columns.line(row))
+    found = columns.line(row).split()
+    assert found[:6] == ["1", "4096", "1", "0", "100.0", "50.0"] and found[-1] == "15.0"
+    assert {"30.0", "45.0", "25.0"} <= set(found)
+
+
+def test_as_many_layers_as_fit(monkeypatch):
+    config, options = DSV4Config.v4_flash(), StepOptions((1, 128), (4096, 65536), 0, None, whole=True)
+    found, stack = {}, abstract_stack(config)
+    monkeypatch.setattr(decode_steps, "abstract_stack", lambda *_: stack)
+    for memory in (80, 141, 192, 1000):
+        device = unittest.mock.Mock(memory_stats=lambda: dict(bytes_limit=int(0.95 * memory * 1e9)))  # noqa: B023
+        monkeypatch.setattr(jax, "devices", lambda: [device])  # noqa: B023
+        found[memory] = decode_steps._most_layers(config, kv_format("v4"), options)
+    # A layer has 3.4 to 3.6 GB, and 128 requests of 65,536 tokens 0.7 GB more in all but the first two.
+    assert found == {80: 15, 141: 27, 192: 37, 1000: 43}
+
+
+def test_whole_layers_have_the_releases_storage():
     # An expert of V4-Flash: three matrices of 2048 x 4096 values of four bits, and a byte for each 32 of them.
     config = DSV4Config.v4_flash()
     first = dict(layer_types=config.layer_types[:1], mlp_layer_types=config.mlp_layer_types[:1], compress_rate_hca=0)

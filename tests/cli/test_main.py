@@ -96,6 +96,7 @@ def test_it_ends_quietly_when_nobody_reads():
 
 
 def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for given, expected in [(None, str(tmp_path / "dsv4_jax" / "programs")), ("elsewhere", "elsewhere"), ("", "")]:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", given or "")
@@ -103,6 +104,7 @@ def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
             monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
         use_compilation_cache()
         assert os.environ["JAX_COMPILATION_CACHE_DIR"] == expected
+        assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     # Where no folder can be made, programs are compiled every time.
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -91,7 +91,7 @@ def test_loaded_joined_and_saved_as_ever(tmp_path):
         np.testing.assert_array_equal(ours[name].data, tensor.data, err_msg=name)
 
 
-def test_quantised_matrices_stay_separate():
+def test_quantised_matrices_of_few_rows_stay_separate():
     model = load_checkpoint(DATA / "official_fp8", weights="stored", joined=True)
     attention = model.model.layers[2].self_attn
     assert isinstance(attention.q_a_proj.weight.get_value(), StoredWeight)
@@ -101,3 +101,25 @@ def test_quantised_matrices_stay_separate():
            if attention.compressor.indexer is not None else [])
     ]  # fmt: skip
     assert not attention.latent_projections.joined
+
+
+def test_matrices_in_fp8_share_one():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, 128)), jnp.bfloat16)
+    owner = nnx.Module()
+    for name, rows in (("first", 128), ("second", 256), ("third", 64)):
+        codes = jnp.asarray(rng.integers(0, 127, (rows, 128)), jnp.uint8)
+        scale = jnp.asarray(rng.integers(118, 122, (-(-rows // 128), 1)), jnp.uint8)
+        linear = Linear(128, rows, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        linear.weight = nnx.Param(StoredWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)))
+        setattr(owner, name, linear)
+    owner.projections = Projections("first", "second", "third")
+    joined = join_projections(owner)
+    assert [path for path, *_ in joined.projections.joined[0].parts] == ["first", "second"]
+    # The rows of a block of scales would belong to two maps.
+    assert joined.third is not None
+    found, expected = joined.projections(joined, x), owner.projections(owner, x)
+    readers = parameter_readers(joined)
+    for name, product in expected.items():
+        np.testing.assert_array_equal(found[name], product)
+        np.testing.assert_array_equal(readers[f"{name}.weight"](), getattr(owner, name).weight[...])

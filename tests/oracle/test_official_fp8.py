@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax import ops
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.cli import main
@@ -49,7 +50,9 @@ def test_attention_layer(model, golden, layer):
     np.testing.assert_allclose(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
 
 
-@pytest.mark.parametrize("weights", ["float32", "stored"])
+@pytest.mark.parametrize(
+    "weights", ["float32", "stored", pytest.param("stored", marks=pytest.mark.gpu, id="stored on a GPU")]
+)
 def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
     np.save(tmp_path / "ids.npy", golden["ids"])
     arguments = ["score", "--checkpoint", FOLDER, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz"]
@@ -59,6 +62,33 @@ def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
     np.testing.assert_allclose(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
     for name in (f"attn_{side}_{layer}" for side in ("in", "out") for layer in range(4)):
         np.testing.assert_allclose(scores[name], golden[name], rtol=0, atol=LAYER_TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_kernels_multiply_with_the_stored_weights(golden, implementation):
+    """Of the folder's weights those whose columns come in 256s; in bfloat16, as kernels take no float32."""
+    model = load_checkpoint(FOLDER, weights="stored")
+    tensors, _ = join_scales(read_checkpoint(FOLDER))
+    x = jnp.asarray(golden["attn_in_1"][0, :5], jnp.bfloat16)
+    layer = model.model.layers[1]
+    modules = dict(
+        wq_a=layer.self_attn.q_a_proj,
+        wkv=layer.self_attn.kv_proj,
+        wo_b=layer.self_attn.o_b_proj,
+        wo_a=layer.self_attn.o_a_proj,
+    )
+    for name, module in modules.items():
+        weight = module.weight.get_value()
+        groups = model.config.o_groups if name == "wo_a" else 1
+        given = jnp.tile(x, (1, groups * weight.shape[1] // x.shape[1]))
+        parts = ((weight.shape[0], True),)
+        (found,) = ops.linear(given, weight, parts=parts, groups=groups, implementation=implementation)
+        matrices = tensors[f"layers.1.attn.{name}.weight"].load().astype(np.float64)
+        matrices = matrices.reshape(groups, -1, weight.shape[1])
+        inputs = np.asarray(given, np.float64).reshape(len(x), groups, -1)
+        want = np.einsum("tgk,gmk->tgm", inputs, matrices).reshape(len(x), -1)
+        # Rounded once to the 8 bits of a bfloat16, from sums of exact products in float32.
+        np.testing.assert_allclose(np.float64(found), want, rtol=2.0**-8, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

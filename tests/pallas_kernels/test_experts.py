@@ -36,7 +36,7 @@ def operands(tokens, chosen, number, depth, inner, *, shared=None):
 
 
 def run(*args, implementation):
-    call = functools.partial(ops.experts, limit=LIMIT, distinct=True, implementation=implementation)
+    call = functools.partial(ops.experts, limit=LIMIT, implementation=implementation)
     return jax.jit(call)(*args)
 
 
@@ -70,8 +70,10 @@ def check(implementation, *args, **kwargs):
         assert not interpret_pallas_call.get_races().races_found
 
 
-def test_interpreted():
-    check("interpret", 2, 2, 3, 512, 512, shared=1)
+# Some pairs of one expert, and more than fit into one block; steps of two sizes.
+@pytest.mark.parametrize(("tokens", "depth", "inner"), [(2, 512, 512), (11, 512, 1024)])
+def test_interpreted(tokens, depth, inner):
+    check("interpret", tokens, 2, 3, depth, inner, shared=1)
 
 
 @pytest.mark.gpu
@@ -101,12 +103,7 @@ compile_for_h100("experts", functools.partial(experts, limit=7.0), *args)
 def test_what_the_kernel_does_not_take_is_refused():
     x, selected, weights, gate_up, down = operands(3, 3, 4, 512, 512)
     call = functools.partial(ops.experts, limit=LIMIT, implementation="interpret")
-    with pytest.raises(NotImplementedError, match="got 3 with 3 that are not known to be distinct"):
-        call(x, selected, weights, gate_up, down)
     with pytest.raises(NotImplementedError, match="takes weights stored as FP4"):
-        call(x, selected, weights, gate_up[...], down, distinct=True)
+        call(x, selected, weights, gate_up[...], down)
     with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
-        call(x.astype(jnp.float32), selected, weights, gate_up, down, distinct=True)
-    many = [jnp.concatenate([array] * 3) for array in (x, selected, weights)]
-    with pytest.raises(NotImplementedError, match="for up to 8 tokens with distinct experts, got 9"):
-        call(*many, gate_up, down, distinct=True)
+        call(x.astype(jnp.float32), selected, weights, gate_up, down)

@@ -1,0 +1,227 @@
+"""Products of stored weights with many inputs: unpacked in registers, as the left operand of `wgmma`.
+
+A tile of weights is 64 or 128 bytes of each row, in shared memory. A thread has the bytes of two rows that it
+multiplies: of FP8 those of the columns which `wgmma` wants, in order; of FP4 four bytes of 16, so that a word is 8
+columns with one scale, and inputs lie in the order of `permute_columns`.
+
+As in `stored_weights`, unpacked weights are 2**-32 of their values: exact for E8M0 scales from 2**-85 to 2**33.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.stored_weights import ROWS, SHIFT, WeightLayout
+from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.common.unpack import e2m1_value, multiply
+from pallas_kernels.common.wgmma_results import TRANSFORMS
+
+
+CHUNK = 64  # columns of `wgmma`'s operands in shared memory
+
+
+def code_transforms(bytes: int) -> tuple:
+    """Of a tile of codes with so many bytes of a row."""
+    return plgpu.TilingTransform((8, bytes)), plgpu.SwizzleTransform(bytes)
+
+
+def permute_columns(x: jax.Array) -> jax.Array:
+    """[.., columns] in the order in which FP4 is unpacked: each 32 columns change places among themselves."""
+    # column = (thread's 8, half word, k step, k step's half) -> (k step, k step's half, thread, half word)
+    *lead, columns = x.shape
+    parts = x.reshape(*lead, columns // 32, 4, 2, 2, 2)
+    order = [len(lead) + i for i in (0, 3, 4, 1, 2)]
+    return parts.transpose(*range(len(lead)), *order).reshape(x.shape)
+
+
+@primitive
+def multiply_tile(
+    acc: jax.Array,
+    codes,
+    scales,
+    at: jax.Array,
+    inputs,
+    group: jax.Array,
+    layout: WeightLayout,
+    gated: bool,
+    complete: bool = True,
+) -> jax.Array:
+    """acc + weights @ inputs of a tile: [64, N] float32, 2**-32 of the products.
+
+    Args:
+      codes: [1, R, bytes], or where `gated` [2, R / 2, bytes], uint8 in shared memory with `code_transforms`, rows of
+        all warpgroups that multiply.
+      scales: of FP4 [.., .., 16] uint8 in shared memory, among them the tile's. Of FP8 None.
+      at: int32 scalar; of FP4 the place of the tile's first scale in a row, of FP8 the tile's scale.
+      inputs: [N, columns] bfloat16 in shared memory with TRANSFORMS.
+      group: number of the warpgroup, which has rows `64 * group ..`; or, where `gated`, 32 rows from `32 * group` on
+        and the 32 that are R / 2 further.
+      layout: of the weights.
+      gated: the two 32 rows meet in a thread: they are rows 16 * (i // 8) + i % 8, and 8 more, of the sums.
+      complete: otherwise the tile's last 64 columns may still be multiplied, none before, and `complete_sums` has to
+        follow what adds up tiles.
+    """
+    rows, half = codes.shape[0] * codes.shape[1], ROWS // 2
+    starts = (half * group, rows // 2 + half * group) if gated else (ROWS * group, ROWS * group + half)
+
+    def own(array):
+        array = array.reshape(rows, -1)
+        return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, half) for start in starts])
+
+    values = own(codes[...])
+    if layout.per_byte == 2:
+        values = values.astype(jnp.int32)
+        values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
+        factors = lax.dynamic_slice_in_dim(own(scales[...]), at, values.shape[1] // 32, axis=1).astype(jnp.int32)
+        factors = jnp.repeat(lax.bitcast_convert_type((factors - SHIFT) << 23, jnp.float32), 32, axis=1)
+        values = permute_columns(values * factors)
+    else:
+        values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = values * lax.bitcast_convert_type((at - SHIFT) << 23, jnp.float32)
+    products = jnp.dot(values, inputs[...].astype(jnp.float32).T, precision="highest")
+    if gated:
+        products = products.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
+    return acc + products
+
+
+@multiply_tile.mosaic
+def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
+    chunks, (parts, rows, bytes) = inputs.shape[1] // CHUNK, codes.shape
+    rows *= parts
+    unpacker = _fp4_unpacker if layout.per_byte == 2 else _fp8_unpacker
+
+    def emit(acc, codes, at, inputs, group, *scales):
+        thread, at = U32(mlir.thread()), U32(mlir.scalar(at))
+        line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
+        line = line + U32(mlir.scalar(group)) * (ROWS // 2 if gated else ROWS)
+        # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
+        swizzle = line * bytes >> 7 & (bytes // 16 - 1)
+        place = thread_ops.shared(codes) + line * bytes + (swizzle << 4) + (thread & 3) * (2 * layout.per_byte)
+        other = rows // 2 if gated else 8
+        scale_place = [(thread_ops.shared(table) + line * 16 + at, other * 16) for table in scales]
+        unpack = unpacker(place, other * bytes, at, *scale_place)
+        sums = mlir.values(acc)
+        start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
+        for chunk in range(chunks):
+            weights = [x.value for step in unpack(chunk) for x in step]
+            sums = _multiply(sums, weights, start, chunk, chunks)
+            # The next weights are unpacked beside these products, into registers which those before them read.
+            sums = _wait(sums, pending=1) if chunk < chunks - 1 or not complete else sums
+        return _wait(sums, pending=0) if complete else sums
+
+    operands = [] if scales is None else [scales]
+    places = (codes, plgpu.RefType(code_transforms(bytes))), at, (inputs, plgpu.RefType(TRANSFORMS)), group
+    return mlir.inline(emit, acc, *places, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+
+
+@primitive
+def complete_sums(acc: jax.Array) -> jax.Array:
+    """The sums, once `wgmma` has written them."""
+    return acc
+
+
+@complete_sums.mosaic
+def _(acc):
+    def emit(acc):
+        return _wait(mlir.values(acc), pending=0)
+
+    return mlir.inline(emit, acc, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+
+
+def _wait(values, pending):
+    """Waits for products, but for the last `pending` times 64 columns; the values stay on their side of it."""
+    code = f"wgmma.wait_group.sync.aligned {pending};"
+    return mlir.ptx(code, results=[x.type for x in values], in_out=values)
+
+
+def _load(address: U32, offset: int, kind: str = "u32") -> U32:
+    if kind == "u32":
+        return thread_ops.ptx(f"ld.shared.u32 $0, [$1 + {offset}];", address)
+    return thread_ops.ptx(f"{{ .reg .{kind} s; ld.shared.{kind} s, [$1 + {offset}]; cvt.u32.{kind} $0, s; }}", address)
+
+
+def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
+    operands = x.value, U32(y).value
+    code = f"prmt.b32 $0, $1, $2, {selector:#06x};"
+    return U32(mlir.ptx(code, *operands, results=mlir.int_type(), pure=True))
+
+
+def _fp8_unpacker(place, other, scale):
+    """chunk -> registers of the left operand for each step of 16 columns.
+
+    place: address of the thread's first bytes; `other`: how far its other row is.
+    """
+    factor = U32(arith.minsi((scale + (120 - SHIFT)).value, mlir.i32(254))) * 0x00800080
+
+    def unpack(chunk):
+        steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
+        for step in range(4):
+            here = place ^ (4 * chunk + step << 4)
+            for half in range(2):
+                low, high = (_load(here, half * other + 8 * i, "u16") for i in range(2))
+                # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
+                word = _permute_bytes(low, high, 0x5140)
+                for pair, x in enumerate((word << 8, word)):
+                    steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factor)
+        return steps
+
+    return unpack
+
+
+def _fp4_unpacker(place, other, _, scales):
+    """See `_fp8_unpacker`."""
+    scale_place, other_scales = scales
+
+    def unpack(chunk):
+        steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
+        for half in range(2):
+            exponents = _load(scale_place, half * other_scales + chunk // 2 * 4) + (126 - SHIFT) * 0x01010101
+            for block in range(2):
+                at = 2 * chunk + block
+                factor = _permute_bytes(exponents, 0, 0x4040 | at % 4 * 0x0101) << 7
+                word = _load(place ^ (at << 4), half * other)
+                for pair, value in enumerate(_e2m1_pairs(word)):
+                    steps[2 * block + pair // 2][2 * (pair % 2) + half] = multiply(value, factor)
+        return steps
+
+    return unpack
+
+
+def _e2m1_pairs(word):
+    """Codes i and i + 4 of a word as two bfloat16, times 2**-126, for i = 0 .. 3.
+
+    The bits of two pairs are brought to the distance of sign and exponent together, the second pair's 4 bits lower.
+    """
+    found = []
+    for signs, others in (word << 8, word << 2), (word, word >> 6):
+        # One instruction, which compilers do not find: signs & mask | others & ~mask.
+        code = "lop3.b32 $0, $1, $2, 0x88008800, 0xe4;"
+        both = U32(mlir.ptx(code, signs.value, others.value, results=mlir.int_type(), pure=True))
+        found += [both << 4 & 0x81C081C0, both & 0x81C081C0]
+    return found
+
+
+def _multiply(sums, weights, inputs, chunk, chunks):
+    """Starts to add products of 64 columns to the sums; `inputs`: address of [N / 8, chunks, 8, 64] bfloat16."""
+    size = len(sums)
+    start = arith.addi(inputs, mlir.i64(chunk * 1024))
+    start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
+    # From 8 rows to the next; 128-byte swizzle.
+    descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
+    held = ", ".join(f"${i}" for i in range(size))
+    lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
+    for step in range(4):
+        a = ", ".join(f"${size + 4 * step + i}" for i in range(4))
+        lines += [
+            f"add.s64 d, ${size + 16}, {step * 32 >> 4};",
+            f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{held}}}, {{{a}}}, d, p, 1, 1, 0;",
+        ]
+    lines.append("wgmma.commit_group.sync.aligned; }")
+    results = [mlir.f32_type()] * size
+    return mlir.ptx("\n".join(lines), *weights, descriptor, results=results, in_out=sums)

@@ -1,0 +1,96 @@
+"""Rows of the inputs in the order of their experts, with the columns in the order in which FP4 is unpacked."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.mixed_products import permute_columns
+from pallas_kernels.common.primitive import kernel, primitive
+from pallas_kernels.common.thread_ops import U32
+
+
+ROWS = 2  # of a block
+
+
+def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, *, interpret: bool) -> jax.Array:
+    """`permute_columns(x)[pairs // divisor]`.
+
+    Args:
+      x: [T, D] bfloat16, D a multiple of 256.
+      pairs: [P] int32, P a multiple of 2.
+      divisor: pairs that share a row.
+      interpret: run on the CPU, interpreted.
+    """
+
+    def body(x, pairs, out):
+        for i in range(ROWS):
+            copy_row(out, x, lax.axis_index("block") * ROWS + i, pairs, divisor)
+
+    run = kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((len(pairs), x.shape[1]), jnp.bfloat16),
+        kernel_name="gather_inputs",
+        grid=(len(pairs) // ROWS,),
+        grid_names=("block",),
+        interpret=interpret,
+    )
+    return run(x, pairs)
+
+
+@primitive
+def copy_row(out, x, row: jax.Array, pairs, divisor: int) -> None:
+    """out[row] = permute_columns(x[pairs[row] // divisor]), by one warpgroup."""
+    source = lax.div(pairs[row], jnp.int32(divisor))
+    out[row] = permute_columns(x[source][None])[0]
+
+
+@copy_row.mosaic
+def _(out, x, row, pairs, divisor):
+    def emit(out, x, row, pairs):
+        thread, row, width = U32(mlir.thread()), U32(mlir.scalar(row)), ir.MemRefType(x.type).shape[1]
+        source = thread_ops.load_global(pairs, row) // divisor
+        for first in range(0, width // 8, mlir.THREADS):
+            eight = thread + first
+            if first + mlir.THREADS <= width // 8:
+                _copy_eight(out, x, row, source, width, eight)
+            else:  # whole warps
+                with thread_ops.when(eight < width // 8):
+                    _copy_eight(out, x, row, source, width, eight)
+
+    mlir.inline(emit, out, x, row, pairs)
+
+
+def _copy_eight(out, x, row, source, width, eight):
+    """8 columns of a thread; of 32 each of four threads has two of its columns in a word of another's."""
+    load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+    a, b, c, d = (U32(w) for w in mlir.ptx(load, _place(x, source, width, eight), results=[mlir.int_type()] * 4))
+    # Columns i and i + 4.
+    words = [_halves(*pair, high) for pair in ((a, c), (b, d)) for high in (False, True)]
+    words = _by_lane(words)
+    shuffle = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, 0xffffffff;"
+    words = [words[0], *(thread_ops.ptx(shuffle.format(i), words[i]) for i in (1, 2, 3))]
+    values = (w.value for w in _by_lane(words))
+    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", _place(out, row, width, eight), *values)
+
+
+def _by_lane(words):
+    """words[i ^ lane] for i = 0 .. 3, of the lanes of a quad."""
+    for bit in (1, 2):
+        odd = (thread_ops.lane() & bit) > 0
+        words = [odd.where(words[i ^ bit], words[i]) for i in range(4)]
+    return words
+
+
+def _halves(x, y, high):
+    """The low or the high halves of two words, x's first."""
+    code = f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};"
+    return U32(mlir.ptx(code, x.value, y.value, results=mlir.int_type(), pure=True))
+
+
+def _place(ref, row, width, eight):
+    offset = arith.muli(arith.extui(mlir.int_type(64), row.value), mlir.i64(2 * width))
+    offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
+    return mlir.at(mlir.global_pointer(ref), offset)

@@ -1,0 +1,157 @@
+"""The sum over a token's experts, for many tokens: as long as the products take, or reading all experts.
+
+Pairs of a token and an expert are sorted by expert. Two launches: gate and up with SwiGLU, then down. In both, blocks
+of threads walk over tiles of rows of an expert and some of its pairs, in an order in which those that run at the same
+time share weights and inputs. The list of an expert's pairs is made on the device: an expert without any has no tile.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common import column_stores
+from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.primitive import kernel
+from pallas_kernels.common.stored_gemm import OutputTile, StoredGemm
+from pallas_kernels.common.stored_weights import FP4, ROWS
+from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.experts.gather_inputs import gather_inputs
+from pallas_kernels.experts.sorted_pairs import MOST_EXPERTS, sort_pairs
+
+
+MOST_INPUTS = 256  # pairs of a tile
+CHANNELS = ROWS // 2  # of a warpgroup's rows of gate and up
+
+
+@traced_once("limit")
+def grouped_experts(
+    x: jax.Array,
+    selected: jax.Array,
+    weights: jax.Array,
+    gate_up: tuple[jax.Array, jax.Array],
+    down: tuple[jax.Array, jax.Array],
+    *,
+    limit: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """What each of a token's experts makes of it: `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), +-limit))`.
+
+    Args:
+      x: [T, D] bfloat16.
+      selected: [T, k] int32, each token's experts, 0 .. E - 1. A pair with another number has no expert here.
+      weights: [T, k] float32, what w is.
+      gate_up: codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a byte, and scales [E, 2 * I, D / 32] uint8, E8M0; the
+        gate's rows first. D and I are multiples of 512.
+      down: codes [E, D, I / 2] and scales [E, D, I / 32].
+      limit: of SwiGLU.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Zeros for pairs that
+      have no expert. The order of a sum depends on the weights' shapes alone.
+
+    Raises:
+      NotImplementedError: a shape or dtype is not one of these.
+    """
+    tokens, depth = x.shape
+    check_array("x", x, jnp.bfloat16, None, None)
+    check_array("selected", selected, jnp.int32, tokens, None)
+    check_array("weights", weights, jnp.float32, *selected.shape)
+    number, inner = gate_up[0].shape[0], 2 * down[0].shape[-1]
+    for name, (codes, scales), rows, columns in (("gate_up", gate_up, 2 * inner, depth), ("down", down, depth, inner)):
+        check_array(f"{name}'s codes", codes, jnp.uint8, number, rows, columns // 2)
+        check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
+    check_rules(
+        {
+            f"channels in multiples of 512, got {depth} and {inner}": not (depth % 512 or inner % 512),
+            "at least one token": tokens > 0,
+            f"up to {MOST_EXPERTS} experts, got {number}": number <= MOST_EXPERTS,
+        }
+    )
+    count = _inputs(selected.size, number)
+    order, *tiles = sort_pairs(selected.reshape(-1), number, count, interpret=interpret)
+    x = gather_inputs(x, order, selected.shape[1], interpret=interpret)
+    warpgroups = 4 if count <= MOST_INPUTS // 2 else 2
+    gemm = StoredGemm(FP4, depth, count, warpgroups, gated=True)
+    hidden = _launch(gemm, limit, inner, tiles, weights.reshape(-1)[order], x, gate_up, order.size, interpret)
+    gemm = StoredGemm(FP4, inner, count, warpgroups)
+    y = _launch(gemm, limit, depth, tiles, order, hidden, down, selected.size, interpret)
+    here = (selected >= 0) & (selected < number)
+    return jnp.where(here[..., None], y.reshape(*selected.shape, depth), jnp.bfloat16(0))
+
+
+def _inputs(pairs, number):
+    """Pairs of a tile: so many that nearly all experts with as many as others have few tiles."""
+    mean = pairs / number
+    most = mean + 2 * math.sqrt(mean)
+    return -(-int(most) // (16 * -(-int(most) // MOST_INPUTS))) * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedExpertsProblem:
+    """What is static about a launch. `width`: of the output."""
+
+    gemm: StoredGemm
+    width: int
+    limit: float
+
+    @property
+    def channels(self) -> int:
+        """Of the output, of a warpgroup."""
+        return CHANNELS if self.gemm.gated else ROWS
+
+    @property
+    def tiles(self) -> int:
+        """Of a block of pairs."""
+        return self.width // (self.channels * self.gemm.warpgroups)
+
+
+def _launch(gemm, limit, width, tiles, table, x, weight, rows, interpret):
+    """`table`: [P], routing weights where gated, otherwise where each sorted pair goes."""
+    p = GroupedExpertsProblem(gemm, width, limit)
+    run = kernel(
+        functools.partial(_body, p),
+        out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
+        kernel_name="grouped_gate_up" if gemm.gated else "grouped_down",
+        grid=(2 if interpret else MULTIPROCESSORS,),
+        grid_names=("worker",),
+        num_threads=gemm.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=gemm.scratch(),
+        interpret=interpret,
+    )
+    matrices = 1 + gemm.gated
+    weight = (array.reshape(len(array) * matrices, -1, array.shape[-1]) for array in weight)
+    return run(*tiles, table, x, *weight)
+
+
+def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed):
+    worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+    workers = lax.axis_size("worker")
+    tiles = lax.div(count[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
+
+    def block_of(n):
+        tile = worker + n * workers
+        block = lax.div(tile, jnp.int32(p.tiles))
+        return block, tile - block * p.tiles
+
+    def locate(n):
+        block, tile = block_of(n)
+        matrix, row = blocks[0, block] * (1 + p.gemm.gated), tile * (p.channels * p.gemm.warpgroups)
+        return OutputTile(matrix, row, pl.multiple_of(blocks[1, block], 8))
+
+    def finish(n, sums):
+        block, tile = block_of(n)
+        column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
+        place = column, blocks[1, block], blocks[2, block], staging.at[warpgroup]
+        if p.gemm.gated:
+            column_stores.store_swiglu(out, sums, *place, table, p.limit)
+        else:
+            column_stores.store_columns(out, sums, *place, table)
+
+    p.gemm.run(warpgroup, tiles, x, codes, scales, locate=locate, finish=finish, **streamed)

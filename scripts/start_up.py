@@ -1,0 +1,45 @@
+"""Measures how long `dsv4-jax bench model` takes to its first step: with an empty cache of programs, and once more."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import rich
+import rich.table
+import tyro
+
+
+def start_up(layers: int = 4, context: int = 4096) -> None:
+    """Starts twice, each time in a process of its own, and checks that the second one finds every program.
+
+    On a GPU the layers are V4-Flash's, with random weights.
+
+    Args:
+      layers: of the model, the first ones.
+      context: tokens that the one request holds.
+    """
+    table = rich.table.Table("seconds", "from start to first step", "traced", "lowered", "compiled", "new files")
+    with tempfile.TemporaryDirectory() as folder:
+        programs, out = Path(folder) / "programs", Path(folder) / "report.json"
+        options = ["--layers", layers, "--batches", 1, "--contexts", context, "--json", out]
+        command = [sys.executable, "-c", "from dsv4_jax.cli import main; raise SystemExit(main())", "bench", "model"]
+        env = os.environ | dict(JAX_COMPILATION_CACHE_DIR=str(programs), JAX_ENABLE_COMPILATION_CACHE="true")
+        known: set[Path] = set()
+        for name in ("first", "second"):
+            subprocess.run([*command, *map(str, options)], env=env, check=True, stdout=subprocess.DEVNULL)
+            # JAX notes in other files when a program was last used.
+            found = {path for path in programs.rglob("*") if path.is_file() and not path.name.endswith("-atime")}
+            start = json.loads(out.read_text())["start"]
+            seconds = [f"{start[key]:.1f}" for key in ("process", "trace", "lower", "compile")]
+            table.add_row(name, *seconds, str(len(found - known)))
+            missed, known = found - known, found
+    rich.print(table)
+    if missed:
+        raise SystemExit(f"the second process compiled or lowered {len(missed)} programs again: {sorted(missed)[:3]}")
+
+
+if __name__ == "__main__":
+    tyro.cli(start_up)
