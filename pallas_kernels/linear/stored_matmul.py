@@ -149,7 +149,9 @@ def _body(p, x, codes, scales, *outs, staging, **streamed):
 
     def locate(n):
         row, token = place(n)
-        return OutputTile(0, row, token, lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth)
+        # Also where a block's rows are past the end: the other block of the cluster has its half of the inputs.
+        group = jnp.minimum(lax.div(row, jnp.int32(p.rows // p.groups)), p.groups - 1)
+        return OutputTile(0, row, token, group * p.gemm.depth)
 
     def finish(n, sums):
         row, token = place(n)
