@@ -68,7 +68,8 @@ def abstract_stack(config: DSV4Config) -> ModelStack:
 def random_stack(config: DSV4Config) -> ModelStack:
     """The stack with random weights, made on the device."""
     graph, state = nnx.split(abstract_stack(config))
-    keys = iter(jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state))))
+    # Of all generators the quickest to compile: dozens of shapes are drawn.
+    keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(nnx.to_flat_state(state))))
 
     def drawn(path, variable):
         value = variable.get_value()
