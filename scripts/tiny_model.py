@@ -221,7 +221,7 @@ def all_experts(
     """`Experts.__call__` by dense products: experts that a token is not routed to get weight 0."""
     number, hidden, inner = module.down_proj.shape
     by_expert = jnp.sum(jax.nn.one_hot(experts, number, dtype=jnp.float32) * weights[:, :, None], axis=1)
-    gate, up = (part.reshape(-1, hidden) for part in jnp.split(module.gate_up_proj[...], 2, axis=1))
+    gate, up = (part.reshape(-1, hidden) for part in jnp.moveaxis(module.gate_up_proj[...], 1, 0))
     active = swiglu(x @ gate.T, x @ up.T, module.limit).reshape(-1, number, inner)
     active = round_to(active * by_expert[:, :, None], x.dtype).reshape(-1, number * inner)
     down = jnp.swapaxes(module.down_proj[...], 0, 1).reshape(hidden, -1)

@@ -19,8 +19,8 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 
-# A machine with two devices: arrays of one of them keep their kernels, and a few tests use both.
-jax.config.update("jax_num_cpu_devices", 2)
+# A machine with eight devices: arrays of one of them keep their kernels, and tests of meshes use more.
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
+from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
@@ -103,6 +105,7 @@ class AttentionStack(DraftingStack):
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("requests", "drafts"))
+@on_mesh
 def stack_step(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, requests: int, drafts: int
 ) -> tuple[Float[Array, "_ D"], KVCache]:
@@ -113,6 +116,7 @@ def stack_step(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
+@on_mesh
 def stack_loop(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, steps: int
 ) -> tuple[Float[Array, "T D"], KVCache]:
@@ -135,9 +139,16 @@ def begin_step(cache: KVCache, batch: Batch) -> KVCache:
     return cache.begin_step(batch)
 
 
-@functools.partial(jax.jit, static_argnames="schema")
-def random_cache(schema: CacheSchema) -> KVCache:
-    """A cache whose pools and rings hold encoded random rows: 1024 random blocks, repeated, the same in every layer."""
+def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
+    """A cache, on the default device or on a mesh, whose pools and rings hold encoded random rows.
+
+    These are 1024 random blocks, repeated, the same in every layer.
+    """
+    where = None if mesh is None else KVCache.abstract(schema).shardings(mesh)
+    return jax.jit(functools.partial(_random_cache, schema), out_shardings=where)()
+
+
+def _random_cache(schema):
     cache = KVCache.zeros(schema)
 
     def fill(pool, codec):
@@ -166,7 +177,7 @@ class StackDecoder:
         self.tokens, self.drafts = tokens, drafts
         self.compile_seconds: dict[str, float] = {}
         shape = requests * tokens, manager.schema.config.hidden_size
-        self._x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+        self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
         self._cache: KVCache | None = None
         self._slots: list[int] = []
         self._step: Any = None  # compiled when it first runs
@@ -177,7 +188,9 @@ class StackDecoder:
             self.manager.release(slot)
         self._slots = [self.manager.admit() for _ in range(self.requests)]
         batch = self.manager.prepare_forward({slot: [0] for slot in self._slots}, reserve=past)
-        self._cache = begin_step(random_cache(self.manager.schema) if self._cache is None else self._cache, batch)
+        self._cache = begin_step(
+            random_cache(self.manager.schema, self.manager.mesh) if self._cache is None else self._cache, batch
+        )
         for slot in self._slots:
             self.manager.advance(slot, past - 1)
 

@@ -1,6 +1,7 @@
 """A benchmark case: one op at one shape of a real model, and what the modules of cases share."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +61,13 @@ def layer_count(calls: int, nbytes: int) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or `jax.ShapeDtypeStruct`s, of a pytree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes of all arrays, or `jax.ShapeDtypeStruct`s, of a pytree; on a mesh those that one device holds."""
+
+    def size(leaf):
+        where = getattr(leaf, "sharding", None)
+        return math.prod(leaf.shape if where is None else where.shard_shape(leaf.shape))
+
+    return sum(size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def int32(values: ArrayLike) -> Int[Array, "..."]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -24,7 +25,8 @@ from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import join_projections
+from dsv4_jax.nn import join_projections, shardings
+from dsv4_jax.parallel.mesh import check_cuts
 from dsv4_jax.quant import KVFormat
 
 
@@ -52,6 +54,7 @@ DEFAULTS = dict(
 class StepOptions:
     """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
 
+    `mesh`: the devices; None = the default one.
     `whole`: layers with experts and hyper-connections, as `layer` and `model` measure them, not their attention alone.
     """
 
@@ -61,6 +64,7 @@ class StepOptions:
     trace: Path | None
     drafts: int = 0
     whole: bool = False
+    mesh: Mesh | None = None
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
@@ -210,8 +214,10 @@ def _measure(config, kv_format, options, report, loop=True):
     config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
     steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
     whole = options.whole
-    stack = CompiledModel(random_stack(config) if whole else join_projections(AttentionStack(config, nnx.Rngs(0))))
-    weights = sum(leaf.nbytes for leaf in stack.arrays)
+    if options.mesh is not None:
+        check_cuts(config, options.mesh.shape)
+    stack = CompiledModel(random_stack(config, options.mesh) if whole else _attention(config, options.mesh))
+    weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
         contexts = sorted({c for c in all_contexts if _fits(config, weights, _sizes(requests, c, kv_format, options))})
@@ -219,7 +225,7 @@ def _measure(config, kv_format, options, report, loop=True):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if contexts else ():
             sizes = _sizes(requests, max(contexts), kv_format, options)
-            decoder = StackDecoder(stack, KVCacheManager(config, **sizes), requests, *step)
+            decoder = StackDecoder(stack, KVCacheManager(config, mesh=options.mesh, **sizes), requests, *step)
             cases += [StepCase(decoder, context) for context in contexts]
     if not cases:
         return
@@ -267,13 +273,18 @@ def _most_layers(config, kv_format, options):
     limit = MOST_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
     batches, contexts = options.cases(config, "gpu")
     sizes = _sizes(max(batches), max(contexts), kv_format, options)
-    of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config).layers]
+    of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
 
     def fits(count):
         cache = CacheSchema.from_config(_first_layers(config, count), **sizes).memory_bytes()
         return sum(of_layer[:count]) + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
+
+
+def _attention(config, mesh):
+    stack = AttentionStack(config, nnx.Rngs(0))
+    return join_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
 
 
 def _fits(config, weights, sizes):

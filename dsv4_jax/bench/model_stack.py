@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from dsv4_jax.bench.attention_stack import DraftingStack
@@ -16,8 +17,9 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry
+from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
 from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -53,8 +55,8 @@ class ModelStack(DraftingStack):
         return self.hc_head.leave(residual, self.norm)[0], cache
 
 
-def abstract_stack(config: DSV4Config) -> ModelStack:
-    """The stack with shapes in the places of its arrays, quantised as the release's files are."""
+def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
+    """The stack with shapes in the places of its arrays, quantised as the release's files are, and cut over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
     kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
     graph, state = nnx.split(stack)
@@ -62,12 +64,15 @@ def abstract_stack(config: DSV4Config) -> ModelStack:
     def stored(path, variable):
         return variable.replace(_struct(kinds[_dotted(path)], variable.get_value()))
 
-    return nnx.merge(graph, nnx.map_state(stored, state))
+    stack = nnx.merge(graph, nnx.map_state(stored, state))
+    if mesh is None:
+        return stack
+    return jax.tree.map(lambda x, where: x.update(sharding=where), stack, shardings(stack, mesh))
 
 
-def random_stack(config: DSV4Config) -> ModelStack:
-    """The stack with random weights, made on the device."""
-    graph, state = nnx.split(abstract_stack(config))
+def random_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
+    """The stack with random weights, made on the device, each array whole before it is cut over a mesh."""
+    graph, state = nnx.split(abstract_stack(config, mesh))
     # Of all generators the quickest to compile: dozens of shapes are drawn.
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), len(nnx.to_flat_state(state))))
 
@@ -75,11 +80,16 @@ def random_stack(config: DSV4Config) -> ModelStack:
         value = variable.get_value()
         if isinstance(value, StoredWeight):
             codes, scale = _codes(next(keys), value.codes.shape, value.scale.shape, value.kind)
-            return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
+            return placed(variable, dataclasses.replace(value, codes=codes, scale=scale))
         if path[-1] == "tid2eid":
-            return variable.replace(_routes(next(keys), value.shape, config.n_routed_experts))
+            return placed(variable, _routes(next(keys), value.shape, config.n_routed_experts))
         ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
-        return variable.replace(_normal(next(keys), value.shape, value.dtype, float(ones)))
+        return placed(variable, _normal(next(keys), value.shape, value.dtype, float(ones)))
+
+    def placed(variable, value):
+        if mesh is None:
+            return variable.replace(value)
+        return variable.replace(jax.device_put(value, parameter_sharding(variable, mesh)))
 
     stack = nnx.merge(graph, nnx.map_state(drawn, state))
     join_in_place(stack)

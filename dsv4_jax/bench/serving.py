@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -66,11 +67,15 @@ class Workload:
         return script
 
 
-def run(workload: Workload) -> Iterator[dict[str, Any]]:
+def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]]:
     """Serves the workload without and with a prefix cache, yields a report of each, and then prints both.
 
+    Args:
+      workload: the conversations.
+      mesh: the devices; None = the default one.
+
     Raises:
-      ValueError: the conversations would be longer than the model's context.
+      ValueError: the conversations would be longer than the model's context, or the mesh cannot cut the model.
     """
     from dsv4_jax.checkpoint import load_checkpoint
 
@@ -80,16 +85,16 @@ def run(workload: Workload) -> Iterator[dict[str, Any]]:
             f"--turns {workload.turns} makes conversations of up to {longest} tokens, "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
-    model = CompiledModel(load_checkpoint(packaged_checkpoint()))
+    model = CompiledModel(load_checkpoint(packaged_checkpoint(), mesh=mesh))
     script = workload.script(config.vocab_size)
     replies, rows = [], []
     for cached in (False, True):
         before = _compiled()
         # Two turns of one conversation compile every program: prompt, decode step, and prefix hit.
         warm = Workload(1, 2).script(config.vocab_size)
-        _Server(model, config, workload, cached).serve(warm)
+        _Server(model, config, workload, cached, mesh).serve(warm)
         compiled = _compiled()
-        server = _Server(model, config, workload, cached)
+        server = _Server(model, config, workload, cached, mesh)
         seconds = server.serve(script)
         replies.append(server.replies)
         row = server.report(seconds) | dict(
@@ -105,7 +110,7 @@ def run(workload: Workload) -> Iterator[dict[str, Any]]:
 class _Server:
     """An engine and its conversations, each of which sends its next turn when it has a reply."""
 
-    def __init__(self, model: CompiledModel, config, workload: Workload, cached: bool):
+    def __init__(self, model: CompiledModel, config, workload: Workload, cached: bool, mesh: Mesh | None):
         blocks = workload.max_context // BLOCK_TOKENS
         # Twice as much as running requests can hold: the other half is for cached prefixes.
         manager = KVCacheManager(
@@ -115,6 +120,7 @@ class _Server:
             max_context=workload.max_context,
             block_tokens=BLOCK_TOKENS,
             max_query_tokens=1 + workload.drafts,
+            mesh=mesh,
         )
         self.engine = Engine(
             model,

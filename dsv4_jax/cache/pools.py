@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dsv4_jax.arguments import check_whole
@@ -16,6 +17,7 @@ from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import CacheSchema
 from dsv4_jax.ops.views import run_bounds
+from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.quant import IndexRows, Rows
 from dsv4_jax.sizes import readable_bytes
 from dsv4_jax.summary import Summarised, Summary
@@ -99,13 +101,13 @@ class KVCache(Summarised):
     schema: CacheSchema = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
-    def abstract(cls, schema: CacheSchema) -> "KVCache":
-        """The cache with `jax.ShapeDtypeStruct` leaves: shapes and bytes without memory."""
+    def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
+        """The cache with `jax.ShapeDtypeStruct` leaves: shapes and bytes without memory, and places on a mesh."""
 
         def state(struct):
             return None if struct is None else CompressorState(struct, struct)
 
-        return cls(
+        cache = cls(
             groups={
                 name: PoolGroup(
                     schema.entries_struct(name),
@@ -121,19 +123,46 @@ class KVCache(Summarised):
             lengths=schema.lengths_struct(),
             schema=schema,
         )
+        if mesh is None:
+            return cache
+        return jax.tree.map(lambda x, where: x.update(sharding=where), cache, cache.shardings(mesh))
 
     @classmethod
-    def zeros(cls, schema: CacheSchema) -> "KVCache":
-        """An empty cache: zeros, gates at -inf, no block in the table."""
-        cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cls.abstract(schema))
+    def zeros(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
+        """An empty cache, on the default device or on a mesh: zeros, gates at -inf, no block in the table."""
+        abstract = cls.abstract(schema, mesh)
 
-        def empty(state):
+        def full(struct, value):
             # With a dtype of its own: a weakly typed array would be another program's argument than the next step's.
-            return CompressorState(state.kv, jnp.full(state.gate.shape, -jnp.inf, jnp.float32))
+            return jnp.full(struct.shape, value, struct.dtype, device=struct.sharding)
 
-        groups = {name: group.map_states(empty) for name, group in cache.groups.items()}
-        table = jnp.full(cache.block_table.shape, -1, jnp.int32)
-        return dataclasses.replace(cache, groups=groups, block_table=table)
+        def empty(struct):
+            return CompressorState(full(struct.kv, 0), full(struct.gate, -jnp.inf))
+
+        groups = {name: group.map_states(empty) for name, group in abstract.groups.items()}
+        filled = dataclasses.replace(abstract, groups=groups, block_table=full(abstract.block_table, -1))
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else full(x, 0), filled)
+
+    def shardings(self, mesh: Mesh) -> "KVCache":
+        """Where each array belongs on a mesh: the cache with `NamedSharding` leaves, as `jax.device_put` takes them."""
+        by_slot, paged = (None, "slots"), (None, "blocks")
+
+        def place(axes, tree):
+            # Of full length, as steps return them: a shorter one would be another program's argument.
+            return jax.tree.map(lambda x: named_sharding((*axes, *[None] * (x.ndim - len(axes))), mesh), tree)
+
+        groups = {
+            name: place(paged, group.paged).replace(place(by_slot, group.by_slot))
+            for name, group in self.groups.items()
+        }
+        return KVCache(
+            groups=groups,
+            swa=place(by_slot, self.swa),
+            streams=place(by_slot, self.streams),
+            block_table=place(by_slot[1:], self.block_table),
+            lengths=place(by_slot[1:], self.lengths),
+            schema=self.schema,
+        )
 
     @property
     def nbytes(self) -> int:

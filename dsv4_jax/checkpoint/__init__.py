@@ -3,5 +3,4 @@
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint, read_file
 from dsv4_jax.checkpoint.save import save_release
-from dsv4_jax.checkpoint.sharding import shard_over
 from dsv4_jax.checkpoint.tokenizer import TextStream, TokenBytes, read_tokenizer, write_byte_tokenizer

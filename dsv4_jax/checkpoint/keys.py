@@ -37,7 +37,8 @@ _MTP = (
 )  # fmt: skip
 # The same after `model.layers.N.` / `layers.N.` / `model.layers.N.`; the last column says which layers have it: all,
 # those that store entries ("owner") or index keys ("keys"), those that score keys ("selects"), or by their MLP's type.
-# A release name with {expert} stands for one tensor an expert, {expert} running slowest, stacked on axis 0.
+# A release name with {expert} stands for one tensor an expert, {expert} running slowest, stacked on axis 0. "2|moe" are
+# two axes of the parameter, and one of a stored stack of all experts.
 _LAYER = (
     ("input_layernorm.weight", "attn_norm.weight", None, "hidden", "all"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", None, "hidden", "all"),
@@ -73,7 +74,7 @@ _LAYER = (
     ("mlp.gate.tid2eid", "ffn.gate.tid2eid", None, "vocab chosen", "hash_moe"),
     ("mlp.gate.e_score_correction_bias", "ffn.gate.bias", None, "experts", "moe"),
     ("mlp.experts.gate_up_proj",
-     "ffn.experts.{expert}.w1.weight ffn.experts.{expert}.w3.weight", None, "experts 2*moe hidden", "all"),
+     "ffn.experts.{expert}.w1.weight ffn.experts.{expert}.w3.weight", None, "experts 2|moe hidden", "all"),
     ("mlp.experts.down_proj", "ffn.experts.{expert}.w2.weight", None, "experts hidden moe", "all"),
     ("mlp.shared_experts.gate_proj.weight", "ffn.shared_experts.w1.weight", None, "moe hidden", "all"),
     ("mlp.shared_experts.up_proj.weight", "ffn.shared_experts.w3.weight", None, "moe hidden", "all"),
@@ -87,22 +88,15 @@ class Weight:
 
     Attributes:
         path: its module path, e.g. "model.layers.0.mlp.experts.down_proj".
-        sources: names of the stored tensors, all of shape `source_shape`; concatenated on axis 0 they are the
-            parameter, flattened to that many axes.
-        by_expert: they are matrices of single experts, of which the parameter is a stack.
+        shape: of the parameter.
+        sources: names of the stored tensors: one after the other they are the parameter's values in row-major order.
+        source_shape: of each of them.
     """
 
     path: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    by_expert: bool = False
-
-    @property
-    def source_shape(self) -> tuple[int, ...]:
-        """The shape of each of `sources`."""
-        if not self.by_expert:
-            return self.shape
-        return math.prod(self.shape[:-1]) // len(self.sources), self.shape[-1]
+    source_shape: tuple[int, ...]
 
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
@@ -110,13 +104,13 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     sizes = _sizes(config)
     for path, release, hybrid, shape in _TOP:
         names = {"release": release, "hybrid": hybrid or f"model.{release}", "module": path}
-        yield Weight(path, _shape(shape, sizes), (names[naming],))
+        yield _weight(path, shape, sizes, names[naming])
     for layer, spec in enumerate(config.layers):
         ours, theirs = f"model.layers.{layer}.", f"layers.{layer}." if naming == "release" else f"model.layers.{layer}."
         if (draft_layer := layer - config.num_hidden_layers) >= 0:
             ours, theirs = f"mtp.{draft_layer}.", f"{'model.' if naming == 'hybrid' else ''}mtp.{draft_layer}."
             for path, release, shape in _MTP:
-                yield Weight(ours + path, _shape(shape, sizes), (theirs + (path if naming == "module" else release),))
+                yield _weight(ours + path, shape, sizes, theirs + (path if naming == "module" else release))
         sizes |= {"rate": spec.compress_rate, "pair": 2 if spec.overlap else 1}
         parts = {
             "all": True, "owner": spec.owner, "keys": spec.owner and spec.keys, "selects": spec.selects,
@@ -126,8 +120,7 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
             if parts.get(part):
                 path = path.format(indexer="compressor.indexer" if spec.owner else "indexer")
                 sources = {"release": release, "hybrid": hybrid or release, "module": path}[naming]
-                expanded = tuple(theirs + source for source in _expand(sources, config.n_routed_experts))
-                yield Weight(ours + path, _shape(shape, sizes), expanded, "{expert}" in sources)
+                yield _weight(ours + path, shape, sizes, *(theirs + source for source in sources.split()))
 
 
 def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
@@ -154,10 +147,12 @@ def is_draft_copy(name: str) -> bool:
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))
 
 
-def _expand(sources: str, experts: int) -> list[str]:
-    if "{expert}" not in sources:
-        return [sources]
-    return [source.format(expert=expert) for expert in range(experts) for source in sources.split()]
+def _weight(path: str, spec: str, sizes: dict[str, int], *sources: str) -> Weight:
+    shape, stored = _shape(spec.replace("|", " "), sizes), _shape(spec.replace("|", "*"), sizes)
+    if "{expert}" in sources[0]:
+        sources = tuple(source.format(expert=expert) for expert in range(sizes["experts"]) for source in sources)
+        stored = math.prod(shape[:-1]) // len(sources), shape[-1]
+    return Weight(path, shape, sources, stored)
 
 
 def _sizes(config: DSV4Config) -> dict[str, int]:

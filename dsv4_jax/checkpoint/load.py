@@ -1,10 +1,11 @@
 """Fills a model with a checkpoint's tensors."""
 
+import collections
 import difflib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -12,17 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import track
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
+from dsv4_jax.checkpoint.placement import place
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
+from dsv4_jax.parallel.mesh import check_cuts, check_mesh
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -37,14 +42,15 @@ def load_checkpoint(
     *,
     dtype: DTypeLike = jnp.bfloat16,
     weights: Literal["stored"] | DTypeLike | None = None,
-    sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None = None,
+    mesh: Mesh | None = None,
     joined: bool = False,
     progress: bool = False,
 ) -> DeepseekV4ForCausalLM:
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
 
     Tensors may be F32, BF16, F16, integers, or in the release's quantised storage (FP8 linears, FP4 experts: see
-    `checkpoint.storage`). Files are mapped, and one parameter is converted at a time and put where it belongs.
+    `checkpoint.storage`). Files are mapped, and one parameter is converted at a time and put where it belongs: on a
+    mesh each device gets its part, straight from the file's pages.
 
     Args:
         path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
@@ -55,8 +61,8 @@ def load_checkpoint(
             storage exactly, or "stored": what is quantised in the files stays so in memory and is dequantised on use,
             with the same results, the rest is as None. None = `dtype`. The module decides which parameters are always
             float32.
-        sharding: says by module path and shape where an array goes, e.g. `shard_over(mesh)`; called twice for a weight
-            that stays quantised, with the shape of its codes and of its scales. None = the default device.
+        mesh: devices to cut the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
+            `parallel.axis_rules`. Give `KVCacheManager` the same. None = the default device.
         joined: whether linear maps of one input share a matrix, see `nn.join_projections`.
         progress: whether to show a progress bar on standard error.
 
@@ -65,13 +71,17 @@ def load_checkpoint(
 
     Raises:
         ValueError: `dtype` or `weights` is none of the above; a broken file (see `reader`); missing, extra, mis-shaped
-            tensors, ones of the wrong kind or with wrong scales, all in one message; NaN or infinite weights, by name.
+            tensors, ones of the wrong kind or with wrong scales, all in one message; NaN or infinite weights, by name;
+            a mesh that does not divide the model, or would cut through blocks of weights that share a scale.
     """
     if isinstance(weights, str) and weights not in ("stored", "bfloat16", "float32"):
         raise ValueError(f"{weights=} must be stored, bfloat16 or float32")
     path, stay = Path(path), isinstance(weights, str) and weights == "stored"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
+    if mesh is not None:
+        check_mesh(mesh)
+        check_cuts(config, mesh.shape)
     param_dtype = None if stay else weights
     abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype))
     stored = read_checkpoint(path)
@@ -90,20 +100,17 @@ def load_checkpoint(
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
-    def put(name: str, array: np.ndarray) -> jax.Array:
-        where = None if sharding is None else sharding(name, array.shape)
-        # Waiting keeps the next parameter from being read before this one's host memory is free.
-        return jax.device_put(array, where).block_until_ready()
-
     values, bad = {}, []
     for weight in _with_bar(table) if progress else table:
-        pieces = [tensors[source] for source in weight.sources]
-        value = _stored(weight, pieces, dtypes[weight.path]) if stay else None
+        pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
+        where = None if mesh is None else parameter_sharding(parameter, mesh)
+        value = _stored(weight, pieces, dtypes[weight.path], where) if stay else None
         if value is None:
-            value, problems = _converted(weight, pieces, dtypes[weight.path], config)
+            value, problems = _converted(weight, pieces, dtypes[weight.path], config, where)
             bad += problems
+        # Waiting keeps the next parameter from being read before this one's host memory is free.
         if not bad:
-            values[weight.path] = jax.tree.map(functools.partial(put, weight.path), value)
+            values[weight.path] = jax.block_until_ready(value)
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     model = nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values.pop(_dotted(key))), state))
@@ -120,45 +127,57 @@ def _dotted(key: tuple[object, ...]) -> str:
     return ".".join(map(str, key))
 
 
-def _stored(weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype: np.dtype) -> StoredWeight | None:
-    """The weight as it is stored, in host memory; None if it cannot stay quantised."""
+def _stored(
+    weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype: np.dtype, where: NamedSharding | None
+) -> StoredWeight | None:
+    """The weight as it is stored, on its devices; None if it cannot stay quantised."""
     quantised = [piece for piece in pieces if isinstance(piece, QuantisedTensor) and piece.can_stay]
     if len(quantised) < len(pieces) or len({piece.dtype for piece in quantised}) > 1:
         return None
     first = quantised[0]
     # Where several pieces are one matrix, none may end within a block of rows: the next piece has scales of its own.
-    if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > math.prod(weight.shape[:-2]):
+    if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > weight.shape[0]:
         return None
 
-    def join(tensors: list[StoredTensor]) -> np.ndarray:
-        whole = np.concatenate([tensor.data for tensor in tensors])
-        return whole.reshape(*weight.shape[:-2], -1, tensors[0].shape[-1])
+    if where is not None:
+        check_blocks(weight.path, weight.shape, first.dtype, where)
 
-    codes, scale = join([piece.codes for piece in quantised]), join([piece.scale for piece in quantised])
+    def whole(tensors: list[StoredTensor]) -> jax.Array:
+        rows, columns = tensors[0].shape
+        matrices = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in tensors]
+        rows *= len(tensors) // math.prod(weight.shape[:-2])
+        return place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
+
+    codes, scale = whole([piece.codes for piece in quantised]), whole([piece.scale for piece in quantised])
     return StoredWeight(codes, scale, first.dtype, dtype)
 
 
 def _converted(
-    weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype: np.dtype, config: DSV4Config
-) -> tuple[np.ndarray, list[str]]:
-    """The weight's values in the parameter's dtype, and what is wrong with them."""
-    # Piece by piece into the whole: experts lie one by one in the file, and are the largest parameters.
-    value = np.empty((len(pieces), *weight.source_shape), dtype)
-    found = ((piece.name, _convert(piece.load(), into, config)) for piece, into in zip(pieces, value, strict=True))
-    return value.reshape(weight.shape), [f"{name} {problem}" for name, problem in found if problem]
+    weight: Weight,
+    pieces: list[StoredTensor | QuantisedTensor],
+    dtype: np.dtype,
+    config: DSV4Config,
+    where: NamedSharding | None,
+) -> tuple[jax.Array, list[str]]:
+    """The weight's values in the parameter's dtype, on its devices, and what is wrong with them."""
+    experts, wrong = config.n_routed_experts, collections.Counter[int]()
 
+    def convert(number: int, stored: np.ndarray, into: np.ndarray) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype is reported as infinite
+            into[...] = stored
+        # The model's only integers are the hash layers' expert ids.
+        bad = (stored < 0) | (stored >= experts) if dtype.kind == "i" else ~np.isfinite(into)
+        wrong[number] += int(np.count_nonzero(bad))
 
-def _convert(stored: np.ndarray, into: np.ndarray, config: DSV4Config) -> str:
-    """Writes the values in the parameter's dtype; what is wrong with them, or nothing."""
-    if into.dtype.kind == "i":  # the model's only integers are the hash layers' expert ids
-        experts = config.n_routed_experts
-        outside = bool(np.any((stored < 0) | (stored >= experts)))
-        into[...] = stored
-        return f"names experts outside 0..{experts - 1}" if outside else ""
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype is reported as infinite
-        into[...] = stored
-    wrong = into.size - np.count_nonzero(np.isfinite(into))
-    return f"has {wrong} NaN or infinite values of {into.size}" if wrong else ""
+    value = place([piece.load for piece in pieces], weight.shape, dtype, where, convert)
+    size = math.prod(weight.source_shape)
+    many = "names experts outside 0..{last}" if dtype.kind == "i" else "has {count} NaN or infinite values of {size}"
+    found = [
+        f"{pieces[number].name} {many.format(last=experts - 1, count=count, size=size)}"
+        for number, count in sorted(wrong.items())
+        if count
+    ]
+    return value, found
 
 
 def _refuse_mismatches(

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli.options import check_positive, check_writable, notify
+from dsv4_jax.cli.options import MeshText, check_positive, check_writable, notify
+from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 
 
 Op = Literal[
@@ -47,6 +48,7 @@ class BenchCommand:
       dsv4-jax bench layer --json layer.json --plot layer.png
       dsv4-jax bench layer --only experts --batches 1 --contexts 4096
       dsv4-jax bench model --layers 8 --batches 1 8
+      dsv4-jax bench model --mesh model=4
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
@@ -70,6 +72,7 @@ class BenchCommand:
         verifies so many drafts of each request, and one that then makes as many with the multi-token-prediction block
         (step: its attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative
         decoding.
+      mesh: step, model, serve: several devices, such as model=4, as for generate. Bytes are those of one device.
     """
 
     ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "serve"], ...]] = OPS
@@ -86,6 +89,7 @@ class BenchCommand:
     conversations: int = 12
     turns: int = 3
     drafts: int = 0
+    mesh: MeshText = None
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
@@ -95,6 +99,9 @@ class BenchCommand:
                 raise ValueError(f"{alone} runs alone, not with {[op for op in self.ops if op != alone]}")
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
+        sizes = None if self.mesh is None else parse_mesh(self.mesh)
+        if sizes and self.ops[0] not in ("step", "model", "serve"):
+            raise ValueError(f"--mesh is for step, model and serve: dsv4-jax bench step --mesh {self.mesh}")
         if self.plot is not None and self.ops[0] not in ALONE:
             raise ValueError(f"--plot draws {', '.join(ALONE)}: dsv4-jax bench step --plot {self.plot}")
         if self.ops == ("layer",) and self.layers:
@@ -120,11 +127,14 @@ class BenchCommand:
         from dsv4_jax.config import DSV4Config
         from dsv4_jax.quant import kv_format
 
+        mesh = make_mesh(sizes) if sizes else None
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
+        if mesh is not None:
+            report["mesh"] = dict(mesh.shape)
         if self.ops == ("serve",):
             workload = serving.Workload(self.conversations, self.turns, self.drafts)
             report["workload"] = dataclasses.asdict(workload)
-            sections = dict(results=serving.run(workload))
+            sections = dict(results=serving.run(workload, mesh))
         else:
             report |= dict(shapes=self.shapes, cache_format=self.cache_format)
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
@@ -132,7 +142,7 @@ class BenchCommand:
             timed = dict(only=self.only, calls=self.calls)
             whole = self.ops != ("step",)
             cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
-            options = decode_steps.StepOptions(*cases, whole=whole)
+            options = decode_steps.StepOptions(*cases, whole=whole, mesh=mesh)
             if self.ops == ("layer",):
                 parts = op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
                 sections = dict(parts=parts, results=decode_steps.run_kinds(*model, options, report))

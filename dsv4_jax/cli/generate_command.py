@@ -16,7 +16,9 @@ from dsv4_jax.cli.options import (
     CacheFormat,
     Dtype,
     JsonFlag,
+    MeshText,
     Weights,
+    check_mesh_text,
     check_not_negative,
     check_positive,
     compiling_for,
@@ -25,6 +27,7 @@ from dsv4_jax.cli.options import (
     notify,
 )
 from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.sizes import readable_bytes
 
 
@@ -54,6 +57,7 @@ class GenerateCommand:
       dsv4-jax generate --checkpoint path/to/folder --cache-format plain --json
       dsv4-jax generate --temperature 1 --n-best 4
       dsv4-jax generate --beams 4
+      dsv4-jax generate --mesh model=2
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
@@ -67,6 +71,8 @@ class GenerateCommand:
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
         so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
+      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
+        the whole cache. Default: one device.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
@@ -92,6 +98,7 @@ class GenerateCommand:
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
     weights: Weights = None
+    mesh: MeshText = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -113,6 +120,7 @@ class GenerateCommand:
         self._check_search()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint, mtp=self.drafts > 0)
+        sizes = check_mesh_text(self.mesh, config)
         notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
@@ -120,16 +128,17 @@ class GenerateCommand:
         from dsv4_jax.decode import CompiledModel, Sampling
         from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
 
+        mesh = make_mesh(sizes) if sizes else None
         sampling = Sampling(self.temperature, self.top_k, self.top_p)
         tokenizer = read_tokenizer(checkpoint)
         option, prompt = self._read_prompt(tokenizer)
         # The last token is sampled, but never stored.
         tokens, slots = len(prompt) + self.max_new_tokens - 1, max(self.n_best, self.beams)
-        manager = make_manager(config, slots, tokens, self.cache_format, self.dtype, drafts=self.drafts)
+        manager = make_manager(config, slots, tokens, self.cache_format, self.dtype, drafts=self.drafts, mesh=mesh)
         manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()
-        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=bar))
+        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=bar, mesh=mesh))
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens,
             sampling=sampling,

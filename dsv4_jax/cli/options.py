@@ -4,15 +4,18 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from dsv4_jax.data import block_tokens, packaged_checkpoint
+from dsv4_jax.parallel.mesh import check_cuts, parse_mesh
 
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from dsv4_jax.config import DSV4Config
     from dsv4_jax.host import KVCacheManager
     from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -23,6 +26,7 @@ Weights = Annotated[
     Literal["stored", "bfloat16", "float32"] | None,
     tyro.conf.arg(metavar="{stored,bfloat16,float32}", help_behavior_hint=""),
 ]
+MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="model=N", help_behavior_hint="")]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
@@ -58,12 +62,17 @@ def compiling_for(device: str) -> str:
 
 
 def load_model(
-    checkpoint: Path, config: "DSV4Config", dtype: Dtype, weights: Weights, *, progress: bool, sharding: Any = None
+    checkpoint: Path,
+    config: "DSV4Config",
+    dtype: Dtype,
+    weights: Weights,
+    *,
+    progress: bool,
+    mesh: "Mesh | None" = None,
 ) -> "DeepseekV4ForCausalLM":
     """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips.
 
     Without --weights they stay as they are stored on a GPU, whose kernels read them so, and become --dtype elsewhere.
-    `sharding` is as for `load_checkpoint`.
     """
     import jax
     import jax.numpy as jnp
@@ -77,13 +86,25 @@ def load_model(
     if checkpoint != packaged_checkpoint() and not log.handlers:
         log.setLevel(logging.INFO)
         log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_level=False, show_path=False))
-    return load_checkpoint(
-        checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, sharding=sharding
-    )
+    return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, mesh=mesh)
+
+
+def check_mesh_text(text: str | None, config: "DSV4Config") -> dict[str, int]:
+    """Sizes of --mesh by axis, none without it; raises ValueError if it is no mesh or cannot cut the model."""
+    sizes = {} if text is None else parse_mesh(text)
+    check_cuts(config, sizes)
+    return sizes
 
 
 def make_manager(
-    config: "DSV4Config", requests: int, tokens: int, cache_format: CacheFormat, dtype: Dtype, *, drafts: int = 0
+    config: "DSV4Config",
+    requests: int,
+    tokens: int,
+    cache_format: CacheFormat,
+    dtype: Dtype,
+    *,
+    drafts: int = 0,
+    mesh: "Mesh | None" = None,
 ) -> "KVCacheManager":
     """A manager of a cache for `requests` requests of up to `tokens` tokens, `drafts` of which are guessed at once.
 
@@ -112,6 +133,7 @@ def make_manager(
         kv_format=cache_format,
         dtype=jnp.dtype(dtype),
         max_query_tokens=1 + drafts,
+        mesh=mesh,
     )
 
 

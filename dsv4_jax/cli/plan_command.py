@@ -9,7 +9,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli.options import CacheFormat, Dtype, JsonFlag, check_not_negative, check_positive
+from dsv4_jax.cli.options import (
+    CacheFormat,
+    Dtype,
+    JsonFlag,
+    MeshText,
+    check_mesh_text,
+    check_not_negative,
+    check_positive,
+)
 from dsv4_jax.data import block_tokens
 from dsv4_jax.sizes import parse_bytes, readable_bytes
 
@@ -34,7 +42,7 @@ class PlanCommand:
 
     Attributes:
       config: v4_flash, v4_pro, or a folder with a config.json.
-      memory: bytes of memory, such as 80GiB (2**30 each) or 80GB (10**9 each).
+      memory: bytes of memory of a device, such as 80GiB (2**30 each) or 80GB (10**9 each).
       context: tokens that a request may hold.
       max_requests: the most requests to plan for; also report the longest context that so many requests can have.
       cache_format: how the cache is quantised. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
@@ -45,6 +53,7 @@ class PlanCommand:
       drafts: K, plan for drafts of the model's multi-token-prediction block: its window, the residual streams that it
         begins with, and room for steps of 1 + K tokens.
       weights: bytes of the memory that are already taken, for instance by the model's weights.
+      mesh: several devices, such as model=4: each holds the whole cache, so it has to fit one device's memory.
       as_json: print one JSON object instead.
     """
 
@@ -58,6 +67,7 @@ class PlanCommand:
     max_query_tokens: int = 1
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     weights: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    mesh: MeshText = None
     as_json: JsonFlag = False
 
     def run(self) -> None:
@@ -71,6 +81,7 @@ class PlanCommand:
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = _read_config(self.config, mtp=self.drafts > 0)
+        check_mesh_text(self.mesh, config)
         one = self.schema(config, self.context)
         report = self._report(config, one, memory, weights)
         if self.as_json:
@@ -106,6 +117,7 @@ class PlanCommand:
             counts.append(dict(context=context, bytes_per_request=each, requests=fit))
         report: dict[str, Any] = dict(
             config=self.config,
+            mesh=self.mesh,
             cache_format=self.cache_format,
             memory_bytes=memory,
             weights_bytes=weights,

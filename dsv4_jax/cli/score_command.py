@@ -12,7 +12,9 @@ from rich.table import Table
 from dsv4_jax.cli.options import (
     CacheFormat,
     Dtype,
+    MeshText,
     Weights,
+    check_mesh_text,
     check_not_negative,
     check_positive,
     check_writable,
@@ -21,6 +23,7 @@ from dsv4_jax.cli.options import (
     notify,
 )
 from dsv4_jax.data import read_config
+from dsv4_jax.parallel.mesh import make_mesh
 
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ class ScoreCommand:
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
         so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
+      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
+        the whole cache. Default: one device.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
       window_only: attend to the sliding window only, and to no compressed entry, in any layer.
       drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,
@@ -72,6 +77,7 @@ class ScoreCommand:
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
     weights: Weights = None
+    mesh: MeshText = None
     index_topk: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
     window_only: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
@@ -89,6 +95,7 @@ class ScoreCommand:
         if self.index_topk is not None:
             check_positive(index_topk=self.index_topk)
             config = dataclasses.replace(config, index_topk=self.index_topk)
+        mesh_sizes = check_mesh_text(self.mesh, config)
         notify(f"Starting JAX and reading {self.checkpoint} ...")
         import numpy as np
         from rich.progress import Progress
@@ -96,16 +103,17 @@ class ScoreCommand:
         from dsv4_jax.checkpoint import read_tokenizer
         from dsv4_jax.cli.scoring import log_likelihoods, score_ids, text_bytes
 
+        mesh = make_mesh(mesh_sizes) if mesh_sizes else None
         tokenizer = read_tokenizer(self.checkpoint)
         ids = self._read_tokens(tokenizer)
         rows, total = ids.shape
         prefill = total if self.decode_from is None else self.decode_from
         if not 0 <= prefill <= total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts)
+        manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts, mesh=mesh)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False)
+        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, mesh=mesh)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         options: dict[str, Any] = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
         steps = score_ids(model, manager, ids, sizes, **options)

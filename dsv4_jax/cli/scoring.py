@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
 from dsv4_jax.decode.drafts import draft, newest_tokens
+from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.layer_spec import LayerSpec
@@ -23,6 +24,7 @@ from dsv4_jax.ops import CompressorWeights
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
+@on_mesh
 def score_step(
     model: DeepseekV4ForCausalLM, cache: Any, batch: Batch, *, layers: bool, drafts: int, per_row: int
 ) -> tuple[dict[str, Array], Any]:

@@ -9,8 +9,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from dsv4_jax.cli.options import CacheFormat, Dtype, Weights, check_positive, load_model
+from dsv4_jax.cli.options import (
+    CacheFormat,
+    Dtype,
+    MeshText,
+    Weights,
+    check_mesh_text,
+    check_positive,
+    load_model,
+)
 from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
+from dsv4_jax.parallel.mesh import make_mesh
 
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
@@ -41,7 +50,8 @@ class ServeCommand:
       api_key: what clients must send as Authorization: Bearer KEY. Default: the environment variable DSV4_JAX_API_KEY,
         which other users of the machine do not see.
       insecure: listen at any address without an API key.
-      mesh: spread the weights over this many devices.
+      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
+        the whole cache. Default: one device.
       model_name: what clients call the model. Default: the name of the checkpoint's folder.
       max_requests: requests that run at once; each has a slot in the cache.
       max_waiting: requests that wait for a slot at most; others get status 429.
@@ -63,7 +73,7 @@ class ServeCommand:
     port: int = 8000
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
     insecure: bool = False
-    mesh: int = 1
+    mesh: MeshText = None
     model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     max_requests: int = 16
     max_waiting: int = 256
@@ -109,7 +119,7 @@ class ServeCommand:
 
     def _check(self) -> str | None:
         """Checks the options; returns the API key."""
-        check_positive(mesh=self.mesh, max_requests=self.max_requests, token_budget=self.token_budget)
+        check_positive(max_requests=self.max_requests, token_budget=self.token_budget)
         if self.context is not None:
             check_positive(context=self.context)
         for name in ("max_waiting", "drafts"):
@@ -131,11 +141,8 @@ class ServeCommand:
         return api_key
 
     def _engine(self, checkpoint: Path, config: Any, options: Any) -> Any:
-        import jax
         import jax.numpy as jnp
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-        from dsv4_jax.checkpoint import shard_over
         from dsv4_jax.engine import Engine, PromptLookup
         from dsv4_jax.host import KVCacheManager, PrefixCache
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
@@ -144,8 +151,8 @@ class ServeCommand:
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        if self.mesh > jax.device_count():
-            raise ValueError(f"--mesh {self.mesh} needs so many devices, there are {jax.device_count()}")
+        sizes = check_mesh_text(self.mesh, config)
+        mesh = make_mesh(sizes) if sizes else None
         size = block_tokens(config)
         full = self.max_requests * -(-context // size)
         manager = KVCacheManager(
@@ -158,18 +165,12 @@ class ServeCommand:
             kv_format=self.cache_format,
             dtype=jnp.dtype(self.dtype),
             max_query_tokens=1 + self.drafts,
+            mesh=mesh,
         )
-        cache, sharding = manager.init_cache(), None
-        if self.mesh > 1:
-            devices = jax.devices()[: self.mesh]
-            mesh = jax.make_mesh((self.mesh,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices)
-            sharding = shard_over(mesh)
-            cache = jax.device_put(cache, NamedSharding(mesh, PartitionSpec()))
-        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, sharding=sharding)
+        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, mesh=mesh)
         return Engine(
             model,
             manager,
-            cache,
             token_budget=max(self.token_budget, self.max_requests * (1 + self.drafts)),
             drafter=PromptLookup() if self.drafts else None,
             prefix=PrefixCache(manager, key=options.model_name),

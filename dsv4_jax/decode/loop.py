@@ -10,6 +10,7 @@ from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, newest_tokens
+from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.decode.sampling import GREEDY, LogprobRows, Sampling, TopLogprobs
 from dsv4_jax.decode.step import Model, draw, last_tokens
 
@@ -17,6 +18,7 @@ from dsv4_jax.decode.step import Model, draw, last_tokens
 @functools.partial(
     jax.jit, donate_argnames="cache", static_argnames=("steps", "sampling", "stop_tokens", "drafts", "top_logprobs")
 )
+@on_mesh
 def decode_loop(
     model: Model,
     cache: KVCache,
@@ -65,7 +67,6 @@ def decode_loop(
         batch.token_ids[jnp.maximum(last, 0)], jnp.where(last >= 0, batch.positions[jnp.maximum(last, 0)], -1)
     )
     ahead = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
-    stops = jnp.asarray(stop_tokens, jnp.int32)
     asked = LogprobRows(top=top_logprobs) if top_logprobs else None
 
     def unfinished(carry: Any) -> Any:
@@ -90,7 +91,8 @@ def decode_loop(
         drawn = jax.tree.map(lambda x: x.reshape(*live.shape, *x.shape[1:]), drawn if asked else drawn[:1])
         tokens = drawn[0]
         kept = jnp.where(active, cache.lengths - newest.positions - 1, 0)
-        is_stop = jnp.any(tokens[:, :, None] == stops[None, None, :], axis=2)
+        # One by one: under shard_map XLA crashes on a reduction over an empty axis in a loop (jax 0.11.2).
+        is_stop = functools.reduce(jnp.logical_or, (tokens == stop for stop in stop_tokens), jnp.zeros_like(live))
         stopped = jnp.cumsum(is_stop, axis=1, dtype=jnp.int32) > is_stop.astype(jnp.int32)
         new = live & (ahead <= kept[:, None]) & ~stopped
         got = jnp.sum(new, axis=1, dtype=jnp.int32)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftingModel, check_drafts, draft, forward_for_drafts, newest_tokens
+from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.decode.sampling import LogprobRows, Sampling, SamplingRows, TopLogprobs, sample, top_logprobs
 from dsv4_jax.ops.views import run_bounds
 
@@ -26,6 +27,7 @@ class Model(Protocol):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
+@on_mesh
 def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T vocab"], KVCache]:
     """Runs the batch's tokens and returns logits after each of them.
 
@@ -42,6 +44,7 @@ def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
+@on_mesh
 def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """Runs the batch's tokens and returns, by slot, the logits after each request's last token.
 
@@ -59,6 +62,7 @@ def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
+@on_mesh
 def sample_step(
     model: Model,
     cache: KVCache,
@@ -94,6 +98,7 @@ def sample_step(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="drafts")
+@on_mesh
 def draft_step(
     model: DraftingModel,
     cache: KVCache,
@@ -131,6 +136,7 @@ def draft_step(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="k")
+@on_mesh
 def top_step(
     model: Model, cache: KVCache, batch: Batch, *, k: int
 ) -> tuple[Float[Array, "slots k"], Int[Array, "slots k"], KVCache]:

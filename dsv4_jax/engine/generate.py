@@ -119,7 +119,7 @@ def generate_on_device(
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
         sizes = dict(steps=max_new_tokens, drafts=drafts)
-        *found, _ = model.decode_loop(engine.cache, batch, jax.device_put(seeds), **sizes, **options)
+        *found, _ = model.decode_loop(engine.cache, batch, manager.requests.put(seeds), **sizes, **options)
         tokens, *accepted = jax.device_get(found)
         accepted = accepted[0] if drafts else np.where(tokens >= 0, 0, -1)
         rows = [(tokens[request.slot], accepted[request.slot]) for request in requests]

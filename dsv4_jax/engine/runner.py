@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
@@ -92,7 +91,7 @@ class StepRunner:
             known = np.full_like(rows, -1)
             known[: len(given)] = given
             args += (LogprobRows(known, np.bool_(top), self.max_logprobs),)
-        inputs = jax.device_put(args)
+        inputs = self._manager.requests.put(args)
         if self.drafts:
             tokens, logprobs, *found, drafts, cache = self._model.draft_step(cache, batch, *inputs, drafts=self.drafts)
         else:

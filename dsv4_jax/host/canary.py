@@ -15,7 +15,7 @@ from dsv4_jax.host.request_table import RequestTable
 
 def block_sums(table: RequestTable, cache: KVCache, blocks: list[int]) -> np.ndarray:
     """[layers, n] uint32 checksums of blocks."""
-    sums = [jax.device_get(checksum_blocks(cache, jax.device_put(ids))) for _, ids in table.block_chunks(blocks)]
+    sums = [jax.device_get(checksum_blocks(cache, table.put(ids))) for _, ids in table.block_chunks(blocks)]
     return np.concatenate(sums, axis=1)[:, : len(blocks)]
 
 

@@ -5,7 +5,6 @@ Both launch one program that donates the cache; the manager says what they promi
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
@@ -59,7 +58,7 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
         if copies:
             cache = _copy_request(table, cache, slot, {slot: state}, written[0], copies)
         else:
-            where = jax.device_put((np.int32(slot), np.int32(start), table.block_table_row(keep)))
+            where = table.put((np.int32(slot), np.int32(start), table.block_table_row(keep)))
             cache = write_request(cache, *where, snapshot)
         table.commit({slot: state})
     return start, cache
@@ -74,5 +73,5 @@ def _copy_request(table, cache, source, states, block, copies):
     for i, state in enumerate(states.values()):
         rows[i] = table.block_table_row(state.blocks)
     (length,) = {state.length for state in states.values()}
-    where = jax.device_put((np.int32(source), np.int32(block), np.int32(length), slots, blocks, rows))
+    where = table.put((np.int32(source), np.int32(block), np.int32(length), slots, blocks, rows))
     return copy_request(cache, *where)

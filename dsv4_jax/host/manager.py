@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.request_table import RequestState, RequestTable
+from dsv4_jax.parallel.mesh import check_cuts, check_mesh
 from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
 from dsv4_jax.summary import Summarised, Summary
@@ -44,6 +46,7 @@ class KVCacheManager(Summarised):
         kv_format: str | KVFormat = "v4",
         dtype=jnp.bfloat16,
         max_query_tokens: int = 1,
+        mesh: Mesh | None = None,
     ):
         """A manager without requests. Give either `memory` or `num_blocks`.
 
@@ -57,10 +60,16 @@ class KVCacheManager(Summarised):
           kv_format: what the cache's bytes mean: "v4", "per_entry", "plain" or a `KVFormat`.
           dtype: the model's dtype.
           max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
+          mesh: the devices that the cache lies on, with an axis "model": each holds all of it. For instance
+            `jax.make_mesh((4,), ("model",))`. `load_checkpoint` takes the same mesh. None = the default device.
 
         Raises:
-          TypeError, ValueError: both or none of `memory` and `num_blocks`, or sizes that make no cache.
+          TypeError, ValueError: both or none of `memory` and `num_blocks`, sizes that make no cache, or a mesh that
+            does not divide the model.
         """
+        if mesh is not None:
+            check_mesh(mesh)
+            check_cuts(config, mesh.shape)
         sizes = dict(
             max_requests=max_requests,
             max_context=max_context,
@@ -75,11 +84,16 @@ class KVCacheManager(Summarised):
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)
-        self.requests = RequestTable(self.schema)
+        self.requests = RequestTable(self.schema, mesh)
 
     def _summary(self) -> Summary:
         words = f"{len(self.slots)} requests", f"{self.free_blocks:,} free blocks", *self.schema.words()
         return Summary(words, self.requests.use())
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the cache lies on; None = the default device."""
+        return self.requests.mesh
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -114,7 +128,7 @@ class KVCacheManager(Summarised):
 
     def init_cache(self) -> KVCache:
         """An empty cache of this geometry, for a manager none of whose requests has run a step."""
-        return KVCache.zeros(self.schema)
+        return KVCache.zeros(self.schema, self.mesh)
 
     def check_cache(self, cache: KVCache) -> None:
         """Raises ValueError if a cache is not of this manager's geometry."""
@@ -253,7 +267,7 @@ class KVCacheManager(Summarised):
                 states[slot] = self._extended(state, len(new))
             arrays["new_blocks"][: len(new_blocks)] = np.reshape(new_blocks, (-1, 3))
             arrays["reset_slots"][: len(reset_slots)] = reset_slots
-            batch = Batch(**jax.device_put(arrays), prefill=prefill, schema=schema)
+            batch = Batch(**table.put(arrays), prefill=prefill, schema=schema)
             table.commit(states)
         return batch
 

@@ -50,11 +50,11 @@ def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = ""
     if not state.length:
         raise ValueError(f"slot {slot} holds no tokens yet: there is nothing to keep")
     check_blocks(table, cache, state.cached_blocks, f"slot {slot}")
-    where = jax.device_put(tuple(map(np.int32, (slot, state.length, state.min_length))))
+    where = table.put(tuple(map(np.int32, (slot, state.length, state.min_length))))
     rows = jax.device_get(read_request(cache, *where))
     blocks = state.blocks[: table.blocks_for(state.length)]
     chunks = [
-        jax.device_get(read_blocks(cache, *jax.device_put((ids, np.int32(first), np.int32(state.length)))))
+        jax.device_get(read_blocks(cache, *table.put((ids, np.int32(first), np.int32(state.length)))))
         for first, ids in table.block_chunks(blocks)
     ]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, : len(blocks)], *chunks)
@@ -111,9 +111,9 @@ def resume(
         chunks = []
         for first, ids in table.block_chunks(blocks):
             part = jax.tree.map(functools.partial(_slice, first=first, count=len(ids)), offloaded.blocks)
-            chunks.append(jax.device_put((ids, part)))
+            chunks.append(table.put((ids, part)))
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
-        where = jax.device_put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
+        where = table.put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
         # Everything is on the device; what follows only launches programs.
         for ids, part in chunks:
             cache = write_blocks(cache, ids, part)

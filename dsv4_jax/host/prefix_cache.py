@@ -148,7 +148,7 @@ class PrefixCache:
             self._table.allocator.share(blocks)
             if path:
                 where = (np.int32(slot), np.int32(hit), self._table.block_table_row(blocks))
-                cache = write_request(cache, *jax.device_put(where), path[-1].snapshot)
+                cache = write_request(cache, *self._table.put(where), path[-1].snapshot)
                 state = RequestState(hit, hit, blocks, published_blocks=len(blocks), is_new=False, cached_blocks=path)
             self._table.commit({slot: state})
         metrics = self._metrics
@@ -204,7 +204,7 @@ class PrefixCache:
         The bytes of the slot are overwritten: it must then be released.
         """
         row = self._table.block_table_row(self._table.state(slot).blocks)
-        where, zero, row = jax.device_put((np.int32(slot), np.int32(0), row))
+        where, zero, row = self._table.put((np.int32(slot), np.int32(0), row))
         return write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
@@ -301,7 +301,7 @@ class PrefixCache:
         node, *before = reversed(path)
         if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:
             self._drop_snapshot(min(self._snapshots, key=lambda node: node.last_used))
-        where = jax.device_put((np.int32(slot), np.int32(node.length)))
+        where = self._table.put((np.int32(slot), np.int32(node.length)))
         snapshot = read_request(cache, *where, where[1], boundary=True)
         sums = snapshot_sums(self.manager.schema, snapshot) if self.debug else None
         node.snapshot, node.snapshot_sums = snapshot, sums

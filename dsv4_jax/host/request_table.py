@@ -1,4 +1,4 @@
-"""Which request holds which slot and blocks. Plain Python; no arrays on the device."""
+"""Which request holds which slot and blocks. Plain Python; keeps no arrays."""
 
 import contextlib
 import dataclasses
@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
+from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.summary import Share
 
 
@@ -63,14 +66,15 @@ class RequestTable:
 
     Attributes:
       schema: geometry of the cache.
+      mesh: the devices that the cache lies on; None = the default device.
       allocator: owner of the blocks.
       evictor: holds blocks besides the requests and gives some up before a request is refused; None = there is none.
       states: the state of each admitted request by slot.
     """
 
-    def __init__(self, schema: CacheSchema):
+    def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
         """A table without requests."""
-        self.schema = schema
+        self.schema, self.mesh = schema, mesh
         self.allocator = BlockAllocator(schema.num_blocks)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}
@@ -98,6 +102,14 @@ class RequestTable:
         """Forgets requests, inside a `transaction` that releases their blocks."""
         slots = set(slots)
         self.states = {slot: state for slot, state in self.states.items() if slot not in slots}
+
+    def put(self, tree: Any) -> Any:
+        """Arrays of the host on the devices of the cache, all of them on each, in one explicit transfer."""
+        where = None if self.mesh is None else named_sharding((), self.mesh)
+        if where is None or where.is_fully_addressable:
+            return jax.device_put(tree, where)
+        # Of several processes each brings what its devices get: `device_put` would compare all of it first.
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(where, x, np.shape(x)), tree)
 
     @contextlib.contextmanager
     def transaction(self, num_blocks: int = 0) -> Iterator[list[int]]:

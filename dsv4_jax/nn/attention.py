@@ -16,7 +16,7 @@ from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery
 from dsv4_jax.nn.layers import GroupedLinear, Linear, RMSNorm, normal
 from dsv4_jax.nn.projections import Projections
-from dsv4_jax.ops import apply_rope, norm_rope
+from dsv4_jax.ops import all_reduce, apply_rope, norm_rope
 
 
 class Attention(nnx.Module):
@@ -41,12 +41,14 @@ class Attention(nnx.Module):
         width = config.num_attention_heads * config.head_dim
         self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, **options)
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps, rngs=rngs)
-        self.q_b_proj = Linear(config.q_lora_rank, width, **options)
+        self.q_b_proj = Linear(config.q_lora_rank, width, axes=("heads",), **options)
         self.kv_proj = Linear(config.hidden_size, config.head_dim, **options)
         self.kv_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, rngs=rngs)
         self.o_a_proj = GroupedLinear(config.o_groups, width // config.o_groups, config.o_lora_rank, **options)
-        self.o_b_proj = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, **options)
-        self.sinks = normal(rngs, (config.num_attention_heads,), std=0.5)
+        self.o_b_proj = Linear(
+            config.o_groups * config.o_lora_rank, config.hidden_size, axes=(None, "groups"), **options
+        )
+        self.sinks = normal(rngs, (config.num_attention_heads,), std=0.5, axes=("heads",))
         indexer = None
         if spec.owner and spec.key_compressor:
             indexer = (CSAIndexer if spec.selects else Compressor)(config, layer, config.index_head_dim, **options)
@@ -82,7 +84,7 @@ class Attention(nnx.Module):
 
         of_x = self.input_projections(self, x)
         of_latent = self.latent_projections(self, self.q_a_norm(of_x["q_a_proj"]))
-        q = of_latent["q_b_proj"].reshape(-1, config.num_attention_heads, config.head_dim)
+        q = of_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
         q, kv = norm_rope(q, of_x["kv_proj"], self.kv_norm.weight[...], positions, inv_freq, eps=config.rms_norm_eps)
         handle = handle.write_swa(kv)
 
@@ -102,8 +104,9 @@ class Attention(nnx.Module):
 
         # Values carry their own RoPE; turning back at the query's position leaves the relative one.
         out = apply_rope(out, positions, inv_freq, inverse=True)
-        y = self.o_b_proj(self.o_a_proj(out.reshape(out.shape[0], config.o_groups, -1)))
-        return y, carry, handle.cache
+        heads_a_group = config.num_attention_heads // config.o_groups
+        y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1, heads_a_group * config.head_dim)))
+        return all_reduce(y), carry, handle.cache
 
     def write_window(self, x: Float[Array, "T D"], handle: CacheHandle) -> Any:
         """The cache after `__call__` in a layer without entries, for callers that do not need what it returns."""

@@ -1,6 +1,7 @@
 """The small parametrised pieces: linear maps, RMS norm, embedding."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,30 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops import linear
+from dsv4_jax.ops import all_reduce, linear, model_index
 from dsv4_jax.ops.linear import Part
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import StoredWeight, round_to
 
 
+Axes = tuple[str | None, ...]
+
+
 def normal(
-    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, *, mean: float = 0.0, std: float = 0.02
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dtype: DTypeLike = jnp.float32,
+    *,
+    mean: float = 0.0,
+    std: float = 0.02,
+    axes: Axes = (),
 ) -> nnx.Param:
-    """A parameter of the given shape and dtype, drawn from a normal distribution."""
-    return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype))
+    """A parameter of the given shape and dtype, drawn from a normal distribution.
+
+    `axes` names its logical axes, which `parallel.axis_rules` cuts over a mesh; what has no name is copied.
+    """
+    metadata: dict[str, Any] = dict(axes=axes) if axes else {}
+    return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype), **metadata)
 
 
 def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array, "... m"]:
@@ -57,10 +71,17 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, param_dtype: DTypeLike, rounded: bool = True, rngs: nnx.Rngs
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        param_dtype: DTypeLike,
+        rounded: bool = True,
+        axes: Axes = (),
+        rngs: nnx.Rngs,
     ):
         self.rounded = rounded
-        self.weight = normal(rngs, (out_features, in_features), param_dtype)
+        self.weight = normal(rngs, (out_features, in_features), param_dtype, axes=axes)
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
         """[..., in_features] to [..., out_features] in the same dtype, or float32."""
@@ -76,7 +97,7 @@ class GroupedLinear(nnx.Module):
     """
 
     def __init__(self, groups: int, in_features: int, out_features: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (groups * out_features, in_features), param_dtype)
+        self.weight = normal(rngs, (groups * out_features, in_features), param_dtype, axes=("groups",))
 
     def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
         """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
@@ -109,8 +130,11 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, vocab: int, features: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (vocab, features), param_dtype)
+        self.weight = normal(rngs, (vocab, features), param_dtype, axes=("vocab",))
 
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T n"]:
-        """[T] int32 to [T, features]; padding ids (-1) get some row of the table, never NaN."""
-        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        """[T] int32 to [T, features]; zeros for padding ids (-1)."""
+        rows = self.weight[...]
+        local = token_ids - model_index() * rows.shape[0]
+        here = (local >= 0) & (local < rows.shape[0])
+        return all_reduce(jnp.where(here[:, None], jnp.take(rows, local, axis=0, mode="clip"), 0))

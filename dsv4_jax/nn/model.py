@@ -16,6 +16,7 @@ from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm, matmul
 from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
 
@@ -100,7 +101,9 @@ class DeepseekV4ForCausalLM(nnx.Module):
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.model = DeepseekV4Model(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, param_dtype=param_dtype, rngs=rngs)
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, param_dtype=param_dtype, axes=("vocab",), rngs=rngs
+        )
         draft_layers = range(config.num_hidden_layers, len(config.layers))
         self.mtp = nnx.List([MTPBlock(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
         if joined:
@@ -165,4 +168,4 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """[..., hidden] of `__call__`, all tokens or only those that matter, to [..., vocab] float32 logits."""
-        return matmul(hidden, self.lm_head.weight[...])
+        return all_gather(matmul(hidden, self.lm_head.weight[...]))

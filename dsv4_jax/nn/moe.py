@@ -94,9 +94,9 @@ class MLP(nnx.Module):
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.limit = config.swiglu_limit
         hidden, inner = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
-        self.gate_proj = Linear(hidden, inner, param_dtype=param_dtype, rngs=rngs)
-        self.up_proj = Linear(hidden, inner, param_dtype=param_dtype, rngs=rngs)
-        self.down_proj = Linear(inner, hidden, param_dtype=param_dtype, rngs=rngs)
+        self.gate_proj = Linear(hidden, inner, param_dtype=param_dtype, axes=("inner",), rngs=rngs)
+        self.up_proj = Linear(hidden, inner, param_dtype=param_dtype, axes=("inner",), rngs=rngs)
+        self.down_proj = Linear(inner, hidden, param_dtype=param_dtype, axes=(None, "inner"), rngs=rngs)
         self.input_projections = Projections("gate_proj", "up_proj")
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -110,15 +110,16 @@ class Experts(nnx.Module):
     """All routed experts' weights, and their sum for each token.
 
     Attributes:
-      gate_up_proj: [E, 2 * I, hidden] in `param_dtype`, the gate's rows first.
+      gate_up_proj: [E, 2, I, hidden] in `param_dtype`, the gate first.
       down_proj: [E, hidden, I] in `param_dtype`.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.limit = config.swiglu_limit
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = normal(rngs, (experts, 2 * inner, hidden), param_dtype)
-        self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype)
+        axes = "experts", None, "inner"
+        self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
+        self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
     def __call__(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
@@ -134,6 +135,7 @@ class Experts(nnx.Module):
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
+        gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
         return ops.experts(x, experts, weights, gate_up, down, limit=self.limit)
 
 
@@ -155,4 +157,4 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
         routed = self.experts(x, *self.gate(x, token_ids))
-        return round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype)
+        return ops.all_reduce(round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype))

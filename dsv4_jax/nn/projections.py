@@ -20,11 +20,13 @@ class JoinedLinear(nnx.Module):
     Attributes:
       weight: [all rows, in_features], the maps' matrices one below the other.
       parts: (path, rows, `Linear.rounded`) of each map (static).
+      cut: whether a mesh would cut one of them (static).
     """
 
     def __init__(self, maps: dict[str, Linear]):
         """Copies the matrices of `maps`, by path; they have one dtype, or all are in FP8."""
         self.parts = tuple((path, linear.weight.shape[0], linear.rounded) for path, linear in maps.items())
+        self.cut = any(linear.weight.get_metadata().get("axes") for linear in maps.values())
         # Of quantised matrices, codes and scales.
         matrices = [linear.weight.get_value() for linear in maps.values()]
         self.weight = nnx.Param(jax.tree.map(lambda *rows: jnp.concatenate(rows), *matrices))

@@ -9,7 +9,7 @@ from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.common.layouts import quantised
-from pallas_kernels.sparse_attention import Paged, sparse_attention as kernel
+from pallas_kernels.sparse_attention import HEADS, Paged, sparse_attention as kernel
 
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
@@ -42,11 +42,11 @@ def sparse_attention(
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries of
-        a multiple of 64 heads, rows of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64
-        tokens. It adds in another order than "xla", which depends on T and K (or the block table's width), never on
-        other tokens, and rounds weights before they are divided by their final maximum: results differ by about one
-        part in 2 ** 8.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries, rows
+        of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64 tokens; it computes a multiple
+        of 64 heads. It adds in another order than "xla", which depends on T and K (or the block table's width), never
+        on other tokens, and rounds weights before they are divided by their final maximum: results differ by about
+        one part in 2 ** 8.
 
     Returns:
       [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
@@ -93,6 +93,9 @@ def _attend_dense(q, kv, valid, sinks):
 
 
 def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, *, interpret):
+    # A block of the kernel has 64 heads, of which a device that shares a layer with others may have fewer.
+    heads, missing = q.shape[1], -q.shape[1] % HEADS
+    q, sinks = jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
     layout = quantised(window.layout)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
@@ -108,7 +111,7 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
             compressed.compress_rate,
             quantised(compressed.layout),
         )
-    return kernel(
+    out = kernel(
         q,
         sinks,
         slots,
@@ -121,6 +124,7 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         layout=layout,
         interpret=interpret,
     )
+    return out[:, :heads]
 
 
 def _windows_in_a_row(view, new_kv, slots, positions):

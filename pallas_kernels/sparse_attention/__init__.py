@@ -1,4 +1,4 @@
 """Sparse attention on quantised rows."""
 
 from pallas_kernels.sparse_attention.row_addresses import Paged
-from pallas_kernels.sparse_attention.sparse_attention import sparse_attention
+from pallas_kernels.sparse_attention.sparse_attention import HEADS, sparse_attention

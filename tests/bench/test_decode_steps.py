@@ -17,6 +17,7 @@ from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.bench.step_tables import Columns
 from dsv4_jax.config import HCA, SLIDING, DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import kv_format
 
 
@@ -38,6 +39,33 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     # 256 more tokens for two requests: 64 indexer keys of 34 bytes, as many entries of 200, and 2 of the HCA layer.
     assert rows[1]["floor_bytes"] - rows[0]["floor_bytes"] == 2 * (64 * 34 + 64 * 200 + 2 * 200)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_mesh_halves_what_a_device_reads(run, tmp_path):
+    """Two devices: half of the heads' maps each, and the whole cache."""
+    floors = []
+    for options in ([], ["--mesh", "model=2"]):
+        file = tmp_path / f"{len(options)}.json"
+        run("bench", "step", "--batches", 1, "--contexts", 256, "--layers", 1, "--json", file, *options)
+        report = json.loads(file.read_text())
+        floors.append(report["results"][0]["floor_bytes"])
+    assert report["mesh"] == {"model": 2}
+    # Queries 640 x 128, groups 2 * 128 x 320 and output 256 x 256 in bfloat16, and four float32 sinks.
+    assert floors[0] - floors[1] == (640 * 128 + 256 * 320 + 256 * 256) * 2 // 2 + 4 * 4 // 2
+
+
+def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
+    config = dataclasses.replace(
+        DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=DSV4Config.v4_flash().layer_types[:3],
+        mlp_layer_types=("moe",) * 3, compress_rate_hca=0,
+    )  # fmt: skip
+    whole, part = (tree_bytes(nnx.state(abstract_stack(config, mesh))) for mesh in (None, make_mesh({"model": 8})))
+    assert 0.125 < part / whole < 0.15  # experts are nearly all
+    with pytest.raises(
+        ValueError, match="stored as FP8: the mesh {'model': 2} would cut its 128 columns into parts of 64"
+    ):
+        abstract_stack(read_config(packaged_checkpoint()), make_mesh({"model": 2}))
 
 
 def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
@@ -62,6 +90,11 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
     [
         (["append", "--plot", "x.png"], "--plot draws step, layer, model, serve: dsv4-jax bench step --plot x.png"),
         (["layer", "--layers", "2"], "--layers 2 is not for layer, which measures layers of one kind at a time"),
+        (
+            ["append", "--mesh", "model=2"],
+            "--mesh is for step, model and serve: dsv4-jax bench step --mesh model=2",
+        ),
+        (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
         (["step", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
@@ -138,7 +171,7 @@ def test_a_layers_share_of_a_step_is_printed():
 def test_as_many_layers_as_fit(monkeypatch):
     config, options = DSV4Config.v4_flash(), StepOptions((1, 128), (4096, 65536), 0, None, whole=True)
     found, stack = {}, abstract_stack(config)
-    monkeypatch.setattr(decode_steps, "abstract_stack", lambda _: stack)
+    monkeypatch.setattr(decode_steps, "abstract_stack", lambda *_: stack)
     for memory in (80, 141, 192, 1000):
         device = unittest.mock.Mock(memory_stats=lambda: dict(bytes_limit=int(0.95 * memory * 1e9)))  # noqa: B023
         monkeypatch.setattr(jax, "devices", lambda: [device])  # noqa: B023

@@ -11,7 +11,7 @@ from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.cli.options import load_model
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA, TINY
+from tests.paths import DATA, PACKAGED, TINY
 
 
 IDS = ["--checkpoint", TINY, "--max-new-tokens", "32"]
@@ -35,6 +35,34 @@ def test_chunks_of_a_prompt_do_not_change_the_text(run, layer_of_each_kind):
         options = ["--checkpoint", layer_of_each_kind, "--max-new-tokens", "40", "--ignore-eos", "--chunk", chunk]
         texts.append(json.loads(run("generate", "--prompt", text, *options, "--json"))["text"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["model=2"])
+def test_a_mesh_writes_the_same_text(run, tmp_path, mesh):
+    options = ["--dtype", "float32", "--max-new-tokens", "40", "--json"]
+    alone = json.loads(run("generate", *options))
+    for more in ([], ["--on-device-loop"]):
+        assert json.loads(run("generate", *options, "--mesh", mesh, *more))["tokens"] == alone["tokens"]
+    np.save(tmp_path / "ids.npy", [[256, *alone["tokens"]]])
+    scores = []
+    for more in ([], ["--mesh", mesh]):
+        files = ["--checkpoint", PACKAGED, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "out.npz"]
+        run("score", *files, "--dtype", "float32", *more)
+        scores.append(np.load(tmp_path / "out.npz")["log_likelihoods"])
+    # float32 sums in other orders, and now and then the next FP8 code of a value.
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("4", "mesh '4' must be AXIS=DEVICES with axes of model, such as model=4"),
+        ("model=4", "mesh axis model=4 does not divide o_groups=2, vocab_size=258; this model can be cut in 1, 2"),
+    ],
+)
+def test_meshes_that_cannot_be(refused, mesh, message):
+    assert message in " ".join(refused("generate", "--mesh", mesh).split())
 
 
 def test_streams_then_reports(run):

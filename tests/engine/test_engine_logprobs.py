@@ -6,11 +6,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax.decode import CompiledModel, Sampling, decode_loop
 from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
 from dsv4_jax.host import PrefixCache
+from dsv4_jax.parallel.mesh import make_mesh
 from tests.decode.bigram import MODEL, DraftingBigram, check
 from tests.host.managers import BLOCK, CONFIG, ids, make
 
@@ -174,11 +175,11 @@ def test_the_engine_says_which_requests_a_step_ran(monkeypatch):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_new_cache_lies_where_the_lost_one_did(monkeypatch, devices):
     """A step that raises after its launch has taken the cache with it. The new one is the same programs' argument."""
-    manager, model, cache = make(), MODEL, None
+    manager, model = make(), MODEL
     if devices == 2:
-        mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        model, cache = jax.device_put((MODEL, manager.init_cache()), NamedSharding(mesh, PartitionSpec()))
-    engine = engine_of(manager, model=model, cache=cache)
+        mesh = make_mesh({"model": 2})
+        manager, model = make(mesh=mesh), jax.device_put(MODEL, NamedSharding(mesh, PartitionSpec()))
+    engine = engine_of(manager, model=model)
     request = engine.add(LONG, max_new_tokens=8)
     engine.warm_up()
     before, programs = jax.tree.leaves(engine.cache), engine.metrics.compilations

@@ -78,7 +78,7 @@ def test_moe_block(config, draw, tokens, limit):
     layer = config.mlp_layer_types.index("moe")
     moe = MoE(dataclasses.replace(config, swiglu_limit=limit), layer, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     moe.experts, moe.shared_experts = spread(moe.experts, 10.0), spread(moe.shared_experts, 10.0)
-    x, inner = draw(tokens, config.hidden_size), config.moe_intermediate_size
+    x = draw(tokens, config.hidden_size)
     y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
     experts, weights = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
     gate_up, down, shared = f64(moe.experts.gate_up_proj), f64(moe.experts.down_proj), moe.shared_experts
@@ -87,7 +87,7 @@ def test_moe_block(config, draw, tokens, limit):
         want = expert(f64(x[t]), *(f64(p.weight) for p in (shared.gate_proj, shared.up_proj, shared.down_proj)), limit)
         for e, w in zip(experts[t], weights[t], strict=True):
             reached |= np.abs(gate_up[e] @ x[t]).max() > limit
-            want = want + float(w) * expert(f64(x[t]), gate_up[e, :inner], gate_up[e, inner:], down[e], limit)
+            want = want + float(w) * expert(f64(x[t]), *gate_up[e], down[e], limit)
         np.testing.assert_allclose(f64(y[t]), want, rtol=2e-5, atol=1e-4)
     assert reached == (limit == 0.5)
 

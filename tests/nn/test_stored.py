@@ -67,7 +67,7 @@ def test_experts_give_the_same_bits(config, tokens):
     x = jax.random.normal(jax.random.key(1), (tokens, hidden), jnp.bfloat16)
     experts = jax.random.randint(jax.random.key(2), (tokens, 2), 0, number, jnp.int32)
     weights = jnp.ones((tokens, 2))
-    up, down = random_weight("FP4", (number, 2 * inner, hidden)), random_weight("FP4", (number, hidden, inner))
+    up, down = random_weight("FP4", (number, 2, inner, hidden)), random_weight("FP4", (number, hidden, inner))
     results = []
     for part in (1, 0):
         layer.gate_up_proj, layer.down_proj = (
@@ -84,7 +84,7 @@ def test_few_tokens_dequantise_their_experts_only(config):
     scratch = []
     for number in (8, 64):
         layer = nnx.eval_shape(lambda: Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        layer.gate_up_proj = nnx.Param(random_weight("FP4", (number, 2 * inner, hidden))[0])
+        layer.gate_up_proj = nnx.Param(random_weight("FP4", (number, 2, inner, hidden))[0])
         layer.down_proj = nnx.Param(random_weight("FP4", (number, hidden, inner))[0])
         x, experts, weights = jnp.zeros((2, hidden), jnp.bfloat16), jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 2))
         compiled = jax.jit(lambda layer, *args: layer(*args)).lower(layer, x, experts, weights).compile()

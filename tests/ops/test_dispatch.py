@@ -233,7 +233,7 @@ def in_every_form(x):
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_arrays_of_one_of_two_devices_keep_their_kernel(with_gpu, device):
-    assert jax.device_count() == 2
+    assert jax.device_count() > device
     x = jax.device_put(jnp.zeros((4, 2)), jax.devices()[device])
     assert set(map(float, in_every_form(x).values())) == {8.0}
     alone = jax.make_mesh((1,), ("data",), devices=jax.devices()[device : device + 1])

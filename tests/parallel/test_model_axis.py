@@ -1,0 +1,225 @@
+"""A model that is cut over the "model" axis makes the tokens and the cache that it makes on one device."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from dsv4_jax.bench.attention_stack import stack_step
+from dsv4_jax.bench.model_stack import abstract_stack
+from dsv4_jax.cache import KVCache
+from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.decode import CompiledModel, forward
+from dsv4_jax.engine import Engine
+from dsv4_jax.host import KVCacheManager, PrefixCache
+from dsv4_jax.nn import join_projections, shardings
+from dsv4_jax.ops import all_gather, all_reduce, model_index, use_implementation
+from dsv4_jax.ops.dispatch import REQUIRE_KERNELS
+from dsv4_jax.parallel.mesh import check_cuts, check_mesh, make_mesh, parse_mesh
+from tests.decode.bigram import MODEL as BIGRAM
+from tests.host.managers import make, random_cache
+from tests.ops.pools import same_bytes
+from tests.parallel.conftest import run_engine
+from tests.paths import PACKAGED
+
+
+def on_mesh(model, devices):
+    mesh = make_mesh({"model": devices})
+    return jax.device_put(model, shardings(model, mesh)), mesh
+
+
+@pytest.mark.parametrize("devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
+def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
+    cut, mesh = on_mesh(model, devices)
+    layer = cut.model.layers[1]
+    parts = {
+        name: parameter.get_value().addressable_shards[0].data.shape
+        for name, parameter in dict(
+            queries=layer.self_attn.q_b_proj.weight,
+            o_a=layer.self_attn.o_a_proj.weight,
+            o_b=layer.self_attn.o_b_proj.weight,
+            sinks=layer.self_attn.sinks,
+            gate_up=layer.mlp.experts.gate_up_proj,
+            down=layer.mlp.experts.down_proj,
+            shared=layer.mlp.shared_experts.up_proj.weight,
+            embedding=cut.model.embed_tokens.weight,
+            keys=layer.self_attn.kv_proj.weight,
+        ).items()
+    }
+    n = devices
+    assert parts == dict(
+        queries=(768 // n, 24),
+        o_a=(128 // n, 96),
+        o_b=(64, 128 // n),
+        sinks=(8 // n,),
+        gate_up=(8, 2, 32 // n, 64),
+        down=(8, 64, 32 // n),
+        shared=(32 // n, 64),
+        embedding=(160 // n, 64),
+        keys=(96, 64),
+    )
+    tokens, cache, programs = run_engine(cut, model.config, mesh)
+    assert (tokens, programs) == (alone[0], 1)
+    assert all(x.sharding.is_fully_replicated and len(x.devices()) == devices for x in jax.tree.leaves(cache))
+    for x in jax.tree.leaves(cache):
+        first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+        assert all(first.tobytes() == other.tobytes() for other in others)
+    one = jax.tree.map(np.asarray, alone[1])
+    same_bytes((cache.lengths, cache.block_table), (one.lengths, one.block_table))
+    # Nothing but the embedding is summed over devices before the first layer's rows, and of its terms one is not zero.
+    same_bytes(jax.tree.map(lambda x: np.asarray(x)[0], cache.swa), jax.tree.map(lambda x: x[0], one.swa))
+    for name, group in one.groups.items():
+        # float32 sums in other orders are 1e-6 apart. Where that takes a value of a row that is read again to the next
+        # FP8 code, that value, one of 96 in one of 8 rows and more, changes by a sixteenth.
+        np.testing.assert_allclose(cache.groups[name].state.kv, group.state.kv, rtol=0, atol=1e-3)
+        different = np.asarray(cache.groups[name].entries.nope) != group.entries.nope
+        assert np.mean(different) < 0.01
+
+
+def test_a_reduction_is_rounded_once_and_equal_everywhere():
+    mesh = make_mesh({"model": 8})
+    x = np.random.default_rng(0).normal(size=(8, 3, 64)).astype(jnp.bfloat16)
+
+    def local(x):
+        total = all_reduce(x[0])
+        return total[None], all_gather(x[0]), jnp.full((1,), model_index())
+
+    specs = jax.P("model"), jax.P(), jax.P("model")
+    parts = jax.device_put(x, jax.NamedSharding(mesh, specs[0]))
+    total, joined, index = jax.shard_map(local, mesh=mesh, out_specs=specs, check_vma=False)(parts)
+    total = np.asarray(total)
+    assert all(part.tobytes() == total[0].tobytes() for part in total)
+    # bfloat16 of a float32 sum in any order: next to that of the float64 sum, where that lies between two.
+    want = x.astype(np.float64).sum(axis=0)
+    np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=2**-8, atol=1e-6)
+    assert np.mean(total[0] == want.astype(jnp.bfloat16)) > 0.99
+    np.testing.assert_array_equal(joined, np.concatenate(x, axis=1))
+    np.testing.assert_array_equal(index, np.arange(8))
+
+
+def test_without_a_mesh_nothing_is_added():
+    jaxpr = jax.make_jaxpr(lambda x: all_gather(all_reduce(x)) + model_index())(jnp.ones(3))
+    assert [str(eqn.primitive) for eqn in jaxpr.eqns] == ["add"]
+
+
+def test_a_step_takes_no_transfers_and_keeps_the_cache_in_place():
+    mesh = make_mesh({"model": 2})
+    manager, model = make(mesh=mesh), jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+    cache, slot = manager.init_cache(), manager.admit()
+    for _ in range(2):
+        batch, old = manager.prepare_forward({slot: [3]}), cache
+        with jax.transfer_guard("disallow"):
+            logits, cache = forward(model, cache, batch)
+        np.testing.assert_array_equal(logits[0], BIGRAM.table[3])
+        assert all(x.is_deleted() for x in jax.tree.leaves(old))
+        assert jax.tree.map(lambda x: x.sharding, cache) == cache.shardings(mesh)
+
+
+def test_model_and_cache_must_lie_on_one_mesh():
+    mesh = make_mesh({"model": 2})
+    one, two = make(), make(mesh=mesh)
+    placed = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+    for model, manager, lies in (
+        (BIGRAM, two, r"no mesh .* a mesh of {'model': 2}"),
+        (placed, one, "{'model': 2} and"),
+    ):
+        cache, slot = manager.init_cache(), manager.admit()
+        with pytest.raises(ValueError, match=f"{lies}.*give load_checkpoint and KVCacheManager the same mesh"):
+            forward(model, cache, manager.prepare_forward({slot: [3]}))
+        assert not cache.lengths.is_deleted()
+
+
+def test_joined_maps_are_not_cut(model):
+    with pytest.raises(ValueError, match=r"model\.layers\.0.*joins maps that a mesh cuts: place the model first"):
+        on_mesh(join_projections(model), 2)
+
+
+def test_sizes_that_a_mesh_does_not_divide():
+    config = DSV4Config.from_hf(PACKAGED)
+    check_cuts(config, {"model": 2})
+    with pytest.raises(ValueError, match=r"model=4 does not divide o_groups=2, vocab_size=258; .* cut in 1, 2$"):
+        check_cuts(config, {"model": 4})
+    with pytest.raises(ValueError, match="model=8 does not divide num_attention_heads=4"):
+        KVCacheManager(config, num_blocks=4, max_context=128, mesh=make_mesh({"model": 8}))
+    check_cuts(DSV4Config.v4_flash(), {"model": 8})
+
+
+@pytest.mark.parametrize("text", ["", "4", "model", "model=0", "model=x", "model=2,model=2", "heads=2", "model=-1"])
+def test_what_is_no_mesh(text):
+    with pytest.raises(ValueError, match=re.escape(f"mesh {text!r} must be AXIS=DEVICES")):
+        parse_mesh(text)
+
+
+def test_meshes_of_devices_that_are_not_there():
+    assert parse_mesh(" model = 4 ") == {"model": 4}
+    assert dict(make_mesh({"model": 4}).shape) == {"model": 4}
+    with pytest.raises(ValueError, match=r"mesh model=99 needs 99 devices, there are \d+ \(cpu\)"):
+        make_mesh({"model": 99})
+    with pytest.raises(ValueError, match=r"axes \['tensor'\]; known: model"):
+        check_mesh(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
+    auto = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"must be Explicit: make it with jax\.make_mesh\(\(2,\), \('model',\)\)"):
+        check_mesh(auto)
+
+
+def test_programs_are_those_of_one_device_where_there_is_no_mesh():
+    manager = make()
+    cache, slot = manager.init_cache(), manager.admit()
+    jaxpr = str(forward.trace(BIGRAM, cache, manager.prepare_forward({slot: [3]})).jaxpr)
+    assert "shard_map" not in jaxpr
+
+
+@pytest.mark.slow
+def test_requests_move_within_a_mesh_as_on_one_device():
+    """Preempted, resumed, forked and found in a prefix cache: the same tokens, and the same bytes on all devices."""
+    tokens, caches = [], []
+    for mesh in (None, make_mesh({"model": 2})):
+        manager = make(num_blocks=8, mesh=mesh)
+        model, cache = BIGRAM, random_cache(make(num_blocks=8))
+        if mesh is not None:
+            model = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+            cache = jax.device_put(cache, cache.shardings(mesh))
+        engine = Engine(model, manager, cache, token_budget=24, prefix=PrefixCache(manager, key="bigram"))
+        requests = [engine.add(range(n, 2 * n), max_new_tokens=30, priority=n % 2) for n in (40, 33, 40, 17, 30)]
+        for _ in range(12):
+            engine.step()
+        requests += engine.fork(engine.running[0], [1])
+        while engine.busy:
+            engine.step()
+        assert engine.metrics.preemptions and engine.metrics.prefix.hit_tokens
+        tokens.append([request.generated for request in requests])
+        caches.append(engine.cache)
+    assert tokens[0] == tokens[1]
+    same_bytes(*(jax.tree.map(np.asarray, cache) for cache in caches))
+
+
+def test_a_step_has_two_reductions_a_layer(model):
+    mesh = make_mesh({"model": 4})
+    abstract = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model, shardings(model, mesh)
+    )
+    manager = KVCacheManager(
+        model.config, num_blocks=4, max_requests=2, max_context=64, block_tokens=16, dtype=jnp.float32, mesh=mesh
+    )
+    batch = manager.prepare_forward({manager.admit(): [1]})
+    text = str(forward.trace(abstract, KVCache.abstract(manager.schema, mesh), batch).jaxpr)
+    # And one of the embedding; the head's parts are gathered.
+    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 1, 1)
+
+
+def test_four_devices_take_every_kernel(monkeypatch):
+    """The parts of V4-Flash's layers that four devices get are of shapes that kernels take."""
+    mesh, flash = make_mesh({"model": 4}), DSV4Config.v4_flash()
+    config = dataclasses.replace(
+        flash, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
+    )
+    manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=1024, mesh=mesh)
+    args = KVCache.abstract(manager.schema, mesh), manager.prepare_forward({manager.admit(): [1]})
+    x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
+    monkeypatch.setenv(REQUIRE_KERNELS, "1")
+    with use_implementation("mosaic_gpu"):
+        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, requests=8, drafts=0)
