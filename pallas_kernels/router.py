@@ -1,7 +1,6 @@
 """Which experts a token goes to, for few tokens: products with a slice of channels, then scores and selection."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,18 +11,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops, vectors
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.mlir_helpers import THREADS, WARP
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.support import traced_once
-from pallas_kernels.common.thread_ops import U32, fma
+from pallas_kernels.common.thread_ops import U32
 
 
-MOST_TOKENS = 64
+MOST_TOKENS = 256
 CHANNELS = 4 * WARP  # of a slice
+STEP = 16  # channels of `mma`
 ROWS = 8  # experts of a warp
-TOKENS = WARP // ROWS  # at a time: a warp adds up as many sums as it has lanes
+TOKENS = 32  # of a tile
 EXPERTS = ROWS * THREADS // WARP  # of a block
 ADDERS = 4  # warpgroups that add slices up
 
@@ -43,7 +43,7 @@ def router(
     """Scores `sqrt(softplus(x @ weight.T))`, and the experts that they or a table select.
 
     Args:
-      x: [T, D] bfloat16, T up to 64, D a multiple of 512.
+      x: [T, D] bfloat16, T up to 256, D a multiple of 512.
       weight: [E, D] float32, E a multiple of 128 up to 1024.
       bias: [E] float32: the `chosen` best of score + bias are selected, of equals the first. Or None, with
       table: [V, chosen] int32, the experts of each token id, and
@@ -78,11 +78,11 @@ def router(
     )
     slices = depth // CHANNELS
     products = kernel(
-        lambda x, weight, out: add_products(lax.axis_index("slice"), lax.axis_index("rows"), x, weight, out),
+        lambda *arrays: add_products(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
         out_type=jax.ShapeDtypeStruct((slices, tokens, experts), jnp.float32),
         kernel_name="router_products",
-        grid=(slices, experts // EXPERTS),
-        grid_names=("slice", "rows"),
+        grid=(slices, experts // EXPERTS, -(-tokens // TOKENS)),
+        grid_names=("slice", "rows", "tile"),
         interpret=interpret,
     )
     given = (table, token_ids) if bias is None else (bias,)
@@ -106,66 +106,52 @@ def router(
 
 
 @primitive
-def add_products(part: jax.Array, group: jax.Array, x, weight, out) -> None:
-    """Writes `out[part, t, e]`, sums over a slice of channels, of all tokens and a group of experts.
+def add_products(part: jax.Array, group: jax.Array, tile: jax.Array, x, weight, out) -> None:
+    """Writes `out[part, t, e]`, sums over a slice of channels, of a group of experts and a tile of tokens.
 
-    A thread has 4 channels of 8 experts in registers; `out`: [slices, T, E] float32.
+    A warp has 8 experts, a lane 32 channels of one of them, as sums of three bfloat16; `out`: [slices, T, E] float32.
     """
+    # All tiles: their tokens are few.
     columns, rows = pl.ds(part * CHANNELS, CHANNELS), pl.ds(group * EXPERTS, EXPERTS)
     out[part, :, rows] = jnp.dot(x[:, columns].astype(jnp.float32), weight[rows, columns].T, precision="highest")
 
 
 @add_products.mosaic
-def _(part, group, x, weight, out):
+def _(part, group, tile, x, weight, out):
     (tokens, depth), experts = x.shape, weight.shape[0]
-    turns, at_a_time = -(-tokens // TOKENS), min(tokens, TOKENS)
+    halves, steps = (1 if tokens <= 16 else 2), CHANNELS // STEP
 
-    def emit(part, group, x, weight, out):
-        f32 = mlir.f32_type()
+    def emit(part, group, tile, x, weight, out):
         thread, part = U32(mlir.thread()), U32(mlir.scalar(part))
-        warp, lane = thread >> 5, thread & 31
-        first = U32(mlir.scalar(group)) * EXPERTS + warp * ROWS
-        column = part * CHANNELS + lane * 4
-        x, weight, out = map(mlir.global_pointer, (x, weight, out))
+        lane, tile = thread & 31, U32(mlir.scalar(tile)) * TOKENS
+        row, column = lane >> 2, part * CHANNELS + ((lane & 3) << 2)
+        first = U32(mlir.scalar(group)) * EXPERTS + (thread >> 5) * ROWS
 
-        def at(pointer, index, size):
-            return mlir.at(pointer, arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
+        def at(ref, index, size):
+            return mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
 
-        start = at(weight, first * depth + column, 4)
-        four = [f32] * 4
-        rows = [
-            mlir.ptx("ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", mlir.at(start, 4 * depth * r), results=four)
-            for r in range(ROWS)
-        ]
+        start = at(weight, (first + row) * depth + column, 4)
+        weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in range(steps)]
+        # Clamped: what stands for tokens beyond the last is not stored.
+        numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
+        starts = [at(x, token * depth + column, 2) for token in numbers]
+        inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in range(steps)]
+        # Chains of products that do not wait for each other.
+        sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
+        for four, pairs in zip(weights, inputs, strict=True):
+            for i, piece in enumerate(words.split(four)):
+                for half, chains in enumerate(sums):
+                    low, high = pairs[2 * half : 2 * half + 2]
+                    chains[i] = words.multiply_add(chains[i], [low[0], high[0], low[1], high[1]], piece)
+        for half, (high, middle, low) in enumerate(sums):
+            totals = [arith.addf(arith.addf(c, b), a) for a, b, c in zip(high, middle, low, strict=True)]
+            for i in range(2):
+                token = tile + row + (16 * half + 8 * i)
+                with thread_ops.when(token < tokens):
+                    place = at(out, (part * tokens + token) * experts + first + ((lane & 3) << 1), 4)
+                    llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), place, alignment=8)
 
-        def load(i):
-            """A thread's channels of some tokens, two words each; the last token stands for those beyond it."""
-            code, pair = "ld.global.nc.v2.b32 {$0, $1}, [$2];", [mlir.int_type()] * 2
-            numbers = [(i * TOKENS + n).minimum(tokens - 1) for n in range(at_a_time)]
-            loaded = [mlir.ptx(code, at(x, token * depth + column, 2), results=pair) for token in numbers]
-            return [U32(word) for both in loaded for word in both]
-
-        def some(i, *loaded):
-            ahead = load(i + 1) if turns > 1 else loaded
-            terms: list[Any] = []
-            for n in range(at_a_time):
-                pair = loaded[2 * n : 2 * n + 2]
-                values = [thread_ops.as_float(half) for word in pair for half in (word << 16, word & 0xFFFF0000)]
-                for row in rows:
-                    total = arith.mulf(values[0], row[0])
-                    for value, factor in zip(values[1:], row[1:], strict=True):
-                        total = fma(value, factor, total)
-                    terms.append(total)
-            total = thread_ops.lane_sums(terms + [None] * (WARP - len(terms)))
-            token = i * TOKENS + lane // ROWS
-            with thread_ops.when(token < tokens):
-                place = at(out, (part * tokens + token) * experts + first + lane % ROWS, 4)
-                llvm.store(total.value, place, alignment=4)
-            return ahead
-
-        thread_ops.loop(turns, some, *load(U32(0)))
-
-    mlir.inline(emit, part, group, x, weight, out)
+    mlir.inline(emit, part, group, tile, x, weight, out)
 
 
 def _select(factor, products, *refs, inbox, scores, biased, summed):

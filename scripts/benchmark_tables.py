@@ -131,6 +131,43 @@ def steps(runs: list[Row], keys: list[Key]) -> Table:
     return {}, numbers, [row(found) for run in runs for found in run["results"]]
 
 
+def layers(runs: list[Row], keys: list[Key]) -> Table:
+    """A layer's share of decode steps of `dsv4-jax bench model` or `layer`, in microseconds."""
+    texts = {"layers": "{layer_count}"}
+    numbers = {
+        "requests": "{requests}",
+        "context": "{context:,}",
+        "us": "{layer:.0f}",
+        "floor us": "{floor:.0f}",
+        "launches": "{launches:.0f}",
+        "gaps": "{gaps:.0f}",
+        "hyper-connections": "{hyper-connections:.1f}",
+        "router": "{router:.1f}",
+        "experts": "{experts:.1f}",
+        "projections": "{projections:.1f}",
+        "append, flush": "{append + flush:.1f}",
+        "indexer, top-k": "{indexed:.1f}",
+        "attention": "{attention:.1f}",
+        "rest": "{rest:.1f}",
+    }
+
+    def row(row: Row) -> Row:
+        share = 1e3 / row["layers"]
+        kinds = {kind: share * time for kind, time in row["kernel_milliseconds"].items()}
+        kind = row.get("layer_type", "first").removesuffix("_attention").replace("_", " ")
+        whole = dict(
+            layer_count=f"{row['layers']}, {kind}",
+            layer=share * row["milliseconds"],
+            floor=share * row["floor_milliseconds"],
+            gaps=share * row["gap_milliseconds"],
+            indexed=kinds["indexer"] + kinds["top-k"],
+            launches=row["launches"] / row["layers"],
+        )
+        return row | kinds | whole
+
+    return texts, numbers, [row(found) for run in runs for found in run["results"]]
+
+
 def cost(runs: list[Row], keys: list[Key]) -> Table:
     """Bits per byte, from scripts/cache_cost.py."""
     rows = [row | {f"from {place}": bits for place, bits in row["by_place"].items()} for row in runs[0]["text"]]
@@ -147,7 +184,15 @@ def needles(runs: list[Row], keys: list[Key]) -> Table:
 
 CACHE = {"cache": "{format}", "attended to": "{attended}"}
 KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
-    ops=ops, alone=alone, chosen=chosen, peers=peers, beside=beside, steps=steps, cost=cost, needles=needles
+    ops=ops,
+    alone=alone,
+    chosen=chosen,
+    peers=peers,
+    beside=beside,
+    steps=steps,
+    layers=layers,
+    cost=cost,
+    needles=needles,
 )
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 

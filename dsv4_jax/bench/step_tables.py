@@ -10,11 +10,11 @@ KINDS = {
     "append + flush": ("append_swa", "flush"),
     "hyper-connections": ("hyper_connections",),
     "router": ("router",),
-    "experts": ("experts",),
+    "experts": ("experts", "grouped"),
     "indexer": ("round_index_query", "indexer_scores"),
     "top-k": ("indexer_topk",),
     "attention": ("sparse_attention", "combine"),
-    "projections": ("linear", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
+    "projections": ("linear", "matmul", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
 }
 REST = "rest"
 OF_WHOLE_LAYERS = ("hyper-connections", "router", "experts")

@@ -35,7 +35,7 @@ def router(
       token_ids: [T] int32, clipped to 0 .. V - 1; with the table.
       chosen: experts of a token.
       factor: what a token's weights add up to.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes up to 64 tokens in
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes up to 256 tokens in
         bfloat16, D in multiples of 512 and E in multiples of 128.
 
     Returns:

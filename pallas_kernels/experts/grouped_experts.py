@@ -21,6 +21,7 @@ from pallas_kernels.common.stored_gemm import OutputTile, StoredGemm
 from pallas_kernels.common.stored_weights import FP4, ROWS
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.experts.gather_inputs import gather_inputs
+from pallas_kernels.experts.sorted_pairs import MOST_EXPERTS, sort_pairs
 
 
 MOST_INPUTS = 256  # pairs of a tile
@@ -69,21 +70,19 @@ def grouped_experts(
         {
             f"channels in multiples of 512, got {depth} and {inner}": not (depth % 512 or inner % 512),
             "at least one token": tokens > 0,
-            f"fewer pairs, got {selected.size}": selected.size * (number + 1) < 1 << 31,
+            f"up to {MOST_EXPERTS} experts, got {number}": number <= MOST_EXPERTS,
         }
     )
-    pairs, flat = selected.size, selected.reshape(-1)
-    here = (flat >= 0) & (flat < number)
-    count = _inputs(pairs, number)
-    order, starts, ends = _sorted(jnp.where(here, flat, number), number)
-    blocks = _blocks(starts, ends, count, number + pairs // count)
+    count = _inputs(selected.size, number)
+    order, *tiles = sort_pairs(selected.reshape(-1), number, count, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], interpret=interpret)
     warpgroups = 4 if count <= MOST_INPUTS // 2 else 2
     gemm = StoredGemm(FP4, depth, count, warpgroups, gated=True)
-    hidden = _launch(gemm, limit, inner, blocks, weights.reshape(-1)[order], x, gate_up, order.size, interpret)
+    hidden = _launch(gemm, limit, inner, tiles, weights.reshape(-1)[order], x, gate_up, order.size, interpret)
     gemm = StoredGemm(FP4, inner, count, warpgroups)
-    y = _launch(gemm, limit, depth, blocks, order, hidden, down, pairs, interpret)
-    return jnp.where(here[:, None], y, jnp.bfloat16(0)).reshape(*selected.shape, depth)
+    y = _launch(gemm, limit, depth, tiles, order, hidden, down, selected.size, interpret)
+    here = (selected >= 0) & (selected < number)
+    return jnp.where(here[..., None], y.reshape(*selected.shape, depth), jnp.bfloat16(0))
 
 
 def _inputs(pairs, number):
@@ -91,35 +90,6 @@ def _inputs(pairs, number):
     mean = pairs / number
     most = mean + 2 * math.sqrt(mean)
     return -(-int(most) // (16 * -(-int(most) // MOST_INPUTS))) * 16
-
-
-def _sorted(experts, number):
-    """(pairs in the order of their experts, where each expert's begin, and end); pairs of expert `number` come last.
-
-    Bulk copies take whole tiles of 8 rows: each expert's pairs begin at a multiple of 8, behind any pairs.
-    """
-    # As one number: sorted faster than as two.
-    bits = (len(experts) - 1).bit_length()
-    both = jnp.sort(experts.astype(jnp.uint32) << bits | jnp.arange(len(experts), dtype=jnp.uint32))
-    order, experts = (both & ((1 << bits) - 1)).astype(jnp.int32), (both >> bits).astype(jnp.int32)
-    before = jnp.sum(experts[None, :] < jnp.arange(number + 1)[:, None], axis=1)
-    sizes = before[1:] - before[:-1]
-    room = -(-sizes // 8) * 8
-    starts = jnp.cumsum(room) - room
-    places = jnp.arange(len(order)) + jnp.pad(starts - before[:-1], (0, 1), mode="edge")[experts]
-    total = -(-(len(order) + 7 * min(number, len(order))) // 8) * 8
-    order = jnp.zeros(total, jnp.int32).at[places].set(order, unique_indices=True)
-    return order, starts.astype(jnp.int32), (starts + sizes).astype(jnp.int32)
-
-
-def _blocks(starts, ends, count, most):
-    """Blocks of up to `count` pairs of one expert: how many, [1], and of each [3, most] (expert, first pair, end)."""
-    last = jnp.cumsum((ends - starts + count - 1) // count)
-    block = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.sum(block[:, None] >= last[None, :], axis=1), len(ends) - 1).astype(jnp.int32)
-    before = jnp.pad(last[:-1], (1, 0))
-    table = expert, starts[expert] + (block - before[expert]) * count, ends[expert]
-    return last[-1:].astype(jnp.int32), jnp.stack(table).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +111,7 @@ class GroupedExpertsProblem:
         return self.width // (self.channels * self.gemm.warpgroups)
 
 
-def _launch(gemm, limit, width, blocks, table, x, weight, rows, interpret):
+def _launch(gemm, limit, width, tiles, table, x, weight, rows, interpret):
     """`table`: [P], routing weights where gated, otherwise where each sorted pair goes."""
     p = GroupedExpertsProblem(gemm, width, limit)
     run = kernel(
@@ -157,7 +127,7 @@ def _launch(gemm, limit, width, blocks, table, x, weight, rows, interpret):
     )
     matrices = 1 + gemm.gated
     weight = (array.reshape(len(array) * matrices, -1, array.shape[-1]) for array in weight)
-    return run(*blocks, table, x, *weight)
+    return run(*tiles, table, x, *weight)
 
 
 def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed):

@@ -6,6 +6,7 @@ weights, one token a warp, and goes on with Sinkhorn's iterations while the othe
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -150,14 +151,13 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, pre, norms, scrat
         @pl.loop(0, count)
         def _(i):
             stage, group = lax.rem(i, jnp.int32(AHEAD)), block + i * blocks
-            sums = None
-            chunks = range(p.slices * p.tokens_each // WARPS)
-            for begin in chunks[::16]:
-                places = [(group, pl.ds(chunk * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
+            parts, chunks = [], range(p.slices * p.tokens_each // WARPS)
+            for begin in chunks[::16]:  # not more than fit into registers
+                places: list[Any] = [(group, pl.ds(chunk * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
                 if p.tokens_each > 1:
                     places = [(chunk, pl.ds(group * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
-                part = _sum([vectors.load(partials.at[place]) for place in places])
-                sums = part if sums is None else sums + part
+                parts.append(_sum([vectors.load(partials.at[place]) for place in places]))
+            sums = _sum(parts)
             if p.tokens_each == 1:
                 sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
             mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import clusters, vectors
+from pallas_kernels.common.bfloat16_words import PARTS
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
@@ -129,7 +130,7 @@ def _many(streams, fn, *added, interpret):
     slices, tiles = width // many_tokens.CHANNELS, -(-tokens // many_tokens.TOKENS)
     rows = -(-fn.shape[0] // 8) * 8
     groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
-    columns, warpgroups = many_tokens.PARTS * rows, 1 if interpret else many_tokens.WARPGROUPS
+    columns, warpgroups = PARTS * rows, 1 if interpret else many_tokens.WARPGROUPS
 
     def body(streams, fn, *refs, weights, operand, met):
         *added, partials = refs
@@ -151,8 +152,8 @@ def _many(streams, fn, *added, interpret):
             def add(chunk, carry):
                 acc, squares, ahead = carry
                 mine = operand.at[many_tokens.again(warpgroup)]
-                found = many_tokens.mix_chunk(mine, ahead, *chunk_at(i, chunk), streams, new, y, mixing)
-                ahead = many_tokens.load_row(*chunk_at(i, chunk + 1), streams, y)
+                places = chunk_at(i, chunk), chunk_at(i, chunk + 1)
+                found, ahead = many_tokens.mix_chunk(mine, ahead, *places, streams, new, y, mixing)
                 return many_tokens.multiply_add(acc, mine, weights, chunk), squares + found, ahead
 
             acc = plgpu.layout_cast(jnp.zeros((many_tokens.TOKENS, columns), jnp.float32), plgpu.Layout.WGMMA)
@@ -161,7 +162,7 @@ def _many(streams, fn, *added, interpret):
             many_tokens.store_sums(partials.at[part], chunk_at(i, jnp.int32(0))[0], acc, squares)
             return ahead
 
-        first = many_tokens.load_row(*chunk_at(jnp.int32(0), jnp.int32(0)), streams, y)
+        first = many_tokens.load_rows(*chunk_at(jnp.int32(0), jnp.int32(0)), streams, y)
         lax.fori_loop(0, lax.div(tiles - own + share - 1, jnp.int32(share)), visit, first)
 
     # Room for whole groups of four tokens, the last of which are never written.

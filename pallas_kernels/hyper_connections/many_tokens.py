@@ -15,22 +15,23 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common.bfloat16_words import PARTS
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32, fma
 from pallas_kernels.common.wgmma_results import TRANSFORMS
-from pallas_kernels.hyper_connections import words
-from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, mixed_streams
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, load_factors, mixed_streams, mixed_words
 
 
 CHANNELS = 128  # of a slice
 CHUNK = 64  # of them at a time
 CHUNKS = CHANNELS // CHUNK
 TOKENS = 64  # of a tile
-WARPGROUPS = 4
-PARTS = 3  # bfloat16 of a float32
+WARPGROUPS = 3
+ROWS = 4  # of a tile, in a thread
+AHEAD = 2  # of them under way
 
 
 @primitive
@@ -67,25 +68,21 @@ def _(target, fn, part, group):
     units = padded * STREAMS * eights
 
     def emit(target, fn, part, group):
-        f32, bf16 = mlir.f32_type(), ir.BF16Type.get()
         thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * THREADS
-        base, fn = thread_ops.shared(target), mlir.global_pointer(fn)
+        base = thread_ops.shared(target)
         column = U32(mlir.scalar(part)) * CHANNELS
 
         def visit(unit):
             row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
             # Rows that fn does not have are 0.
             own = row.minimum(rows - 1)
-            start = mlir.at(fn, mlir.to_i64((own * (STREAMS * width) + j * width + column + eight * 8).value), f32)
-            values = [llvm.load(f32, mlir.at(start, 4 * i)) for i in range(8)]
-            values = [arith.select((row < rows).value, x, mlir.f32(0.0)) for x in values]
+            start = _element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
+            values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
             chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
-            for i in range(PARTS):
-                pieces = [arith.extf(f32, arith.truncf(bf16, x)) for x in values]
-                values = [arith.subf(x, piece) for x, piece in zip(values, pieces, strict=True)]
-                four = [words.pack(*pieces[n : n + 2]) for n in range(0, 8, 2)]
+            halves = [words.split(values[n : n + 4]) for n in (0, 4)]
+            for i, (low, high) in enumerate(zip(*halves, strict=True)):
                 line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
-                words.store_shared(_swizzled(base, line, inner), four)
+                words.store_shared(_swizzled(base, line, inner), [*low, *high])
 
         share = WARPGROUPS * THREADS
         for first in range(0, units, share):
@@ -97,7 +94,7 @@ def _(target, fn, part, group):
 
 
 @primitive
-def load_row(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
+def load_rows(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
     """Starts to load the first of a thread's rows of a chunk, for `mix_chunk`; nothing when interpreted.
 
     Args:
@@ -106,38 +103,38 @@ def load_row(start: jax.Array, column: jax.Array, streams, y=None) -> jax.Array:
       streams, y: as in `few_tokens.add_slice`.
 
     Returns:
-      int32 [512 * (number of arrays of T rows)].
+      int32 [512 * 2 * (arrays of T rows)].
     """
-    return jnp.zeros((4 * THREADS * (STREAMS if y is None else STREAMS + 1),), jnp.int32)
+    return jnp.zeros((_size_ahead(y),), jnp.int32)
 
 
-@load_row.mosaic
+@load_rows.mosaic
 def _(start, column, streams, y=None):
     def emit(start, column, streams, y=None):
         start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
-        return [word.value for word in _load(start + _row_of(U32(0)), column, streams, y)]
+        rows = [_load(start + _row_of(U32(i)), column, streams, y) for i in range(AHEAD)]
+        return [word.value for row in rows for word in row]
 
-    size = 4 * THREADS * (STREAMS if y is None else STREAMS + 1)
     operands = start, column, streams, *([] if y is None else [y])
-    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct((size,), jnp.int32))
+    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct((_size_ahead(y),), jnp.int32))
 
 
 @primitive
 def mix_chunk(
-    operand, ahead: jax.Array, start: jax.Array, column: jax.Array, streams, new, y=None, mixing=None
-) -> jax.Array:
+    operand, ahead: jax.Array, here: tuple, following: tuple, streams, new, y=None, mixing=None
+) -> tuple[jax.Array, jax.Array]:
     """New streams of 64 tokens and 64 channels, to global memory and to `operand`; what `wgmma` reads next.
 
     Args:
       operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, of this warpgroup.
-      ahead: of `load_row`, for this chunk.
-      start, column, streams, y: as there.
-      new, mixing: as in `few_tokens.add_slice`.
+      ahead: of `load_rows`, for this chunk.
+      here, following: (first token, first channel) of this chunk, and of the one whose rows are loaded ahead.
+      streams, new, y, mixing: as in `few_tokens.add_slice`.
 
     Returns:
-      [128] float32 for `store_sums`: sums of squares over these channels.
+      [128] float32 for `store_sums`, sums of squares over these channels; `ahead` of the following chunk.
     """
-    tokens, columns = pl.ds(start, TOKENS), pl.ds(column, CHUNK)
+    tokens, columns = pl.ds(here[0], TOKENS), pl.ds(here[1], CHUNK)
     values = streams[tokens, :, columns].astype(jnp.float32)
     if y is not None and mixing is not None:
         values = mixed_streams(values, y[tokens, columns], mixing[tokens, :])
@@ -145,28 +142,31 @@ def mix_chunk(
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
     squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, lane % 8
-    return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1)
+    return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 
 
 @mix_chunk.mosaic
-def _(operand, ahead, start, column, streams, new, y=None, mixing=None):
+def _(operand, ahead, here, following, streams, new, y=None, mixing=None):
     width = streams.shape[2]
 
-    def emit(operand, ahead, start, column, streams, new=None, y=None, mixing=None):
+    def emit(operand, ahead, start, column, next_start, next_column, streams, new=None, y=None, mixing=None):
         eight = U32(mlir.thread()) & 7
         base = thread_ops.shared(operand)
-        start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
+        start, column, next_start, next_column = (U32(mlir.scalar(x)) for x in (start, column, next_start, next_column))
         # `wgmma` has read what was here.
         mgpu.utils.warpgroup_barrier()
 
         def row(i, squares, *loaded):
             token, factors = start + _row_of(i), None
             if y is not None:
-                factors = words.load_factors(_element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
-            following = _load(start + _row_of((i + 1).minimum(3)), column, streams, y)
+                factors = load_factors(_element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
+            inside = i < ROWS - AHEAD
+            token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
+            last = _load(token_ahead, inside.where(column, next_column), streams, y)
+            loaded, later = loaded[: len(last)], loaded[len(last) :]
             out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
-                out = list(zip(*(words.mixed(four, factors) for four in zip(*out, strict=True)), strict=True))
+                out = list(zip(*(mixed_words(four, factors) for four in zip(*out, strict=True)), strict=True))
                 place = _element(new, token * (STREAMS * width) + column + eight * 8, 2)
                 for k in range(STREAMS):
                     words.store_four(mlir.at(place, 2 * width * k), out[k])
@@ -178,17 +178,19 @@ def _(operand, ahead, start, column, streams, new, y=None, mixing=None):
             total = arith.addf(*sums)
             for distance in (4, 2, 1):
                 total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-            return [eight.equals(i).where(thread_ops.bits(total), squares), *following]
+            return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
 
-        squares, *_ = thread_ops.loop(4, row, U32(0), *map(U32, mlir.values(ahead)))
+        squares, *rows = thread_ops.loop(ROWS, row, U32(0), *map(U32, mlir.values(ahead)))
         mlir.ptx("fence.proxy.async.shared::cta;")
         mgpu.utils.warpgroup_barrier()
-        return [thread_ops.as_float(squares)]
+        return [thread_ops.as_float(squares)], [word.value for word in rows]
 
     added = [] if y is None else [new, y, mixing]
-    result = jax.ShapeDtypeStruct((THREADS,), jnp.float32)
-    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, _fours(ahead.shape)), start, column, streams, *added
-    return vectors.inline(emit, *operands, returns=result)
+    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, _fours(ahead.shape)), *here, *following, streams, *added
+    results = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
+    return mlir.inline(
+        emit, *operands, returns=(results, plgpu.ShapeDtypeStruct(ahead.shape, jnp.int32, _fours(ahead.shape)))
+    )
 
 
 @primitive
@@ -205,12 +207,16 @@ def _(x):
     return mlir.inline(emit, x, returns=x)
 
 
+def _size_ahead(y):
+    return AHEAD * 4 * THREADS * (STREAMS if y is None else STREAMS + 1)
+
+
 def _fours(shape):
     return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
 
 
 def _row_of(i):
-    """A thread's i-th row of four; a warp has the 16 that its part of `wgmma` reads."""
+    """A thread's i-th row; a warp has the 16 that its part of `wgmma` reads."""
     thread = U32(mlir.thread())
     return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
 
@@ -281,7 +287,7 @@ def _(partials, start, acc, squares):
             total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
             row = first + (lane >> 2) + 8 * (i % 2)
             llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
-        with thread_ops.when((lane & 7) < 4):
+        with thread_ops.when((lane & 7) < ROWS):
             row = first + ((lane & 7) << 2) + (lane >> 3)
             llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
 

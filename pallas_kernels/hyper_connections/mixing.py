@@ -1,13 +1,17 @@
-"""What the launches have in common, and their arithmetic in jax.numpy, for the interpreter."""
+"""What the launches have in common: the arithmetic of streams, in jax.numpy for the interpreter and for one thread."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.deterministic_math import round_bfloat16
+from pallas_kernels.common.thread_ops import U32, fma
 
 
 STREAMS = 4
@@ -35,3 +39,22 @@ def add_channels(columns: Any, first: jax.Array, streams, fn, new, partials, y=N
     products = jnp.einsum("tjd,rjd->tr", values, jnp.stack(weights, 1), precision="highest")
     partials[:, pl.ds(first, rows)] = products
     partials[:, pl.ds(first + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
+
+
+def load_factors(pointer: Any) -> list[list[Any]]:
+    """A token's weights from its mixing weights in global memory: post [4], and comb [4][4], as MLIR float32."""
+    fours = [words.load_four(mlir.at(pointer, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
+    return [[thread_ops.as_float(x) for x in four] for four in fours]
+
+
+def mixed_words(streams_and_y: Sequence[U32], factors: Sequence[Sequence[Any]]) -> Iterator[U32]:
+    """Words of the new streams, from words of the old ones and of what is added."""
+    *streams, y = [words.unpack(word) for word in streams_and_y]
+    for k in range(STREAMS):
+        both = []
+        for half in range(2):
+            value = arith.mulf(y[half], factors[0][k])
+            for j, stream in enumerate(streams):
+                value = fma(stream[half], factors[1 + j][k], value)
+            both.append(value)
+        yield words.pack(*both)

@@ -12,17 +12,15 @@ import jax.experimental.pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.mlir_helpers import THREADS, WARP
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32, fma
-from pallas_kernels.hyper_connections import words
-from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, SUMS, add_channels
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, SUMS, add_channels, load_factors, mixed_words
 
 
 CHANNELS = 32  # of a slice
 TOKENS = 32  # of a tile
-PARTS = 3  # bfloat16 of a float32
 STEP = 16  # columns of `mma`
 
 
@@ -70,7 +68,7 @@ def _(part, tile, streams, fn, new, partials, tile_values, sums, y=None, mixing=
         factors = []
         if y is not None:
             loaded.append(words.load_four(element(y, token * width + own, 2)))
-            factors = words.load_factors(element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
+            factors = load_factors(element(mixing, token * (STREAMS * (2 + STREAMS)), 4))
         # The warp's stream: a lane has 4 channels of every 16, of a row of every 8.
         inner, column = lane & 3, warp * width + part * CHANNELS
         weights = {}
@@ -81,7 +79,7 @@ def _(part, tile, streams, fn, new, partials, tile_values, sums, y=None, mixing=
                 )
                 weights[group, step] = words.load_four(element(fn, index, 4))
         if y is not None:
-            loaded = list(zip(*(words.mixed(four, factors) for four in zip(*loaded, strict=True)), strict=True))
+            loaded = list(zip(*(mixed_words(four, factors) for four in zip(*loaded, strict=True)), strict=True))
             for k in range(STREAMS):
                 words.store_four(mlir.at(element(new, first, 2), 2 * width * k), loaded[k])
         squares = [mlir.f32(0.0), mlir.f32(0.0)]
@@ -103,12 +101,12 @@ def _(part, tile, streams, fn, new, partials, tile_values, sums, y=None, mixing=
                 for line in (16 * half, 16 * half + 8):
                     there = place(warp, (lane >> 2) + line, (inner >> 1) + 2 * step) + ((inner & 1) << 3)
                     code = "ld.shared.v2.b32 {$0, $1}, [$2];"
-                    pairs.append(mlir.ptx(code, there.value, results=[mlir.int_type()] * 2))
+                    pairs.append([U32(x) for x in mlir.ptx(code, there.value, results=[mlir.int_type()] * 2)])
                 operand = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
                 for group in range(groups):
                     acc = products.get((half, group), [mlir.f32(0.0)] * 4)
-                    for piece in _split(weights[group, step]):
-                        acc = _multiply_add(acc, operand, piece)
+                    for piece in words.split(weights[group, step]):
+                        acc = words.multiply_add(acc, operand, piece)
                     products[half, group] = acc
         # A warp's sums, four of each lane, then those of all warps.
         each = TOKENS // 16 * groups
@@ -137,24 +135,6 @@ def _(part, tile, streams, fn, new, partials, tile_values, sums, y=None, mixing=
 
     added = [] if y is None else [new, y, mixing]
     mlir.inline(emit, part, tile, streams, fn, partials, tile_values, sums, *added)
-
-
-def _split(four):
-    """The high, middle and low parts of four float32, each two words of bfloat16."""
-    rest = [thread_ops.as_float(x) for x in four]
-    for _ in range(PARTS):
-        pair = [words.pack(*rest[i : i + 2]) for i in (0, 2)]
-        rest = [arith.subf(x, piece) for x, piece in zip(rest, [p for w in pair for p in words.unpack(w)], strict=True)]
-        yield [word.value for word in pair]
-
-
-def _multiply_add(acc, a, b):
-    """[16, 8] float32 + [16, 16] @ [16, 8] bfloat16, a thread's part of each."""
-    code = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-    return mlir.ptx(code, *a, *b, *acc, results=[mlir.f32_type()] * 4)
 
 
 def _tree(terms):

@@ -153,7 +153,7 @@ def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
     assert kinds == [(kind, 1) for kind in types]
     assert out.count("Microseconds a layer") == 2
     start = report["start"]
-    assert 0 < start["lower"] < start["process"] and start["compile"] > start["trace"] > 0
+    assert min(start.values()) > 0 and sum(start.values()) < 2 * start["process"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -30,7 +30,7 @@ def small_config(drafts):
     """A layer of each kind with the released widths of heads, and maybe a block that makes drafts."""
     return dataclasses.replace(
         DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("moe",) * 3,
-        hidden_size=512, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
+        hidden_size=1024, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=8,
         num_nextn_predict_layers=drafts,
     )  # fmt: skip

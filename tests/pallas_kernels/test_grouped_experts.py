@@ -17,6 +17,7 @@ MODULE = sys.modules["pallas_kernels.experts.grouped_experts"]
 
 
 def pairs_of(*weights):
+    """Codes and scales of each."""
     return tuple((weight.codes, weight.scale) for weight in weights)
 
 
@@ -38,10 +39,11 @@ def test_interpreted(monkeypatch):
     assert not interpret_pallas_call.get_races().races_found
 
 
-def test_pairs_without_an_expert_here_interpreted():
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_pairs_without_an_expert_here(interpret):
     x, _, weights, *matrices = operands(4, 1, 1, 512, 512)
     selected = jnp.asarray([[-1], [0], [1], [0]], jnp.int32)
-    call = functools.partial(grouped_experts, limit=LIMIT, interpret=True)
+    call = functools.partial(grouped_experts, limit=LIMIT, interpret=interpret)
     got = np.asarray(call(x, selected, weights, *pairs_of(*matrices)), np.float64).sum(axis=1)
     assert not got[::2].any()
     agree(got[1::2], reference(x[1::2], selected[1::2], weights[1::2], *matrices))

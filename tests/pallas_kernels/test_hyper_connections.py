@@ -115,8 +115,8 @@ for name, (tokens, width, rows) in sizes.items():
     compile_for_h100(name, call, streams, *own, y, mixing)
     compile_for_h100(name + "_first", call, streams, *own)
 """)
-    # Blocks of 512 threads of the tensor cores' launch, one a multiprocessor.
-    assert max(used.values()) <= 128, used
+    # Of the launch for many tokens, 384 threads a multiprocessor.
+    assert max(used.values()) <= 168, used
 
 
 def test_what_the_kernel_does_not_take_is_refused():

@@ -48,7 +48,7 @@ def check(implementation, *arrays):
     np.testing.assert_allclose(weights, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (5, 128, True), (9, 384, False)])
+@pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (5, 128, True), (33, 384, False)])
 def test_interpreted(tokens, experts, hashed):
     check("interpret", *operands(tokens, 512, experts, hashed=hashed))
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -80,7 +80,7 @@ def test_scores_of_large_and_small_logits(implementation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hashed", [True, False])
-@pytest.mark.parametrize(("tokens", "depth", "experts"), [(1, 4096, 256), (3, 4096, 256), (64, 7168, 384)])
+@pytest.mark.parametrize(("tokens", "depth", "experts"), [(1, 4096, 256), (17, 4096, 256), (256, 7168, 384)])
 def test_on_gpu(tokens, depth, experts, hashed):
     check("mosaic_gpu", *operands(tokens, depth, experts, hashed=hashed))
 
@@ -107,13 +107,13 @@ import functools, jax, jax.numpy as jnp
 from pallas_kernels import router
 S, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
 call = functools.partial(router, chosen=6, factor=1.5)
-for name, tokens, depth, experts in (("one", 1, 4096, 256), ("pro", 64, 7168, 384)):
+for name, tokens, depth, experts in (("one", 1, 4096, 256), ("some", 32, 4096, 256), ("pro", 256, 7168, 384)):
     x, weight = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32)
     compile_for_h100(name, call, x, weight, S((experts,), f32))
     compile_for_h100(name + "_hashed", call, x, weight, None, S((1000, 6), i32), S((tokens,), i32))
 """)
-    # Four blocks of 128 threads a multiprocessor.
-    assert max(used.values()) <= 128, used
+    # Three blocks of 128 threads a multiprocessor.
+    assert max(used.values()) <= 168, used
 
 
 def test_what_the_kernel_does_not_take_is_refused():
@@ -123,7 +123,7 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(x.astype(jnp.float32), weight, bias)
     with pytest.raises(NotImplementedError, match="128, 256, .. or 1024 experts, got 100"):
         call(x, weight[:100], bias[:100])
-    with pytest.raises(NotImplementedError, match="1 to 64 tokens, got 66"):
-        call(jnp.concatenate([x] * 33), weight, bias)
+    with pytest.raises(NotImplementedError, match="1 to 256 tokens, got 258"):
+        call(jnp.concatenate([x] * 129), weight, bias)
     with pytest.raises(ValueError, match="either bias, or table and token_ids must be given, got none of them"):
         call(x, weight)
