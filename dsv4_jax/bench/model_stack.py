@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -73,7 +74,8 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
 def random_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
     """The stack with random weights, made on the device, each array whole before it is cut over a mesh."""
     graph, state = nnx.split(abstract_stack(config, mesh))
-    keys = iter(jax.random.split(jax.random.key(0), len(nnx.to_flat_state(state))))
+    # Of all generators the quickest to compile: dozens of shapes are drawn.
+    keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
 
     def drawn(path, variable):
         value = variable.get_value()
