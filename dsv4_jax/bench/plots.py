@@ -42,7 +42,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> None:
     A report of `dsv4-jax bench layer` also gets a picture of the parts: how many times its floor each takes.
     """
     parts, rows = report.get("parts", []), report["results"]
-    with _figure(path, 1 + bool(parts), (9.0, 4 + 0.3 * max(len(parts), len(rows)))) as panels:
+    with _figure(path, 1 + bool(parts), (10.0, (3.0 + 0.3 * max(len(parts), len(rows))) * (1 + bool(parts)))) as panels:
         steps = panels[-1]
         steps.set(
             title=f"Whole layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer"
@@ -58,9 +58,10 @@ def plot_layers(report: dict[str, Any], path: Path) -> None:
         gaps = [max(total - start, 0.0) for total, start in zip(totals, left, strict=True)]
         steps.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
         floors = [1e3 * row["floor_milliseconds"] / row["layers"] for row in rows]
-        steps.plot(floors, labels, "k|", markersize=14, label="floor: weights and cache read once")
+        places = range(len(rows))
+        steps.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
         steps.invert_yaxis()
-        steps.legend(fontsize=8)
+        steps.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         if parts:
             names = [f"{row['op']} {row['shape']}" for row in parts]
             panels[0].set(title="Parts of a layer", xlabel="times the floor", xscale="log")
@@ -70,7 +71,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> None:
             panels[0].axvline(1, color="gray", linestyle=":")
             panels[0].invert_yaxis()
             panels[0].grid(alpha=0.3)
-            panels[0].legend(fontsize=8)
+            panels[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _layer_label(row):
