@@ -10,8 +10,9 @@ import numpy as np
 class Drafter(Protocol):
     """Guesses how a request continues. A wrong guess costs time but never changes a token.
 
-    Any object with this method will do. It is asked about many requests in turn, so it should derive its guesses from
-    its arguments.
+    Any object with `draft` will do. It is asked about many requests in turn, so it should derive its guesses from its
+    arguments. One whose `on_device` is true is not asked: steps make the drafts, with the model's
+    multi-token-prediction block.
     """
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
@@ -30,9 +31,15 @@ class Drafter(Protocol):
 class MTPDrafter:
     """Drafts of the model's multi-token-prediction block, made on the device in the step that draws the token before.
 
-    An `Engine` takes it in place of a `Drafter`. Its model and manager must have the block: read their configuration
-    with `DSV4Config.from_hf(..., mtp=True)`.
+    The engine's model and manager must have the block: read their configuration with
+    `DSV4Config.from_hf(..., mtp=True)`.
     """
+
+    on_device = True
+
+    def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
+        """None: the step makes them. See `Drafter`."""
+        return ()
 
 
 class PromptLookup:

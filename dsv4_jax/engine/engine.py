@@ -15,7 +15,7 @@ from dsv4_jax.decode.drafts import check_drafts
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, Sampling
 from dsv4_jax.decode.step import Model
-from dsv4_jax.engine.drafters import Drafter, MTPDrafter, accept
+from dsv4_jax.engine.drafters import Drafter, accept
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, check_no_requests, check_request
 from dsv4_jax.engine.runner import StepResults, StepRunner
@@ -46,7 +46,7 @@ class Engine(Summarised):
         cache: KVCache | None = None,
         *,
         token_budget: int = 256,
-        drafter: Drafter | MTPDrafter | None = None,
+        drafter: Drafter | None = None,
         draft_tokens: int | None = None,
         prefix: PrefixCache | None = None,
         uniform: bool = False,
@@ -88,7 +88,7 @@ class Engine(Summarised):
                 f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
                 f"max_query_tokens={spare + 1}"
             )
-        drafts = draft_tokens if isinstance(drafter, MTPDrafter) else 0
+        drafts = draft_tokens if getattr(drafter, "on_device", False) else 0
         if drafts:
             check_drafts(schema, drafts)
         decode_size = schema.max_requests * (1 + draft_tokens)
@@ -108,7 +108,7 @@ class Engine(Summarised):
             manager.init_cache() if cache is None else cache,
             self._metrics,
             token_budget=token_budget,
-            drafter=None if isinstance(drafter, MTPDrafter) else drafter,
+            drafter=None if drafts else drafter,
             draft_tokens=draft_tokens,
             prefix=prefix,
         )

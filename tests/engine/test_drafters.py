@@ -11,7 +11,7 @@ from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import Sampling
 from dsv4_jax.decode.step import kept_lengths
-from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
+from dsv4_jax.engine import Drafter, Engine, MTPDrafter, PromptLookup
 from dsv4_jax.engine.drafters import accept
 from dsv4_jax.host import KVCacheManager
 from tests.paths import PACKAGED
@@ -186,3 +186,8 @@ def test_the_packaged_models_drafts_are_mostly_right_and_change_nothing():
         assert drafted.generated == without.generated
     # An untrained block's are right once in 200 times; on held-out text the card says 72% and 63% of two.
     assert min(drafted.acceptance for _, drafted in pairs) > 0.45
+
+
+def test_drafters_on_the_host_and_on_the_device_follow_one_protocol():
+    assert isinstance(PromptLookup(), Drafter) and isinstance(MTPDrafter(), Drafter)
+    assert list(MTPDrafter().draft(np.arange(5, dtype=np.int32), 2)) == []
