@@ -72,7 +72,8 @@ def load_checkpoint(
     Raises:
         ValueError: `dtype` or `weights` is none of the above; a broken file (see `reader`); missing, extra, mis-shaped
             tensors, ones of the wrong kind or with wrong scales, all in one message; NaN or infinite weights, by name;
-            a mesh that does not divide the model, or would cut through blocks of weights that share a scale.
+            a mesh that does not divide the model, or would cut through blocks of weights that share a scale; a device
+            is out of memory.
     """
     if isinstance(weights, str) and weights not in ("stored", "bfloat16", "float32"):
         raise ValueError(f"{weights=} must be stored, bfloat16 or float32")
@@ -104,13 +105,23 @@ def load_checkpoint(
     for weight in _with_bar(table) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh)
-        value = _stored(weight, pieces, dtypes[weight.path], where) if stay else None
-        if value is None:
-            value, problems = _converted(weight, pieces, dtypes[weight.path], config, where)
-            bad += problems
-        # Waiting keeps the next parameter from being read before this one's host memory is free.
-        if not bad:
-            values[weight.path] = jax.block_until_ready(value)
+        try:
+            value = _stored(weight, pieces, dtypes[weight.path], where) if stay else None
+            if value is None:
+                value, problems = _converted(weight, pieces, dtypes[weight.path], config, where)
+                bad += problems
+            # Waiting keeps the next parameter from being read before this one's host memory is free.
+            if not bad:
+                values[weight.path] = jax.block_until_ready(value)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            devices = 1 if mesh is None else mesh.size
+            raise ValueError(
+                f"{path} does not fit: a device is out of memory at {weight.path}, number {len(values) + 1} of "
+                f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Cut the model over more (mesh=), or keep "
+                f'what is quantised so (weights="stored"). {error}'
+            ) from error
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     model = nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values.pop(_dotted(key))), state))

@@ -1,7 +1,8 @@
 """Puts stored tensors on devices: each gets its part, straight from the file's pages."""
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ def place(
 ) -> jax.Array:
     """An array on its devices, made of pieces.
 
-    Each piece is read once. The host holds the parts of this array, or nothing where one piece is used as it is.
+    Each piece is read once; the host holds the parts of this array.
 
     Args:
       pieces: each returns a piece's values, possibly a view of a file: the whole array, or the matrices (the last two
@@ -42,12 +43,10 @@ def place(
         for device, index in where.addressable_devices_indices_map(shape).items():
             assert index is not None
             devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
-    if copy is None and len(pieces) == 1 and where is not None:
-        whole = pieces[0]().reshape(shape)
-        # On a CPU an array could else be the file's pages themselves; `device_put` to no named device does not ask.
-        return _join(shape, where, ((whole[_slices(bounds)], on) for bounds, on in devices.items()), may_alias=False)
+    # Copies, also where one piece is the whole: on a CPU an array may else be the file's pages, which can change.
     parts = {bounds: np.empty([end - start for start, end in bounds], dtype) for bounds in devices}
-    for number, at in enumerate(np.ndindex(stack)):
+
+    def read(number: int, at: tuple[int, ...]) -> None:
         values = pieces[number]().reshape(shape[len(stack) :])
         for bounds, part in parts.items():
             if all(start <= i < end for i, (start, end) in zip(at, bounds, strict=False)):
@@ -57,11 +56,12 @@ def place(
                     here[...] = some
                 else:
                     copy(number, some, here)
-    return _join(shape, where, ((part, devices[bounds]) for bounds, part in parts.items()))
 
-
-def _join(shape, where, parts: Iterator, **options) -> jax.Array:
-    arrays = [jax.device_put(part, device, **options) for part, devices in parts for device in devices]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        # One thread copies bytes slower than a disk may read them. Conversions take memory, and threads would keep it.
+        run = threads.map if copy is None else map
+        collections.deque(run(read, range(len(pieces)), np.ndindex(stack)), maxlen=0)
+    arrays = [jax.device_put(part, device) for bounds, part in parts.items() for device in devices[bounds]]
     return arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
 
 

@@ -18,7 +18,8 @@ class JoinedLinear(nnx.Module):
     """Linear maps of one input whose matrices are stored as one, so that one product computes them all.
 
     Attributes:
-      weight: [all rows, in_features], the maps' matrices one below the other.
+      weight: [all rows, in_features], the maps' matrices one below the other; on a mesh that cuts them, on each device
+        the parts that it has.
       parts: (path, rows, `Linear.rounded`) of each map (static).
       cut: whether a mesh would cut one of them (static).
     """
@@ -29,18 +30,25 @@ class JoinedLinear(nnx.Module):
         self.cut = any(linear.weight.get_metadata().get("axes") for linear in maps.values())
         # Of quantised matrices, codes and scales.
         matrices = [linear.weight.get_value() for linear in maps.values()]
-        self.weight = nnx.Param(jax.tree.map(lambda *rows: jnp.concatenate(rows), *matrices))
+        self.weight = nnx.Param(jax.tree.map(lambda *rows: _local(lambda *x: jnp.concatenate(x), *rows), *matrices))
 
     def __call__(self, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
         """[..., in_features] to what each map makes of it, by path."""
-        products = multiply(x, self.weight.get_value(), tuple((rows, rounded) for _, rows, rounded in self.parts))
+        weight = self.weight.get_value()
+        devices = sum(rows for _, rows, _ in self.parts) // weight.shape[0]
+        products = multiply(x, weight, tuple((rows // devices, rounded) for _, rows, rounded in self.parts))
         return {path: product for (path, *_), product in zip(self.parts, products, strict=True)}
 
     def matrix(self, path: str) -> Float[Array, "m n"]:
         """The matrix [out_features, in_features] of one map."""
         at = [name for name, *_ in self.parts].index(path)
-        start = sum(rows for _, rows, _ in self.parts[:at])
-        return self.weight[...][start : start + self.parts[at][1]]
+        start, rows, whole = sum(rows for _, rows, _ in self.parts[:at]), self.parts[at][1], self.weight.shape[0]
+
+        def part(weight):
+            devices = whole // weight.shape[0]
+            return weight[start // devices : (start + rows) // devices]
+
+        return _local(part, self.weight[...])
 
 
 class Projections(nnx.Module):
@@ -71,17 +79,17 @@ class Projections(nnx.Module):
         return {path: linear for path, linear in maps.items() if linear is not None}
 
     def join(self, owner: nnx.Module) -> None:
-        """Joins maps whose matrices have one dtype and one place, also those in FP8; sharded ones stay separate."""
+        """Joins maps whose matrices have one dtype, also FP8, and lie whole in one place or are cut alike, by rows."""
         alike: dict[Hashable, dict[str, Linear]] = collections.defaultdict(dict)
         for path, linear in self.separate(owner).items():
             matrix = linear.weight.get_value()
             if isinstance(matrix, StoredWeight):
                 # A block of scales has rows of one map only.
-                if matrix.shape[0] % WEIGHT_BLOCK == 0 and _whole(matrix.codes):
-                    alike[matrix.kind, matrix.dtype][path] = linear
+                if _is_joinable(matrix.codes) and _rows(matrix.codes) % WEIGHT_BLOCK == 0:
+                    alike[matrix.kind, matrix.dtype, matrix.codes.sharding][path] = linear
             elif isinstance(matrix, jax.core.Tracer):
                 alike[matrix.dtype][path] = linear
-            elif _whole(matrix):
+            elif _is_joinable(matrix):
                 alike[matrix.dtype, matrix.sharding][path] = linear
         for maps in alike.values():
             if len(maps) > 1:
@@ -91,16 +99,30 @@ class Projections(nnx.Module):
                     setattr(functools.reduce(getattr, parents, owner), name, None)
 
 
-def _whole(matrix):
-    return isinstance(matrix, jax.Array) and matrix.sharding.is_fully_replicated
+def _is_joinable(matrix):
+    """Whether a device has whole rows of it."""
+    return isinstance(matrix, jax.Array) and matrix.sharding.shard_shape(matrix.shape)[1] == matrix.shape[1]
+
+
+def _rows(matrix):
+    return matrix.sharding.shard_shape(matrix.shape)[0]
+
+
+def _local(function, *matrices):
+    """What a function makes of matrices, on each device of its own part where they are cut."""
+    if isinstance(matrices[0], jax.core.Tracer) or matrices[0].sharding.is_fully_replicated:
+        return function(*matrices)
+    where = matrices[0].sharding
+    specs = (where.spec,) * len(matrices)
+    return jax.shard_map(function, mesh=where.mesh, in_specs=specs, out_specs=where.spec, check_vma=False)(*matrices)
 
 
 def join_projections[M: nnx.Module](module: M) -> M:
     """A copy of a model, or of a part of it, in which linear maps of one input share a matrix.
 
-    A decode step then reads the matrices of an input in one product instead of up to seven small ones. Sharded matrices
-    stay separate. The joined matrices are new arrays: drop `module` where memory is short, or build or
-    load the model with `joined=True`.
+    A decode step then reads the matrices of an input in one product instead of up to seven small ones. Matrices that
+    are cut over a mesh are joined if they are cut alike, by rows. The joined matrices are new arrays: drop `module`
+    where memory is short, or build or load the model with `joined=True`.
     """
     copy = nnx.clone(module)
     join_in_place(copy)

@@ -6,6 +6,7 @@ weights, one token a warp, and goes on with Sinkhorn's iterations while the othe
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
 CHANNELS = 1024  # of a warpgroup
 AHEAD = 2  # groups of tokens whose weights are there before they are collapsed
 WARPS = THREADS // WARP
+_RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
+_FROM_LANE = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +147,10 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, pre, norms, scrat
 
     @pl.when(warpgroup == p.workers)
     def _():
-        scales = [scale[i] for i in range(scale.shape[0])]
-        biases = [base[i] for i in range(p.rows)]
+        # A lane has the logit of its number.
         lane = vectors.thread() & (WARP - 1)
+        bias = vectors.take(base, jnp.where(lane < p.rows, lane, -1))
+        factors = vectors.take(scale, jnp.minimum(lane >> 2, scale.shape[0] - 1))
 
         @pl.loop(0, count)
         def _(i):
@@ -161,27 +165,19 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, pre, norms, scrat
             if p.tokens_each == 1:
                 sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
             mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
-            factor = lax.rsqrt(mean + p.norm_eps)
-
-            def logit(n):
-                return from_lane(sums, n) * factor * scales[min(n // STREAMS, 2)] + biases[n]
-
-            pres = [_sigmoid(logit(n)) + p.hc_eps for n in range(STREAMS)]
+            logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
+            gates = reciprocal(1.0 + jnp.exp(-logits))
+            weights = jnp.where(lane < STREAMS, gates + p.hc_eps, 2.0 * gates)
 
             @pl.when(i >= AHEAD)
             def _():
                 plgpu.barrier_wait(free.at[stage])
 
-            pre[stage] = _by_lane(lane, pres)
+            pre[stage] = weights
             plgpu.barrier_arrive(weighed.at[stage])
             if outs:
-                posts = [2.0 * _sigmoid(logit(STREAMS + n)) for n in range(STREAMS)]
-                values = _by_lane(lane, [*pres, *posts])
-                comb = [[logit((2 + j) * STREAMS + k) for k in range(STREAMS)] for j in range(STREAMS)]
-                comb = [_softmax(row, p.hc_eps) for row in comb]
-                comb = _sinkhorn(comb, p.iterations, p.hc_eps)
-                values = _by_lane(lane, [x for row in comb for x in row], 2 * STREAMS, values)
-                put_rows(outs[0], values, first_of(i), p.tokens_each)
+                weights = jnp.where(lane < 2 * STREAMS, weights, mixing_matrix(logits, p.iterations, p.hc_eps))
+                put_rows(outs[0], weights, first_of(i), p.tokens_each)
 
         # The interpreter wants every arrival waited for.
         @pl.loop(jnp.maximum(count - AHEAD, 0), count)
@@ -189,46 +185,76 @@ def _body(p, streams, partials, base, scale, weight, x, *outs, pre, norms, scrat
             plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(AHEAD))])
 
 
-def _by_lane(lane, values, first=0, others=None):
-    """[128]: value i in lane `first + i` of every warp; in other lanes `others`, or anything."""
-    found = values[0] if others is None else others
-    for i, value in enumerate(values, first):
-        found = jnp.where(lane == i, value, found)
-    return found
-
-
-def _sigmoid(x):
-    return reciprocal(1.0 + jnp.exp(-x))
-
-
-def _softmax(row, eps):
-    top = functools.reduce(jnp.maximum, row)
-    row = [jnp.exp(x - top) for x in row]
-    total = reciprocal(_sum(row))
-    return [x * total + eps for x in row]
-
-
-def _sinkhorn(comb, iterations, eps):
-    """Rows and columns of lists of arrays, as in the reference."""
-
-    def rows(comb):
-        factors = [reciprocal(_sum(row) + eps) for row in comb]
-        return [[x * factor for x in row] for row, factor in zip(comb, factors, strict=True)]
-
-    def transposed(comb):
-        return [list(column) for column in zip(*comb, strict=True)]
-
-    def columns(comb):
-        return transposed(rows(transposed(comb)))
-
-    return lax.fori_loop(0, iterations - 1, lambda _, comb: columns(rows(comb)), columns(comb))
-
-
 def _sum(terms):
     """Of neighbours first."""
     while len(terms) > 1:
         terms = [*map(jnp.add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
     return terms[0]
+
+
+@primitive
+def mixing_matrix(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """Each warp's comb, from its logits: softmax of rows and Sinkhorn's iterations, see `ops.hyper_connections`.
+
+    logits: [128] float32; entry [j, k] is that of lane `8 + 4 * j + k`, and so is comb's in the result [128].
+    """
+    lanes = slice(2 * STREAMS, (2 + STREAMS) * STREAMS)
+    comb = logits.reshape(WARPS, WARP)[:, lanes].reshape(WARPS, STREAMS, STREAMS)
+    comb = jax.nn.softmax(comb, axis=2) + eps
+
+    def normalised(comb, axis):
+        return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
+
+    comb = normalised(comb, 1)
+    comb = lax.fori_loop(0, iterations - 1, lambda _, comb: normalised(normalised(comb, 2), 1), comb)
+    return logits.reshape(WARPS, WARP).at[:, lanes].set(comb.reshape(WARPS, -1)).reshape(-1)
+
+
+@mixing_matrix.mosaic
+def _(logits, iterations, eps):
+    def emit(logits):
+        f32, places = mlir.f32_type(), range(STREAMS)
+
+        def from_lane(number):
+            value = thread_ops.bits(mlir.scalar(logits))
+            return thread_ops.as_float(thread_ops.ptx(_FROM_LANE, value, number))
+
+        def total(terms, combine=arith.addf):
+            return combine(combine(*terms[:2]), combine(*terms[2:]))
+
+        def approximate(code, x):
+            return mlir.ptx(code, x, results=f32, pure=True)
+
+        def softmax(row):
+            top = total(row, arith.maximumf)
+            scaled = [arith.mulf(arith.subf(x, top), mlir.f32(math.log2(math.e))) for x in row]
+            powers = [approximate("ex2.approx.ftz.f32 $0, $1;", x) for x in scaled]
+            share = approximate(_RECIPROCAL, total(powers))
+            return [thread_ops.fma(x, share, mlir.f32(eps)) for x in powers]
+
+        def rows(comb):
+            factors = [approximate(_RECIPROCAL, arith.addf(total(row), mlir.f32(eps))) for row in comb]
+            return [[arith.mulf(x, factor) for x in row] for row, factor in zip(comb, factors, strict=True)]
+
+        def transposed(comb):
+            return [list(column) for column in zip(*comb, strict=True)]
+
+        def columns(comb):
+            return transposed(rows(transposed(comb)))
+
+        def iterate(_, *flat):
+            flat = [thread_ops.as_float(x) for x in flat]
+            comb = columns(rows([flat[STREAMS * j : STREAMS * (j + 1)] for j in places]))
+            return [thread_ops.bits(x) for row in comb for x in row]
+
+        comb = [softmax([from_lane((2 + j) * STREAMS + k) for k in places]) for j in places]
+        flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
+        found, lane = flat[0], thread_ops.lane()
+        for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
+            found = lane.equals(number).where(x, found)
+        return [thread_ops.as_float(found)]
+
+    return vectors.inline(emit, logits, returns=logits)
 
 
 @primitive
@@ -240,8 +266,7 @@ def reciprocal(x: jax.Array) -> jax.Array:
 @reciprocal.mosaic
 def _(x):
     def emit(x):
-        code = "rcp.approx.ftz.f32 $0, $1;"
-        return [mlir.ptx(code, mlir.scalar(x), results=mlir.f32_type(), pure=True)]
+        return [mlir.ptx(_RECIPROCAL, mlir.scalar(x), results=mlir.f32_type(), pure=True)]
 
     return vectors.inline(emit, x, returns=x)
 
@@ -256,8 +281,7 @@ def from_lane(x: jax.Array, lane: int) -> jax.Array:
 def _(x, lane):
     def emit(x):
         value = thread_ops.bits(mlir.scalar(x))
-        got = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", value, lane)
-        return [thread_ops.as_float(got)]
+        return [thread_ops.as_float(thread_ops.ptx(_FROM_LANE, value, lane))]
 
     return vectors.inline(emit, x, returns=x)
 

@@ -18,7 +18,7 @@ from pallas_kernels.hyper_connections.mixing import STREAMS, SUMS
 
 
 WIDEST = 7 * collapse.CHANNELS  # with one more warpgroup, 1024 threads
-MANY = 256  # tokens, from which on the tensor cores are faster
+MANY = 256  # tokens, from which on `many_tokens` is faster
 
 
 @traced_once("norm_eps", "hc_eps", "iterations")
@@ -90,7 +90,6 @@ def hyper_connections(
 def _few(streams, fn, *added, interpret):
     tokens, _, width = streams.shape
     slices = width // few_tokens.CHANNELS
-
     tiles = -(-tokens // token_tiles.TOKENS) if tokens > few_tokens.MOST_TOKENS else 0
 
     def body(streams, fn, *refs, **scratch):

@@ -139,21 +139,22 @@ class StoredMatmulProblem:
 
 
 def _body(p, x, codes, scales, *outs, staging, **streamed):
-    worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+    worker, block, warpgroup = (lax.axis_index(name) for name in ("worker", "block", "warpgroup"))
     workers = lax.axis_size("worker")
     tiles = lax.div(p.tiles - worker + (workers - 1), jnp.int32(workers))
 
     def place(n):
-        row, token = p.place(worker + n * workers)
-        return row + lax.axis_index("block") * p.gemm.rows, token
+        return p.place(worker + n * workers)
 
     def locate(n):
         row, token = place(n)
-        return OutputTile(0, row, token, lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth)
+        # The cluster's, not the block's: it has common inputs, also where a block's rows are past the end.
+        column = lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth
+        return OutputTile(0, row + block * p.gemm.rows, token, column)
 
     def finish(n, sums):
         row, token = place(n)
-        row, start = row + warpgroup * ROWS, 0
+        row, start = row + block * p.gemm.rows + warpgroup * ROWS, 0
         for out, (size, _) in zip(outs, p.parts, strict=True):
 
             @pl.when((row >= start) & (row < start + size))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv4_jax.nn import HyperConnection, HyperHead, expand_streams, sinkhorn
+from dsv4_jax.nn import HyperConnection, HyperHead, ResidualStreams, RMSNorm, expand_streams, sinkhorn
 from tests.nn.reference import f64, rms_norm, sigmoid
 
 
@@ -81,6 +81,27 @@ def test_comb_is_doubly_stochastic_but_not_symmetric(config, draw):
     np.testing.assert_allclose(f64(comb).sum(1), 1, atol=1e-5)
     np.testing.assert_allclose(f64(comb).sum(2), 1, atol=1e-3)
     assert np.abs(f64(comb) - f64(comb).swapaxes(1, 2)).max() > 0.1
+
+
+def test_joined_borders_are_the_separate_steps(small, draw):
+    """A block's output and the next block's input in one call, and the head after the last."""
+    first, second, head = connection(small), connection(small, std=0.3), HyperHead(small, rngs=nnx.Rngs(1))
+    norms = [RMSNorm(24, eps=small.rms_norm_eps, rngs=nnx.Rngs(i)) for i in range(3)]
+    streams, (y, z) = jnp.asarray(draw(4, 3, 24)), jnp.asarray(draw(2, 4, 24))
+    x, residual = first.enter(ResidualStreams(streams), norms[0])
+    between, residual = second.enter(residual.after(y), norms[1])
+    out, left = head.leave(residual.after(z), norms[2])
+    merged = residual.after(z).merged()
+
+    collapsed, post, comb = first(streams)
+    np.testing.assert_allclose(x, norms[0](collapsed), **TOLERANCE)
+    streams = expand_streams(streams, y, post, comb)
+    collapsed, post, comb = second(streams)
+    np.testing.assert_allclose(between, norms[1](collapsed), **TOLERANCE)
+    streams = expand_streams(streams, z, post, comb)
+    np.testing.assert_allclose(out, norms[2](head(streams)), **TOLERANCE)
+    for mine in (left, merged):
+        np.testing.assert_allclose(mine, streams, **TOLERANCE)
 
 
 def test_sinkhorn_with_one_iteration_divides_by_columns_only(draw):

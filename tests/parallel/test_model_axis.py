@@ -133,6 +133,36 @@ def test_model_and_cache_must_lie_on_one_mesh():
         assert not cache.lengths.is_deleted()
 
 
+def test_maps_that_are_cut_alike_are_joined(model):
+    """The shared expert's two, on each device its rows of both; queries, which are cut, not with what is copied."""
+    cut, _ = on_mesh(model, 4)
+    joined = join_projections(cut)
+    mlp, own = joined.model.layers[1].mlp.shared_experts, cut.model.layers[1].mlp.shared_experts
+    (both,) = mlp.input_projections.joined
+    assert [part[:2] for part in both.parts] == [("gate_proj", 32), ("up_proj", 32)]
+    for name in ("gate_proj", "up_proj"):
+        want = getattr(own, name).weight.get_value()
+        found = both.matrix(name)
+        assert found.sharding == want.sharding
+        np.testing.assert_array_equal(found, want)
+    assert joined.model.layers[1].self_attn.q_b_proj is not None
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
+
+    @jax.jit
+    def apply(mlp, x):
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, mlp)
+        return jax.shard_map(
+            lambda mlp, x: all_reduce(mlp(x)),
+            mesh=jax.typeof(own.up_proj.weight.get_value()).sharding.mesh,
+            in_specs=(specs, jax.P()),
+            out_specs=jax.P(),
+            check_vma=False,
+        )(mlp, x)
+
+    # float32 products of other shapes may add in another order.
+    np.testing.assert_allclose(apply(mlp, x), apply(own, x), rtol=0, atol=1e-6)
+
+
 def test_joined_maps_are_not_cut(model):
     with pytest.raises(ValueError, match=r"model\.layers\.0.*joins maps that a mesh cuts: place the model first"):
         on_mesh(join_projections(model), 2)

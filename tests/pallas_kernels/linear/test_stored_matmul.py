@@ -31,7 +31,9 @@ def test_interpreted(monkeypatch, tokens, parts, depth, groups):
 @pytest.mark.parametrize(
     ("tokens", "parts", "depth", "groups"),
     [
+        # The second block of the last cluster has no rows.
         (33, ((64, True), (320, True)), 1024, 1),
+        (400, ((64, False), (576, True)), 256, 1),
         (100, ((1024, True), (512, False)), 4096, 1),
         (300, ((1024, True),), 512, 4),
         (2048, ((4096, True),), 4096, 1),
