@@ -15,8 +15,8 @@ from dsv4_jax.quant import StoredWeight
 
 
 _DISJOINT = 8  # tokens whose experts differ
-# Two products and what is between them are rounded to bfloat16, from sums in another order: of an expert's values, up
-# to about 2**7, a few in a thousand go the other way, by up to 2**-8 of themselves, and then six are added up.
+# Two products and what is between them are rounded to bfloat16, from sums in another order: of an expert's values, up to
+# about 2**7, a few in a thousand go the other way, by up to 2**-8 of themselves, and then six are added up.
 _AGREE = close(relative=2**-6, absolute=0.5)
 
 
