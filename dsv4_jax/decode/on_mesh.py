@@ -16,7 +16,7 @@ def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
     How arrays are cut is read from their types, while the step is traced: put them on a mesh with Explicit axes before.
 
     Args:
-      step: takes (model, cache, *args, **options) and returns a tuple whose last item is the cache. Nothing else is
+      step: takes `(model, cache, *args, **options)` and returns a tuple whose last item is the cache. Nothing else is
         cut.
 
     Returns:

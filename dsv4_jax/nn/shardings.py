@@ -19,7 +19,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh) -> M:
     Parameters are cut as their `axes` and `parallel.axis_rules` say; codes and scales of a `StoredWeight` alike.
 
     Args:
-      module: a module, with arrays or `jax.ShapeDtypeStruct`s.
+      module: a module, with arrays or instances of `jax.ShapeDtypeStruct`.
       mesh: the devices.
 
     Raises:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -14,7 +15,7 @@ from tests.pallas_kernels.kernels import compile_in_process
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where kernels are kept during a test, which compiles nothing."""
+    """Where kernels are kept during a test."""
     new = dict(jax_enable_compilation_cache=True, jax_compilation_cache_dir=str(tmp_path))
     old = {name: getattr(jax.config, name) for name in new}
     for name, value in new.items():
@@ -80,6 +81,17 @@ def test_what_the_kernel_does_not_take_is_refused_as_without_the_cache(folder):
 
 def test_without_a_compilation_cache_nothing_is_kept(exports):
     assert program(1024).count("@mosaic_gpu_v2") == 1 and not exports
+
+
+@pytest.mark.gpu
+def test_kept_kernels_find_the_same_on_gpu(folder, exports):
+    scores = np.random.default_rng(0).permuted(np.tile(np.arange(4096, dtype=np.float32), (3, 1)), axis=1)
+    expected = np.sort(np.argsort(-scores, axis=1)[:, :64], axis=1)
+    for _ in ("lowered", "kept"):
+        jax.clear_caches()
+        found = indexer_topk(jnp.asarray(scores), jnp.full((3,), 4096, jnp.int32), k=64)
+        np.testing.assert_array_equal(found, expected)
+    assert len(exports) == 1
 
 
 @pytest.mark.aot
