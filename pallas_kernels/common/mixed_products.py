@@ -19,7 +19,7 @@ from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.stored_weights import ROWS, SHIFT, WeightLayout
 from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.unpack import e2m1_value, multiply
+from pallas_kernels.common.unpack import e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
@@ -186,25 +186,11 @@ def _fp4_unpacker(place, other, _, scales):
                 at = 2 * chunk + block
                 factor = _permute_bytes(exponents, 0, 0x4040 | at % 4 * 0x0101) << 7
                 word = _load(place ^ (at << 4), half * other)
-                for pair, value in enumerate(_e2m1_pairs(word)):
+                for pair, value in enumerate(e2m1_pairs(word)):
                     steps[2 * block + pair // 2][2 * (pair % 2) + half] = multiply(value, factor)
         return steps
 
     return unpack
-
-
-def _e2m1_pairs(word):
-    """Codes i and i + 4 of a word as two bfloat16, times 2**-126, for i = 0 .. 3.
-
-    The bits of two pairs are brought to the distance of sign and exponent together, the second pair's 4 bits lower.
-    """
-    found = []
-    for signs, others in (word << 8, word << 2), (word, word >> 6):
-        # One instruction, which compilers do not find: signs & mask | others & ~mask.
-        code = "lop3.b32 $0, $1, $2, 0x88008800, 0xe4;"
-        both = U32(mlir.ptx(code, signs.value, others.value, results=mlir.int_type(), pure=True))
-        found += [both << 4 & 0x81C081C0, both & 0x81C081C0]
-    return found
 
 
 def _multiply(sums, weights, inputs, chunk, chunks):

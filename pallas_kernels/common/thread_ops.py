@@ -78,6 +78,11 @@ def ptx(code: str, *args: U32 | int) -> U32:
     return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type()))
 
 
+def pure(code: str, *args: U32 | int) -> U32:
+    """As `ptx`, of instructions whose result depends on `args` alone."""
+    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=True))
+
+
 def ptx_effect(code: str, *args: U32 | int) -> None:
     """Instructions without a result on `args`, `$0` and so on."""
     mlir.ptx(code, *(U32(x).value for x in args))

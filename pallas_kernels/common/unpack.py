@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import mlir_helpers as mlir
+from pallas_kernels.common import thread_ops
 from pallas_kernels.common.thread_ops import U32
 
 
@@ -19,14 +19,15 @@ def e2m1_value(code: jax.Array) -> jax.Array:
 def e2m1_pairs(word: U32) -> list[U32]:
     """E2M1 codes i and i + 4 of a word as two bfloat16, times 2**-126, for i = 0 .. 3.
 
-    A code's sign, exponent and mantissa bits fit into a bfloat16 as they are, with a gap between sign and exponent: the
-    product with 2**12 + 2**6 puts the code there twice, and the mask keeps the sign of one and the rest of the other.
+    A code's sign, exponent and mantissa bits are a bfloat16's, with a gap between sign and exponent. They are brought
+    to that distance for two pairs together, the second pair's 4 bits lower.
     """
-    high = word >> 8
-    first, second = 0x000F000F, 0x00F000F0
-    return [
-        (x & mask) * (0x1040 if mask == first else 0x104) & 0x81C081C0 for x in (word, high) for mask in (first, second)
-    ]
+    found = []
+    for signs, others in (word << 8, word << 2), (word, word >> 6):
+        # One instruction, which compilers do not find: signs & mask | others & ~mask.
+        both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
+        found += [both << 4 & 0x81C081C0, both & 0x81C081C0]
+    return found
 
 
 def e4m3_pairs(word: U32) -> list[U32]:
@@ -37,5 +38,4 @@ def e4m3_pairs(word: U32) -> list[U32]:
 
 def multiply(x: U32, y: U32 | int) -> U32:
     """Products of two pairs of bfloat16; subnormal ones are kept."""
-    operands = x.value, U32(y).value
-    return U32(mlir.ptx("mul.rn.bf16x2 $0, $1, $2;", *operands, results=mlir.int_type(), pure=True))
+    return thread_ops.pure("mul.rn.bf16x2 $0, $1, $2;", x, y)
