@@ -7,8 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from dsv4_jax.cache import KVCache
-
 
 def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step for arrays of one device or of a mesh: there it runs under `jax.shard_map`, on each device's own arrays.
@@ -24,7 +22,7 @@ def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(step)
-    def call(model: Any, cache: KVCache, *args: Any, **options: Any) -> Any:
+    def call(model: Any, cache: Any, *args: Any, **options: Any) -> Any:
         of_model, of_cache = _mesh(model), _mesh(cache)
         if of_model != of_cache and jax.tree.leaves(model):
             raise ValueError(
@@ -35,7 +33,7 @@ def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(model, cache, *args, **options)
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (model, cache))
 
-        def local(model: Any, cache: KVCache, args: Any) -> Any:
+        def local(model: Any, cache: Any, args: Any) -> Any:
             *results, cache = step(model, cache, *args, **options)
             return tuple(results), cache
 

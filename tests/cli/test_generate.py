@@ -42,7 +42,7 @@ def test_chunks_of_a_prompt_do_not_change_the_text(run, layer_of_each_kind):
 def test_a_mesh_writes_the_same_text(run, tmp_path, mesh):
     options = ["--dtype", "float32", "--max-new-tokens", "40", "--json"]
     alone = json.loads(run("generate", *options))
-    for more in ([], ["--on-device-loop"], ["--drafts", "2"]):
+    for more in ([], ["--on-device-loop", "--drafts", "2"]):
         assert json.loads(run("generate", *options, "--mesh", mesh, *more))["tokens"] == alone["tokens"]
     np.save(tmp_path / "ids.npy", [[256, *alone["tokens"]]])
     scores = []

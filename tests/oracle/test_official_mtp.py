@@ -101,7 +101,9 @@ def test_the_block_on_true_tokens(model, golden):
         left, carry, cache = block(entered, cache, shifted, carry)
         seen = carry.activations or {}
         attention = dict(mtp_attn_in=seen[f"attn_in_{LAYER}"], mtp_attn_out=seen[f"attn_out_{LAYER}"])
-        return dict(mtp_x=entered, mtp_out=left, mtp_logits=model.logits(block.hidden(left)), **attention), cache
+        return dict(
+            mtp_x=entered, mtp_out=left, mtp_logits=model.logits(block.norm(block.hc_head(left))), **attention
+        ), cache
 
     host, ids = manager_of(model), golden["ids"]
     slots = [host.admit(row) for row in ids]
