@@ -1,7 +1,5 @@
 """Which tokens an expert has: blocks of up to 8 (token, expert) pairs of one expert."""
 
-import functools
-
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -39,7 +37,7 @@ def assign(selected: jax.Array, experts: int, *, interpret: bool = False) -> tup
     blocks = most_blocks(selected.size, experts)
     numbers = -(-experts // mlir.THREADS) * mlir.THREADS
     run = kernel(
-        functools.partial(_body),
+        _body,
         out_type=(
             jax.ShapeDtypeStruct((blocks * WORDS,), jnp.int32),
             jax.ShapeDtypeStruct((1 + blocks,), jnp.int32),

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math
 
 from pallas_kernels.common import clusters, mlir_helpers as mlir, thread_ops, weight_stream
-from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.checks import check_rules
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.stored_weights import COLUMNS, FP4, HALF, ROWS, SHIFT
@@ -27,6 +27,7 @@ from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 from pallas_kernels.experts import assignment
 from pallas_kernels.experts.assignment import FIRST_PAIR, WORDS
+from pallas_kernels.experts.expert_operands import check_operands
 
 
 MOST_PAIRS = 1024  # that one block of threads sorts
@@ -63,17 +64,11 @@ def experts(
       NotImplementedError: a shape or dtype is not one of these.
     """
     tokens, depth = x.shape
-    check_array("x", x, jnp.bfloat16, None, None)
-    check_array("selected", selected, jnp.int32, tokens, None)
-    check_array("weights", weights, jnp.float32, *selected.shape)
-    number, inner = gate_up[0].shape[0], 2 * down[0].shape[-1]
-    for name, (codes, scales), rows, columns in (("gate_up", gate_up, 2 * inner, depth), ("down", down, depth, inner)):
-        check_array(f"{name}'s codes", codes, jnp.uint8, number, rows, columns // 2)
-        check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
+    rules, number, inner = check_operands(x, selected, weights, gate_up, down)
     pairs = selected.size
     check_rules(
-        {
-            f"channels in multiples of 512, got {depth} and {inner}": depth % 512 == inner % 512 == 0,
+        rules
+        | {
             f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS,
         }
     )

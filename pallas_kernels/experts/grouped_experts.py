@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import column_stores
-from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.checks import check_rules
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.stored_gemm import OutputTile, StoredGemm
 from pallas_kernels.common.stored_weights import FP4, ROWS
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.experts.expert_operands import check_operands
 from pallas_kernels.experts.gather_inputs import gather_inputs
 from pallas_kernels.experts.sorted_pairs import MOST_EXPERTS, sort_pairs
 
@@ -59,16 +60,10 @@ def grouped_experts(
       NotImplementedError: a shape or dtype is not one of these.
     """
     tokens, depth = x.shape
-    check_array("x", x, jnp.bfloat16, None, None)
-    check_array("selected", selected, jnp.int32, tokens, None)
-    check_array("weights", weights, jnp.float32, *selected.shape)
-    number, inner = gate_up[0].shape[0], 2 * down[0].shape[-1]
-    for name, (codes, scales), rows, columns in (("gate_up", gate_up, 2 * inner, depth), ("down", down, depth, inner)):
-        check_array(f"{name}'s codes", codes, jnp.uint8, number, rows, columns // 2)
-        check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
+    rules, number, inner = check_operands(x, selected, weights, gate_up, down)
     check_rules(
-        {
-            f"channels in multiples of 512, got {depth} and {inner}": not (depth % 512 or inner % 512),
+        rules
+        | {
             "at least one token": tokens > 0,
             f"up to {MOST_EXPERTS} experts, got {number}": number <= MOST_EXPERTS,
         }
