@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsv4_jax import ops
-from dsv4_jax.nn.layers import Linear, multiply
+from dsv4_jax.nn.layers import Linear, RMSNorm, multiply
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -33,11 +33,11 @@ class JoinedLinear(nnx.Module):
         matrices = [linear.weight.get_value() for linear in maps.values()]
         self.weight = nnx.Param(jax.tree.map(lambda *rows: _local(lambda *x: jnp.concatenate(x), *rows), *matrices))
 
-    def __call__(self, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
-        """[..., in_features] to what each map makes of it, by path."""
+    def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "... _"]]:
+        """[..., in_features] to what each map makes of it, normed first if there is a norm, by path."""
         weight = self.weight.get_value()
         devices = sum(rows for _, rows, _ in self.parts) // weight.shape[0]
-        products = multiply(x, weight, tuple((rows // devices, rounded) for _, rows, rounded in self.parts))
+        products = multiply(x, weight, tuple((rows // devices, rounded) for _, rows, rounded in self.parts), norm)
         return {path: product for (path, *_), product in zip(self.parts, products, strict=True)}
 
     def swiglu(self, x: Float[Array, "... n"], limit: float) -> Float[Array, "... _"]:
@@ -71,11 +71,16 @@ class Projections(nnx.Module):
         self.paths = paths
         self.joined = nnx.List([])
 
-    def __call__(self, owner: nnx.Module, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
-        """What each map makes of x [..., in_features], by path; `owner` is the module that holds the maps."""
-        products = {path: linear(x) for path, linear in self.separate(owner).items()}
+    def __call__(
+        self, owner: nnx.Module, x: Float[Array, "... n"], norm: RMSNorm | None = None
+    ) -> dict[str, Float[Array, "... _"]]:
+        """What each map makes of x [..., in_features], normed first if there is a norm, by path.
+
+        `owner` is the module that holds the maps.
+        """
+        products = {path: linear(x, norm) for path, linear in self.separate(owner).items()}
         for joined in self.joined:
-            products |= joined(x)
+            products |= joined(x, norm)
         return products
 
     def separate(self, owner: nnx.Module) -> dict[str, Linear]:

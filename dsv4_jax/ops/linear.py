@@ -1,12 +1,14 @@
 """Linear maps with exact products and float32 sums."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import StoredWeight, round_to
 from pallas_kernels.linear import (
@@ -30,6 +32,7 @@ def linear(
     parts: tuple[Part, ...] | None = None,
     groups: int = 1,
     swiglu_limit: float | None = None,
+    norm: tuple[Float[Array, "k"], float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "... p"], ...]:
     """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
@@ -45,6 +48,7 @@ def linear(
       groups: a divisor of m.
       swiglu_limit: if given, the weight's first half of rows is a gate's, the second that of up. Both products are
         rounded, and the result is one part, [..., m / 2] in x's dtype: `swiglu(gate, up, swiglu_limit)`, rounded.
+      norm: if given, (weight [k] float32, eps): x is RMS-normed over its k channels and rounded first; one group.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
         bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
         the rate of a copy (H100). Of weights stored as FP8 it takes any number of tokens; "xla" writes them out
@@ -54,7 +58,7 @@ def linear(
       [..., rows] of each part.
 
     Raises:
-      ValueError: x, parts or groups do not fit the weight.
+      ValueError: x, parts, groups, swiglu_limit or norm do not fit the weight.
     """
     rows, depth = weight.shape
     if swiglu_limit is not None:
@@ -73,12 +77,16 @@ def linear(
         raise ValueError(f"groups={groups} must divide the weight's {rows} rows")
     if sum(size for size, _ in parts) != rows:
         raise ValueError(f"parts={parts} must have {rows} rows together, as many as the weight")
+    if norm is not None and groups > 1:
+        raise ValueError(f"norm is for one group of channels, got groups={groups}")
+    norm_weight, eps = ((), 0.0) if norm is None else (norm[:1], norm[1])
+    static = _Static(parts, groups, swiglu_limit, eps)
     implementations = dict(
         xla=_linear_xla,
         mosaic_gpu=_linear_kernel_or_xla,
         interpret=functools.partial(_linear_kernel, True),
     )
-    return run("linear", implementations, implementation, parts, groups, swiglu_limit, x, weight)
+    return run("linear", implementations, implementation, static, x, weight, *norm_weight)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -87,8 +95,15 @@ def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Flo
     return x.astype(dtype), weight.astype(dtype)
 
 
-def _linear_xla(parts, groups, swiglu_limit, x, weight):
-    dtype = x.dtype
+class _Static(NamedTuple):
+    parts: tuple[Part, ...]
+    groups: int
+    swiglu_limit: float | None
+    eps: float
+
+
+def _linear_xla(static, x, weight, *norm):
+    x, dtype, groups = _normed(x, *norm, eps=static.eps), x.dtype, static.groups
     weight = weight[...] if isinstance(weight, StoredWeight) else weight
     x, weight = same_dtype(x, weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
@@ -98,11 +113,18 @@ def _linear_xla(parts, groups, swiglu_limit, x, weight):
         x, weight = x.reshape(*x.shape[:-1], groups, -1), weight.reshape(groups, -1, weight.shape[-1])
         product = jnp.einsum("...gk,gmk->...gm", x, weight, **options).reshape(*x.shape[:-2], -1)
     found, start = [], 0
-    for size, rounded in parts:
+    for size, rounded in static.parts:
         part = jax.lax.slice_in_dim(product, start, start + size, axis=-1)
         found.append(round_to(part, dtype) if rounded else part)
         start += size
-    return _finished(tuple(found), swiglu_limit, dtype)
+    return _finished(tuple(found), static.swiglu_limit, dtype)
+
+
+def _normed(x, *norm, eps):
+    for weight in norm:
+        weight = weight.reshape(*(1,) * (x.ndim - 1), -1)
+        x = round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
+    return x
 
 
 def _finished(products, swiglu_limit, dtype):
@@ -112,25 +134,27 @@ def _finished(products, swiglu_limit, dtype):
     return (round_to(swiglu(gate, up, swiglu_limit), dtype),)
 
 
-def _linear_kernel_or_xla(parts, groups, swiglu_limit, x, weight):
+def _linear_kernel_or_xla(static, x, weight, *norm):
     if not isinstance(weight, StoredWeight):
         if weight.shape[0] < LEAST_ROWS:
             raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
         if x.size > MOST_TOKENS * x.shape[-1]:
             raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return _linear_kernel(False, parts, groups, swiglu_limit, x, weight)
+    return _linear_kernel(False, static, x, weight, *norm)
 
 
-def _linear_kernel(interpret, parts, groups, swiglu_limit, x, weight):
-    options = dict(parts=parts, groups=groups, interpret=interpret)
+def _linear_kernel(interpret, static, x, weight, *norm):
+    options = dict(parts=static.parts, groups=static.groups, interpret=interpret)
 
-    def kernel(x, weight):
+    def kernel(x, weight, *norm):
         if not isinstance(weight, StoredWeight):
-            products = linear_kernel(x, weight, **options)
-            return _finished(products, swiglu_limit, x.dtype)
+            products = linear_kernel(_normed(x, *norm, eps=static.eps), weight, **options)
+            return _finished(products, static.swiglu_limit, x.dtype)
         if weight.kind != "FP8":
             raise NotImplementedError(f"the kernel takes weights stored as FP8, got {weight.kind}")
-        chosen = stored_linear if x.shape[0] <= MOST_STORED_TOKENS else stored_matmul
-        return chosen(x, weight.codes, weight.scale, limit=swiglu_limit, **options)
+        options["limit"], stored = static.swiglu_limit, (weight.codes, weight.scale)
+        if x.shape[0] <= MOST_STORED_TOKENS:
+            return stored_linear(x, *stored, *norm, eps=static.eps, **options)
+        return stored_matmul(_normed(x, *norm, eps=static.eps), *stored, **options)
 
-    return with_gradient_of(functools.partial(_linear_xla, parts, groups, swiglu_limit), kernel)(x, weight)
+    return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, weight, *norm)

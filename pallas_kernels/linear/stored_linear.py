@@ -32,15 +32,17 @@ LEAST_STAGES = 8  # two for each warpgroup that multiplies
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
-@traced_once("parts", "groups", "limit")
+@traced_once("parts", "groups", "limit", "eps")
 def stored_linear(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
+    norm: jax.Array | None = None,
     *,
     parts: tuple[tuple[int, bool], ...],
     groups: int = 1,
     limit: float | None = None,
+    eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
@@ -49,9 +51,11 @@ def stored_linear(
       x: [T, groups * K] bfloat16, T up to 32.
       codes: [groups * M, K] uint8, E4M3 bits, K a multiple of 256.
       scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
+      norm: None, or [K] float32: rows of x are RMS-normed and multiplied with it first, and rounded; one group.
       parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
       groups: matrices one below the other, each for its K columns of x; M a multiple of 128.
       limit: None, or of SwiGLU, of two equal parts that are rounded: the gate's rows and those of up, multiples of 128.
+      eps: of the norm, added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -77,16 +81,21 @@ def stored_linear(
         }
     )
     assert sum(sizes) == rows
-    p = _problem(tokens, rows, depth, groups, parts, limit, interpret)
+    if norm is not None:
+        check_array("norm", norm, jnp.float32, depth)
+        assert groups == 1
+    p = _problem(tokens, rows, depth, groups, parts, limit, eps, interpret)
     if p is None:
         if tokens <= FEW_TOKENS:
             raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
-        options = dict(parts=parts, groups=groups, limit=limit, interpret=interpret)
-        halves = [stored_linear(half, codes, scales, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
+        options = dict(parts=parts, groups=groups, limit=limit, eps=eps, interpret=interpret)
+        halves = [stored_linear(half, codes, scales, norm, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
         return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
     outs = parts if limit is None else parts[:1]
     out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
+    if norm is not None:
+        scratch |= dict(factors=plgpu.SMEM((p.stream.tokens,), jnp.float32))
     if p.splits > 1 and interpret:
         # Interpreted blocks meet in global memory.
         shape = (p.workers, p.splits, p.owned, p.splits, ROWS, p.stream.tokens)
@@ -107,7 +116,7 @@ def stored_linear(
         scratch_types=scratch,
         interpret=interpret,
     )
-    return tuple(run(x, codes, scales)[: len(outs)])
+    return tuple(run(x, codes, scales, *([] if norm is None else [norm]))[: len(outs)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +134,7 @@ class StoredLinearProblem:
     workers: int
     parts: tuple[tuple[int, bool], ...]
     limit: float | None
+    eps: float
 
     @property
     def owned(self) -> int:
@@ -141,7 +151,7 @@ class StoredLinearProblem:
         return self.splits * self.stream.depths[0]
 
 
-def _problem(tokens, rows, depth, groups, parts, limit, interpret):
+def _problem(tokens, rows, depth, groups, parts, limit, eps, interpret):
     """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
     tiles, columns = rows // ROWS, -(-tokens // TOKENS) * TOKENS
     fits = None
@@ -156,7 +166,7 @@ def _problem(tokens, rows, depth, groups, parts, limit, interpret):
             """The problem with so many columns, with the largest stages of which there are enough."""
             for segments in (x for x in (4, 2, 1) if x <= most_segments):
                 stream = WeightStream(FP8, columns, own, segments)
-                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts, limit)
+                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts, limit, eps)
                 if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
                     return p
             return None
@@ -169,11 +179,13 @@ def _problem(tokens, rows, depth, groups, parts, limit, interpret):
     return fits
 
 
-def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **streamed):
+def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, factors: Any = None, **streamed):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     workers = jnp.int32(p.workers)
     first, end = lax.div(worker * p.tiles, workers), lax.div((worker + 1) * p.tiles, workers)
-    shared = p.splits > 1
+    shared, norm = p.splits > 1, ()
+    if factors is not None:
+        norm, outs = (outs[0], factors), outs[1:]
     if shared:
         # A block writes to another one's memory once that one runs.
         clusters.arrive(None)
@@ -184,7 +196,7 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
     def load_inputs(n, load):
         @pl.when((n == 0) | (lax.rem(first + n, jnp.int32(p.group)) == 0))
         def _():
-            load(x, p.tokens, column=lax.div(first + n, jnp.int32(p.group)) * p.depth)
+            load(x, p.tokens, column=lax.div(first + n, jnp.int32(p.group)) * p.depth, norm=norm, eps=p.eps)
 
     def finish(n, sums):
         if not shared:
