@@ -90,8 +90,8 @@ def _(factors, source, eps, group):
     def emit(factors, source, group):
         warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(group)) * (warps // MULTIPLIERS)
         lane = thread_ops.lane()
-        for first in range(0, tokens, warps):
-            row = warp + first
+        def add_row(i):
+            row = warp + i * warps
             with thread_ops.when(row < tokens):
                 total = mlir.f32(0.0)
                 for start in range(0, columns, 8 * mlir.WARP):
@@ -109,6 +109,8 @@ def _(factors, source, eps, group):
                 factor = mlir.ptx(code, mean, results=mlir.f32_type())
                 with thread_ops.when(lane.equals(0)):
                     thread_ops.store(thread_ops.shared(factors) + (row << 2), thread_ops.bits(factor))
+
+        thread_ops.loop(-(-tokens // warps), add_row)
 
     mlir.inline(emit, factors, source, group)
 
@@ -164,7 +166,7 @@ def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
     # Rows at once, in different threads, and in one thread: a norm takes registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
-    together = min(-(-count // lines), COLUMNS // 2 if norm else COLUMNS)
+    together = min(-(-count // lines), COLUMNS // 8 if norm else COLUMNS)
 
     def emit(inputs, source, column, group, *more):
         table, norm_refs = more[: len(tables)], more[len(tables) :]
