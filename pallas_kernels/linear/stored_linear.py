@@ -132,7 +132,7 @@ class StoredLinearProblem:
     @property
     def depth(self) -> int:
         """Columns of the weight."""
-        return self.splits * self.stream.depths[0]
+        return self.splits * self.stream.depth
 
 
 def _problem(tokens, rows, depth, groups, parts, interpret):
@@ -143,13 +143,13 @@ def _problem(tokens, rows, depth, groups, parts, interpret):
         if depth % (LEAST_COLUMNS * splits) or (splits > 1 and interpret and splits > 2):
             continue
         workers = min(tiles, 2 if interpret else most)
-        own = (depth // splits,)
-        most_segments = weight_stream.most_segments(FP8, *own)
+        own = ((FP8, depth // splits),)
+        most_segments = weight_stream.most_segments(*own)
 
         def with_room(columns, own=own, most_segments=most_segments, workers=workers, splits=splits):
             """The problem with so many columns, with the largest stages of which there are enough."""
             for segments in (x for x in (4, 2, 1) if x <= most_segments):
-                stream = WeightStream(FP8, columns, own, segments)
+                stream = WeightStream(own, columns, segments)
                 p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
                 if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
                     return p
@@ -196,8 +196,8 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
         row = (first + n) * ROWS
         return row, row + HALF
 
-    start = split * p.stream.depths[0]
-    product = Product(codes, scales, end - first, p.stream.depths[0], start, False, rows_of, load_inputs, finish)
+    start = split * p.stream.depth
+    product = Product(FP8, codes, scales, end - first, p.stream.depth, start, False, rows_of, load_inputs, finish)
     p.stream.run(warpgroup, [product], **streamed)
     if not shared:
         return
