@@ -26,6 +26,7 @@ from pallas_kernels.common.stored_weights import (
     SCALE_BYTES,
     SCALED,
     SEGMENT,
+    SHIFT,
     UNIT,
     WeightLayout,
 )
@@ -52,7 +53,7 @@ class Product:
       gated: a thread of `finish` has the same row of both halves.
       load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
         divisor, column)`, see `stored_weights.load_inputs`.
-      finish: (tile, sums [64, tokens] float32, the products divided by `layout.factor`), in warpgroup FINISHES.
+      finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup FINISHES.
     """
 
     layout: WeightLayout
@@ -250,7 +251,8 @@ class WeightStream:
                     for i in range(MULTIPLIERS):
                         total = wgmma_results.add(total, sums.at[slot, i])
                     plgpu.barrier_arrive(taken.at[slot])
-                    product.finish(tile, total)
+                    # One scale for what finishes tiles of any layout.
+                    product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
 
                 done += product.tiles
 
@@ -270,9 +272,9 @@ class WeightStream:
         """FP8's scales of a tile."""
         if product.layout.bits != 8:
             return jnp.int32(0)
-        row, _ = product.rows_of(tile)
+        rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
         first = lax.div(jnp.int32(product.first), SCALED)
-        return stored_weights.load_scales(product.scales, lax.div(row, jnp.int32(SCALED)), first)
+        return stored_weights.load_scales(product.scales, rows, first)
 
 
 @primitive
