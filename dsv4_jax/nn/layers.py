@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops import all_reduce, linear, model_index
-from dsv4_jax.ops.linear import Part
+from dsv4_jax.ops.linear import Matrix, Part
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import StoredWeight, round_to
+from dsv4_jax.quant import round_to
 
 
 Axes = tuple[str | None, ...]
@@ -41,7 +41,7 @@ def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array
 
 
 def multiply(
-    x: Float[Array, "... n"], weight: Float[Array, "m n"] | StoredWeight, parts: tuple[Part, ...]
+    x: Float[Array, "... n"], weight: Matrix | tuple[Matrix, ...], parts: tuple[Part, ...]
 ) -> tuple[Float[Array, "... _"], ...]:
     """`ops.linear`, but on a CPU parts that stay float32 are products of float32 copies.
 

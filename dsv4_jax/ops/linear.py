@@ -19,13 +19,14 @@ from pallas_kernels.linear import (
 
 
 Part = tuple[int, bool]
+Matrix = Float[Array, "m k"] | StoredWeight
 # With fewer rows XLA is faster: it multiplies several weights at once where they have one input.
 LEAST_ROWS = 1536
 
 
 def linear(
     x: Float[Array, "... n"],
-    weight: Float[Array, "m k"] | StoredWeight,
+    weight: Matrix | tuple[Matrix, ...],
     *,
     parts: tuple[Part, ...] | None = None,
     groups: int = 1,
@@ -39,7 +40,8 @@ def linear(
     Args:
       x: [..., groups * k].
       weight: [m, k], [out, in] as in the checkpoint: `groups` matrices one below the other, each for its k channels.
-        Or such a matrix in the release's storage.
+        Or such a matrix in the release's storage. Or a tuple of several of either, one below the other: for them no
+        groups and no SwiGLU, and each part has rows of one.
       parts: (rows, whether sums are rounded to x's dtype or stay float32), which make up all m rows; None: one part,
         float32.
       groups: a divisor of m.
@@ -48,7 +50,8 @@ def linear(
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
         bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
         the rate of a copy (H100). Of weights stored as FP8 it takes any number of tokens; "xla" writes them out
-        dequantised.
+        dequantised. Up to 32 tokens it takes
+        these together with bfloat16 ones, in one launch.
 
     Returns:
       [..., rows] of each part.
@@ -56,7 +59,8 @@ def linear(
     Raises:
       ValueError: x, parts or groups do not fit the weight.
     """
-    rows, depth = weight.shape
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    rows, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     if swiglu_limit is not None:
         if parts or groups > 1 or rows % 2:
             raise ValueError(
@@ -66,19 +70,21 @@ def linear(
         parts = ((rows // 2, True),) * 2
     parts = parts or ((rows, False),)
     if x.shape[-1] != groups * depth:
-        raise ValueError(
-            f"x must have {groups} * {depth} channels for a weight {list(weight.shape)}, got {x.shape[-1]}"
-        )
+        raise ValueError(f"x must have {groups} * {depth} channels for weights of {depth} columns, got {x.shape[-1]}")
     if rows % groups:
         raise ValueError(f"groups={groups} must divide the weight's {rows} rows")
     if sum(size for size, _ in parts) != rows:
         raise ValueError(f"parts={parts} must have {rows} rows together, as many as the weight")
+    if len(weights) > 1 and not _take_one_launch(x, weights):
+        options = dict(groups=groups, swiglu_limit=swiglu_limit, implementation=implementation)
+        shares = zip(weights, _parts_of(parts, weights), strict=True)
+        return tuple(part for weight, own in shares for part in linear(x, weight, parts=own, **options))
     implementations = dict(
         xla=_linear_xla,
         mosaic_gpu=_linear_kernel_or_xla,
         interpret=functools.partial(_linear_kernel, True),
     )
-    return run("linear", implementations, implementation, parts, groups, swiglu_limit, x, weight)
+    return run("linear", implementations, implementation, parts, groups, swiglu_limit, x, *weights)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -87,7 +93,29 @@ def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Flo
     return x.astype(dtype), weight.astype(dtype)
 
 
-def _linear_xla(parts, groups, swiglu_limit, x, weight):
+def _take_one_launch(x, weights):
+    """Whether a kernel reads the weights together."""
+    kinds = {weight.kind if isinstance(weight, StoredWeight) else weight.dtype for weight in weights}
+    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MOST_STORED_TOKENS * x.shape[-1]
+
+
+def _parts_of(parts, weights):
+    """Those of each weight."""
+    left = list(parts)
+    for weight in weights:
+        own, rows = [], weight.shape[0]
+        while sum(size for size, _ in own) < rows:
+            own.append(left.pop(0))
+        if sum(size for size, _ in own) != rows:
+            raise ValueError(f"parts={parts} must not cross from one weight to the next: one has {rows} rows")
+        yield tuple(own)
+
+
+def _linear_xla(parts, groups, swiglu_limit, x, *weights):
+    if len(weights) > 1:
+        shares = zip(weights, _parts_of(parts, weights), strict=True)
+        return tuple(part for weight, own in shares for part in _linear_xla(own, 1, None, x, weight))
+    (weight,) = weights
     dtype = x.dtype
     weight = weight[...] if isinstance(weight, StoredWeight) else weight
     x, weight = same_dtype(x, weight)
@@ -112,25 +140,29 @@ def _finished(products, swiglu_limit, dtype):
     return (round_to(swiglu(gate, up, swiglu_limit), dtype),)
 
 
-def _linear_kernel_or_xla(parts, groups, swiglu_limit, x, weight):
-    if not isinstance(weight, StoredWeight):
+def _linear_kernel_or_xla(parts, groups, swiglu_limit, x, *weights):
+    weight = weights[0]
+    if len(weights) == 1 and not isinstance(weight, StoredWeight):
         if weight.shape[0] < LEAST_ROWS:
             raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
         if x.size > MOST_TOKENS * x.shape[-1]:
             raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return _linear_kernel(False, parts, groups, swiglu_limit, x, weight)
+    return _linear_kernel(False, parts, groups, swiglu_limit, x, *weights)
 
 
-def _linear_kernel(interpret, parts, groups, swiglu_limit, x, weight):
+def _linear_kernel(interpret, parts, groups, swiglu_limit, x, *weights):
     options = dict(parts=parts, groups=groups, interpret=interpret)
 
-    def kernel(x, weight):
-        if not isinstance(weight, StoredWeight):
+    def kernel(x, *weights):
+        weight = weights[0]
+        if len(weights) == 1 and not isinstance(weight, StoredWeight):
             products = linear_kernel(x, weight, **options)
             return _finished(products, swiglu_limit, x.dtype)
-        if weight.kind != "FP8":
-            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {weight.kind}")
-        chosen = stored_linear if x.shape[0] <= MOST_STORED_TOKENS else stored_matmul
-        return chosen(x, weight.codes, weight.scale, limit=swiglu_limit, **options)
+        pairs = tuple((x.codes, x.scale) if isinstance(x, StoredWeight) else x for x in weights)
+        if kinds := {weight.kind for weight in weights if isinstance(weight, StoredWeight)} - {"FP8"}:
+            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
+        if x.shape[0] <= MOST_STORED_TOKENS:
+            return stored_linear(x, pairs, limit=swiglu_limit, **options)
+        return stored_matmul(x, *pairs[0], limit=swiglu_limit, **options)
 
-    return with_gradient_of(functools.partial(_linear_xla, parts, groups, swiglu_limit), kernel)(x, weight)
+    return with_gradient_of(functools.partial(_linear_xla, parts, groups, swiglu_limit), kernel)(x, *weights)

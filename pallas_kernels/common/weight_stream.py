@@ -114,7 +114,7 @@ class WeightStream:
     def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
         """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
         stages, scales = self.stages(other_bytes), FP4 in self.layouts
-        # The same memory as arrays of each dtype.
+        # The same memory as arrays of each dtype; the interpreter takes any two writes to such arrays for a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
         codes = [
             plgpu.SMEM(
@@ -124,7 +124,7 @@ class WeightStream:
         ]
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return dict(
-            codes_tile=plgpu.RefUnion(*codes) if len(codes) > 1 else codes,
+            codes_tile=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
             scales_tile=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if scales else None,
             inputs=plgpu.SMEM((self.tokens // COLUMNS, self.depth // UNIT, COLUMNS, UNIT), jnp.bfloat16),
             sums=plgpu.SMEM((self.slots, MULTIPLIERS, *sums), jnp.float32),
