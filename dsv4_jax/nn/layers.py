@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops import all_reduce, linear, model_index
-from dsv4_jax.ops.linear import Part
+from dsv4_jax.ops.linear import Matrix, Part
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import StoredWeight, round_to
+from dsv4_jax.quant import round_to
 
 
 Axes = tuple[str | None, ...]
@@ -58,7 +58,7 @@ class RMSNorm(nnx.Module):
 
 def multiply(
     x: Float[Array, "... n"],
-    weight: Float[Array, "m n"] | StoredWeight,
+    weight: Matrix | tuple[Matrix, ...],
     parts: tuple[Part, ...],
     norm: RMSNorm | None = None,
 ) -> tuple[Float[Array, "... _"], ...]:

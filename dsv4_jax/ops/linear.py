@@ -12,6 +12,7 @@ from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import StoredWeight, round_to
 from pallas_kernels.linear import (
+    MOST_NORMED_TOKENS,
     MOST_STORED_TOKENS,
     MOST_TOKENS,
     linear as linear_kernel,
@@ -21,13 +22,14 @@ from pallas_kernels.linear import (
 
 
 Part = tuple[int, bool]
+Matrix = Float[Array, "m k"] | StoredWeight
 # With fewer rows XLA is faster: it multiplies several weights at once where they have one input.
 LEAST_ROWS = 1536
 
 
 def linear(
     x: Float[Array, "... n"],
-    weight: Float[Array, "m k"] | StoredWeight,
+    weight: Matrix | tuple[Matrix, ...],
     *,
     parts: tuple[Part, ...] | None = None,
     groups: int = 1,
@@ -42,7 +44,8 @@ def linear(
     Args:
       x: [..., groups * k].
       weight: [m, k], [out, in] as in the checkpoint: `groups` matrices one below the other, each for its k channels.
-        Or such a matrix in the release's storage.
+        Or such a matrix in the release's storage. Or a tuple of several of either, one below the other: for them no
+        groups and no SwiGLU, and each part has rows of one.
       parts: (rows, whether sums are rounded to x's dtype or stay float32), which make up all m rows; None: one part,
         float32.
       groups: a divisor of m.
@@ -52,7 +55,8 @@ def linear(
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
         bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
         the rate of a copy (H100). Of weights stored as FP8 it takes any number of tokens; "xla" writes them out
-        dequantised.
+        dequantised. Up to 32 tokens it takes
+        these together with bfloat16 ones, in one launch.
 
     Returns:
       [..., rows] of each part.
@@ -60,7 +64,8 @@ def linear(
     Raises:
       ValueError: x, parts, groups, swiglu_limit or norm do not fit the weight.
     """
-    rows, depth = weight.shape
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    rows, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     if swiglu_limit is not None:
         if parts or groups > 1 or rows % 2:
             raise ValueError(
@@ -71,7 +76,7 @@ def linear(
     parts = parts or ((rows, False),)
     if x.shape[-1] != groups * depth:
         raise ValueError(
-            f"x must have {groups} * {depth} channels for a weight {list(weight.shape)}, got {x.shape[-1]}"
+            f"x must have {groups} * {depth} channels for a weight {list(weights[0].shape)}, got {x.shape[-1]}"
         )
     if rows % groups:
         raise ValueError(f"groups={groups} must divide the weight's {rows} rows")
@@ -79,14 +84,18 @@ def linear(
         raise ValueError(f"parts={parts} must have {rows} rows together, as many as the weight")
     if norm is not None and groups > 1:
         raise ValueError(f"norm is for one group of channels, got groups={groups}")
-    norm_weight, eps = ((), 0.0) if norm is None else (norm[:1], norm[1])
+    if len(weights) > 1 and not _take_one_launch(x, weights):
+        options = dict(groups=groups, swiglu_limit=swiglu_limit, norm=norm, implementation=implementation)
+        shares = zip(weights, _parts_of(parts, weights), strict=True)
+        return tuple(part for weight, own in shares for part in linear(x, weight, parts=own, **options))
+    arrays, eps = ((x, *weights), None) if norm is None else ((x, *weights, norm[0]), norm[1])
     static = _Static(parts, groups, swiglu_limit, eps)
     implementations = dict(
         xla=_linear_xla,
         mosaic_gpu=_linear_kernel_or_xla,
         interpret=functools.partial(_linear_kernel, True),
     )
-    return run("linear", implementations, implementation, static, x, weight, *norm_weight)
+    return run("linear", implementations, implementation, static, *arrays)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -96,14 +105,44 @@ def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Flo
 
 
 class _Static(NamedTuple):
+    """What is no array. `eps`: None, or of a norm, whose weight is the last array."""
+
     parts: tuple[Part, ...]
     groups: int
     swiglu_limit: float | None
-    eps: float
+    eps: float | None
+
+    def split(self, arrays):
+        """(weights, the norm's)."""
+        return (arrays, ()) if self.eps is None else (arrays[:-1], arrays[-1:])
 
 
-def _linear_xla(static, x, weight, *norm):
-    x, dtype, groups = _normed(x, *norm, eps=static.eps), x.dtype, static.groups
+def _take_one_launch(x, weights):
+    """Whether a kernel reads the weights together."""
+    kinds = {weight.kind if isinstance(weight, StoredWeight) else weight.dtype for weight in weights}
+    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MOST_STORED_TOKENS * x.shape[-1]
+
+
+def _parts_of(parts, weights):
+    """Those of each weight."""
+    left = list(parts)
+    for weight in weights:
+        own, rows = [], weight.shape[0]
+        while sum(size for size, _ in own) < rows:
+            own.append(left.pop(0))
+        if sum(size for size, _ in own) != rows:
+            raise ValueError(f"parts={parts} must not cross from one weight to the next: one has {rows} rows")
+        yield tuple(own)
+
+
+def _linear_xla(static, x, *arrays):
+    weights, norm = static.split(arrays)
+    x, groups = _normed(x, *norm, eps=static.eps), static.groups
+    if len(weights) > 1:
+        shares = zip(weights, _parts_of(static.parts, weights), strict=True)
+        plain = static._replace(eps=None)
+        return tuple(part for weight, own in shares for part in _linear_xla(plain._replace(parts=own), x, weight))
+    (weight,), dtype = weights, x.dtype
     weight = weight[...] if isinstance(weight, StoredWeight) else weight
     x, weight = same_dtype(x, weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
@@ -134,27 +173,34 @@ def _finished(products, swiglu_limit, dtype):
     return (round_to(swiglu(gate, up, swiglu_limit), dtype),)
 
 
-def _linear_kernel_or_xla(static, x, weight, *norm):
-    if not isinstance(weight, StoredWeight):
+def _linear_kernel_or_xla(static, x, *arrays):
+    weights, _ = static.split(arrays)
+    weight = weights[0]
+    if len(weights) == 1 and not isinstance(weight, StoredWeight):
         if weight.shape[0] < LEAST_ROWS:
             raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
         if x.size > MOST_TOKENS * x.shape[-1]:
             raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return _linear_kernel(False, static, x, weight, *norm)
+    return _linear_kernel(False, static, x, *arrays)
 
 
-def _linear_kernel(interpret, static, x, weight, *norm):
+def _linear_kernel(interpret, static, x, *arrays):
     options = dict(parts=static.parts, groups=static.groups, interpret=interpret)
 
-    def kernel(x, weight, *norm):
-        if not isinstance(weight, StoredWeight):
-            products = linear_kernel(_normed(x, *norm, eps=static.eps), weight, **options)
+    def kernel(x, *arrays):
+        weights, norm = static.split(arrays)
+        if len(weights) == 1 and not isinstance(weights[0], StoredWeight):
+            products = linear_kernel(_normed(x, *norm, eps=static.eps), weights[0], **options)
             return _finished(products, static.swiglu_limit, x.dtype)
-        if weight.kind != "FP8":
-            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {weight.kind}")
-        options["limit"], stored = static.swiglu_limit, (weight.codes, weight.scale)
+        pairs = tuple((x.codes, x.scale) if isinstance(x, StoredWeight) else x for x in weights)
+        if kinds := {weight.kind for weight in weights if isinstance(weight, StoredWeight)} - {"FP8"}:
+            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
+        options["limit"] = static.swiglu_limit
+        if x.shape[0] <= MOST_NORMED_TOKENS:
+            return stored_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
+        x = _normed(x, *norm, eps=static.eps)
         if x.shape[0] <= MOST_STORED_TOKENS:
-            return stored_linear(x, *stored, *norm, eps=static.eps, **options)
-        return stored_matmul(_normed(x, *norm, eps=static.eps), *stored, **options)
+            return stored_linear(x, pairs, **options)
+        return stored_matmul(x, *pairs[0], **options)
 
-    return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, weight, *norm)
+    return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, *arrays)
