@@ -102,7 +102,7 @@ def check_norm(implementation, tokens, rows, depth):
     assert np.median(np.abs(np.float64(got) - np.float64(same))) <= 2.0**-12 * np.median(np.abs(want))
 
 
-@pytest.mark.parametrize(("tokens", "depth"), [(3, 256), (9, 512)])
+@pytest.mark.parametrize(("tokens", "depth"), [(3, 256), (18, 512)])
 def test_norm_interpreted(tokens, depth):
     check_norm("interpret", tokens, 128, depth)
 
