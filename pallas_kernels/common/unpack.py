@@ -39,3 +39,13 @@ def e4m3_pairs(word: U32) -> list[U32]:
 def multiply(x: U32, y: U32 | int) -> U32:
     """Products of two pairs of bfloat16; subnormal ones are kept."""
     return thread_ops.pure("mul.rn.bf16x2 $0, $1, $2;", x, y)
+
+
+def fp8_pairs(words: list[U32]) -> list[U32]:
+    """Four words of two bfloat16 each as `e4m3_pairs` of two words of codes: pairs i and i + 2 of four."""
+    return [halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
+
+
+def halves(x: U32, y: U32, high: int) -> U32:
+    """The low or the high halves of two words, x's first."""
+    return thread_ops.ptx(f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};", x, y)

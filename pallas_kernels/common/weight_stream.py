@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import stored_weights, wgmma_results
+from pallas_kernels.common import stored_weights, stream_inputs, wgmma_results
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.stored_weights import (
     COLUMNS,
@@ -52,7 +52,7 @@ class Product:
       rows_of: tile -> where its two halves of 32 rows begin in codes.
       gated: a thread of `finish` has the same row of both halves.
       load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
-        divisor, column, norm, eps)`, see `stored_weights.load_inputs`; with a norm, of rows that are whole here.
+        divisor, column, norm, eps)`, see `stream_inputs.load_inputs`; with a norm, of rows that are whole here.
       finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup FINISHES.
     """
 
@@ -203,10 +203,10 @@ class WeightStream:
                 ):
                     def load(source, rows, divisor=1, column=0, norm=(), eps=0.0):
                         if norm:
-                            stored_weights.store_factors(norm[1], source, eps, warpgroup)
+                            stream_inputs.store_factors(norm[1], source, eps, warpgroup)
                         _meet(met)
                         at = column + product.first, product.depth
-                        stored_weights.load_inputs(inputs, source, rows, divisor, *at, warpgroup, layout, norm)
+                        stream_inputs.load_inputs(inputs, source, rows, divisor, *at, warpgroup, layout, norm)
                         _meet(met)
 
                     product.load_inputs(tile, load)
