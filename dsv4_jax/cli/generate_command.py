@@ -71,8 +71,9 @@ class GenerateCommand:
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
         so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
-      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
-        the whole cache. Default: one device.
+      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
+        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
+        the whole model. Default: one device.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
@@ -134,7 +135,10 @@ class GenerateCommand:
         option, prompt = self._read_prompt(tokenizer)
         # The last token is sampled, but never stored.
         tokens, slots = len(prompt) + self.max_new_tokens - 1, max(self.n_best, self.beams)
-        manager = make_manager(config, slots, tokens, self.cache_format, self.dtype, drafts=self.drafts, mesh=mesh)
+        # Answers to one prompt stay with it, in one part of the mesh.
+        manager = make_manager(
+            config, slots * sizes.get("data", 1), tokens, self.cache_format, self.dtype, drafts=self.drafts, mesh=mesh
+        )
         manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()

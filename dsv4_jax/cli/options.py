@@ -26,7 +26,7 @@ Weights = Annotated[
     Literal["stored", "bfloat16", "float32"] | None,
     tyro.conf.arg(metavar="{stored,bfloat16,float32}", help_behavior_hint=""),
 ]
-MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="model=N", help_behavior_hint="")]
+MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="data=M,model=N", help_behavior_hint="")]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
@@ -108,6 +108,8 @@ def make_manager(
 ) -> "KVCacheManager":
     """A manager of a cache for `requests` requests of up to `tokens` tokens, `drafts` of which are guessed at once.
 
+    Where a mesh cuts requests, each part has as many slots as the others.
+
     Raises:
       ValueError: the model's context is shorter, or the format does not fit the model.
     """
@@ -121,8 +123,8 @@ def make_manager(
             f"a request of {tokens} tokens (prompt and new ones) is longer than the model's context: "
             f"max_position_embeddings={limit}"
         )
-    size = block_tokens(config)
-    blocks = -(-tokens // size)
+    size, parts = block_tokens(config), 1 if mesh is None else mesh.shape.get("data", 1)
+    requests, blocks = -(-requests // parts) * parts, -(-tokens // size)
     return KVCacheManager(
         config,
         num_blocks=requests * blocks,

@@ -57,8 +57,9 @@ class ScoreCommand:
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
         so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
-      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
-        the whole cache. Default: one device.
+      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
+        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
+        the whole model. Default: one device.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
       window_only: attend to the sliding window only, and to no compressed entry, in any layer.
       drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,

@@ -50,8 +50,9 @@ class ServeCommand:
       api_key: what clients must send as Authorization: Bearer KEY. Default: the environment variable DSV4_JAX_API_KEY,
         which other users of the machine do not see.
       insecure: listen at any address without an API key.
-      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
-        the whole cache. Default: one device.
+      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
+        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
+        the whole model. Default: one device.
       model_name: what clients call the model. Default: the name of the checkpoint's folder.
       max_requests: requests that run at once; each has a slot in the cache.
       max_waiting: requests that wait for a slot at most; others get status 429.

@@ -252,4 +252,4 @@ def test_four_devices_take_every_kernel(monkeypatch):
     x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
     monkeypatch.setenv(REQUIRE_KERNELS, "1")
     with use_implementation("mosaic_gpu"):
-        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, requests=8, drafts=0)
+        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, tokens=1, drafts=0)
