@@ -10,7 +10,9 @@ import dsv4_jax.host
 
 
 HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.glob("*.py"))
-ENGINE = tuple(str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py")) for n in ("scheduler", "engine", "requests", "updates"))
+ENGINE = tuple(
+    str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py")) for n in ("scheduler", "engine", "requests", "updates")
+)
 
 
 class Fault(BaseException):

@@ -1,21 +1,19 @@
 """Requests that are cut over the "data" axis: the tokens and bytes of one device, in parts with their own slots."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax.decode import forward
 from dsv4_jax.engine import Engine, beam_search, generate
-from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
-from dsv4_jax.host.offload import capture
+from dsv4_jax.host import CacheFullError, PrefixCache
 from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.parallel.on_mesh import on_mesh
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.host.managers import BLOCK, ids, make
 from tests.ops.pools import same_bytes
-from tests.parallel.conftest import PROMPTS
+from tests.parallel.conftest import PROMPTS, run_engine
 
 
 HALVES = {"data": 2}
@@ -25,49 +23,25 @@ def bigram_on(mesh):
     return jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
 
 
-class Runs:
-    """An engine of one program, whose parts have two slots each, and what its requests hold in the end."""
-
-    def __init__(self, model, sizes):
-        mesh, parts = (make_mesh(sizes) if sizes else None), sizes.get("data", 1)
-        sizes = dict(num_blocks=12 * parts, max_requests=2 * parts, max_context=96, block_tokens=16)
-        self.manager = KVCacheManager(model.config, mesh=mesh, dtype=jnp.float32, **sizes)
-        placed = model if mesh is None else jax.device_put(model, shardings(model, mesh))
-        prefix = PrefixCache(self.manager, key="")
-        self.engine = Engine(placed, self.manager, token_budget=24, uniform=True, prefix=prefix)
-        self.tokens, self.held, parts = [], [], set()
-        # The second time a block of the second prompt is found.
-        for _ in range(2):
-            requests = [self.engine.add(prompt, max_new_tokens=8) for prompt in PROMPTS]
-            while any(len(request.generated) < 7 for request in requests if request.finish_reason is None):
-                self.engine.step()
-                self.see(requests)
-            while self.engine.busy:
-                self.engine.step()
-            self.tokens += [request.generated for request in requests]
-
-    def see(self, requests):
-        """Keeps what each request holds when it has six tokens."""
-        for request in requests:
-            if len(request.generated) == 6:
-                self.held.append((request.order, capture(self.manager, self.engine.cache, request.slot)))
-
-
-@pytest.fixture(scope="module")
-def alone(model):
-    return Runs(model, {})
+def held(cache, slot, first_block=0):
+    """What is left of a request in a cache in NumPy: its rows, and its blocks in order."""
+    blocks = [first_block + block for block in cache.block_table[slot] if block >= 0]
+    rows = cache.swa, {name: group.by_slot for name, group in cache.groups.items()}
+    paged = {name: group.paged for name, group in cache.groups.items()}
+    return jax.tree.map(lambda x: x[:, slot], rows), jax.tree.map(lambda x: x[:, blocks], paged), cache.lengths[slot]
 
 
 @pytest.mark.parametrize("sizes", [HALVES, pytest.param(dict(data=2, model=2), marks=pytest.mark.slow)], ids=str)
 def test_tokens_and_bytes_are_those_of_one_device(model, alone, sizes):
-    cut = Runs(model, sizes)
-    assert (cut.tokens, cut.engine.metrics.compilations) == (alone.tokens, 1)
-    assert cut.engine.metrics.prefix.hit_tokens == alone.engine.metrics.prefix.hit_tokens == 32
-    held, wanted = ({order: x for order, x in runs.held} for runs in (cut, alone))
-    assert held.keys() == wanted.keys() == set(range(6))
+    mesh = make_mesh(sizes)
+    placed = jax.device_put(model, shardings(model, mesh))
+    tokens, cache, programs = run_engine(placed, model.config, mesh, max_requests=8, num_blocks=24)
+    assert (tokens, programs) == (alone[0], 1)
     if sizes == HALVES:  # along "model" sums have another order
-        for order, request in held.items():
-            same_bytes((request.rows, request.blocks), (wanted[order].rows, wanted[order].blocks))
+        cut, one = jax.tree.map(np.asarray, (cache, alone[1]))
+        for (slot, first_block), number in {(0, 0): 0, (4, 12): 1, (1, 0): 2}.items():
+            same_bytes(held(cut, slot, first_block), held(one, number))
+            assert held(one, number)[2] == len(PROMPTS[number]) + 7
 
 
 def test_each_part_steps_with_its_own_requests():
@@ -95,7 +69,7 @@ def test_each_part_steps_with_its_own_requests():
 
 
 def test_a_prefix_is_found_where_its_blocks_are():
-    manager = make(mesh=make_mesh(HALVES), max_requests=6, num_blocks=20)
+    manager = make(mesh=make_mesh(HALVES), max_requests=6, num_blocks=16)
     prefix, cache = PrefixCache(manager, key=""), manager.init_cache()
 
     def admit(tokens, **options):
@@ -131,10 +105,10 @@ def test_a_prefix_is_found_where_its_blocks_are():
     for slot in manager.slots:
         manager.release(slot)
     assert prefix.evictable == 8
-    # Half of the blocks belong to a request of the first part, which takes them all; the other part keeps its own.
+    # A request that needs one of the first part's cached blocks gets it; the other part keeps its own.
     slot, hit = admit(ids(96, 90))
     manager.allocate(slot, 96)
-    assert (slot, hit) == (0, 0) and prefix.evict(99) == 5 + 2
+    assert (slot, hit) == (0, 0) and prefix.evict(99) == 2 + 5
 
 
 def test_an_engine_fills_all_parts_and_preempts_within_one():
