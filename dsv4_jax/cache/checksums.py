@@ -25,7 +25,7 @@ def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "l
         pools = cache.groups[name].paged
         rows = jax.tree.map(lambda x: x.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), pools)
         sums = sums.at[jnp.array(spec.layers)].add(_fold(rows, 2))
-    return sum_parts(jnp.where((blocks >= 0)[None, :], sums, 0), "blocks")
+    return sum_parts(jnp.where((blocks >= 0)[None, :], sums, 0), cache.schema.block_axis)
 
 
 def checksum_rows(schema: CacheSchema, rows: RequestRows) -> UInt32[Array, "layers"]:

@@ -153,19 +153,21 @@ def copy_request(
     count = jnp.sum(targets >= 0, dtype=jnp.int32)
     source, targets = _own_slots(cache, source), _own_slots(cache, targets)
     source_block, target_blocks = own_blocks(cache, source_block), own_blocks(cache, target_blocks)
+    across = "context" if cache.schema.split_context else None  # a block and its copy may lie on two devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
 
-    def copy(pool, to, index):
+    def copy(pool, to, index, across=None):
         # One at a time: a scatter of all copies would first hold them all.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
+        row = sum_parts(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
     def one(i, carry):
         rings, pools = carry
         rings = jax.tree.map(lambda pool: copy(pool, targets[i], source), rings)
-        return rings, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block), pools)
+        return rings, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), pools)
 
     (swa, streams, states), pools = jax.lax.fori_loop(0, count, one, (rings, pools))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
@@ -207,7 +209,7 @@ def read_blocks(
         name: jax.tree.map(functools.partial(read, rate=spec.compress_rate), cache.groups[name].paged)
         for name, spec in cache.schema.groups.items()
     }
-    return sum_parts(rows, "blocks")
+    return sum_parts(rows, cache.schema.block_axis)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -235,7 +237,7 @@ def _own_slots(cache, slots):
 def own_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]:
     """What this device calls blocks: see `own_numbers`."""
     pools = jax.tree.leaves({name: group.paged for name, group in cache.groups.items()})
-    return own_numbers(blocks, "blocks", pools[0].shape[1]) if pools else blocks
+    return own_numbers(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks
 
 
 def _newest(pools: Any, slot, length, count, first):

@@ -9,6 +9,8 @@ from dsv4_jax.host.cache_errors import CacheFullError
 class BlockAllocator:
     """Hands out block ids 0 .. num_blocks - 1, of which each of `parts` has as many as the others, one after another.
 
+    In a part, `devices` have equal shares of its blocks, one after another; at first they give in turn.
+
     A block is free or has as many owners as its reference count says. Bad arguments raise and change nothing. If an
     exception interrupts a method halfway, `recount` restores the counts from what the owners hold.
 
@@ -18,18 +20,19 @@ class BlockAllocator:
       listener: called with the blocks whose counts `share` and `release` changed; None = no listener.
     """
 
-    def __init__(self, num_blocks: int, parts: int = 1):
+    def __init__(self, num_blocks: int, parts: int = 1, devices: int = 1):
         """All blocks free.
 
         Raises:
-          ValueError: `num_blocks` is no positive multiple of `parts`.
+          ValueError: `num_blocks` is no positive multiple of `parts` times `devices`.
         """
-        if num_blocks < 1 or num_blocks % parts:
-            raise ValueError(f"{num_blocks=} must be at least 1, and a multiple of {parts=}")
+        if num_blocks < 1 or num_blocks % (parts * devices):
+            raise ValueError(f"{num_blocks=} must be at least 1, and a multiple of {parts * devices}")
         self.num_blocks, self.parts = num_blocks, parts
         self._references = [0] * num_blocks
         # Stacks, one a part: the block freed last is handed out next; at first they come as 0, 1, 2, ...
-        self._free = self._by_part(range(num_blocks - 1, -1, -1))
+        share = num_blocks // (parts * devices)
+        self._free = self._by_part(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
         self.listener: Callable[[Iterable[int]], None] | None = None
 
     @property

@@ -14,7 +14,7 @@ from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.forward import prepare_forward
 from dsv4_jax.host.placement import find_slot
 from dsv4_jax.host.request_table import RequestState, RequestTable, count_parts
-from dsv4_jax.parallel.mesh import check_cuts, check_mesh, check_parts
+from dsv4_jax.parallel.mesh import check_cuts, check_mesh, check_parts, check_split
 from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
 from dsv4_jax.summary import Summarised, Summary
@@ -48,6 +48,7 @@ class KVCacheManager(Summarised):
         dtype=jnp.bfloat16,
         max_query_tokens: int = 1,
         mesh: Mesh | None = None,
+        split_context: bool = False,
     ):
         """A manager without requests. Give either `memory` or `num_blocks`.
 
@@ -65,6 +66,8 @@ class KVCacheManager(Summarised):
           mesh: the devices that the cache lies on, for instance `jax.make_mesh((2, 4), ("data", "model"))`. The axis
             "data" cuts slots and blocks into parts, each with requests of its own; along "model" each device holds all
             of a part. `load_checkpoint` takes the same mesh. None = the default device.
+          split_context: the devices along "model" hold the compressed entries of a part's requests between them, so
+            that there is room for as many times more; windows and compressor states they hold all.
 
         Raises:
           TypeError, ValueError: both or none of `memory` and `num_blocks`, sizes that make no cache, or a mesh that
@@ -75,6 +78,7 @@ class KVCacheManager(Summarised):
             check_mesh(mesh)
             check_cuts(config, mesh.shape)
             check_parts(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        holders = check_split(mesh, split_context, num_blocks or 0)
         sizes = dict(
             max_requests=max_requests,
             max_context=max_context,
@@ -82,11 +86,12 @@ class KVCacheManager(Summarised):
             kv_format=kv_format,
             dtype=dtype,
             max_query_tokens=max_query_tokens,
+            split_context=split_context,
         )
         if num_blocks is None and memory is not None:
             slots = max_requests // parts
             budget = compute_block_budget(config, parse_bytes(memory), **sizes | dict(max_requests=slots))
-            num_blocks = parts * min(budget, slots * -(-max_context // block_tokens))
+            num_blocks = parts * holders * min(budget, -(-slots * -(-max_context // block_tokens) // holders))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
-from dsv4_jax.parallel.axis_rules import DATA_AXIS, named_sharding
+from dsv4_jax.parallel.axis_rules import DATA_AXIS, MODEL_AXIS, named_sharding
 from dsv4_jax.summary import Share
 
 
@@ -99,7 +99,8 @@ class RequestTable:
         self.schema, self.mesh = schema, mesh
         self.parts = count_parts(mesh)
         self.slots_per_part = schema.max_requests // self.parts
-        self.allocator = BlockAllocator(schema.num_blocks, self.parts)
+        devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.split_context else 1
+        self.allocator = BlockAllocator(schema.num_blocks, self.parts, devices)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}
 

@@ -17,21 +17,27 @@ RULES = {
     "vocab": (MODEL_AXIS,),
     "slots": (DATA_AXIS,),
     "blocks": (DATA_AXIS,),
+    "context": (MODEL_AXIS,),  # a part's blocks, where `CacheSchema.split_context`
     "tokens": (DATA_AXIS,),  # and all else of a step that stands in the order of requests
 }
 
 
-def mesh_axes(axis: str | None, present: Collection[str]) -> tuple[str, ...]:
-    """Which of the mesh axes that are present cut a logical axis."""
-    return tuple(name for name in RULES.get(axis or "", ()) if name in present)
+# Of a dimension; None = none, which is copied; several = cut along the first, each part along the next.
+LogicalAxis = str | tuple[str, ...] | None
 
 
-def partition_spec(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
-    """How an array is cut whose dimensions have these logical axes (None = none, which is copied)."""
+def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
+    """Which of the mesh axes that are present cut a dimension of these logical axes."""
+    names = (axis,) if isinstance(axis, str) else axis or ()
+    return tuple(cut for name in names for cut in RULES.get(name, ()) if cut in present)
+
+
+def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
+    """How an array is cut whose dimensions have these logical axes."""
     cuts = [mesh_axes(axis, mesh.axis_names) for axis in axes]
     return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
 
 
-def named_sharding(axes: Sequence[str | None], mesh: Mesh) -> NamedSharding:
+def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh) -> NamedSharding:
     """Where such an array lies."""
     return NamedSharding(mesh, partition_spec(axes, mesh))

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dsv4_jax.parallel.axis_rules import mesh_axes
+from dsv4_jax.parallel.axis_rules import LogicalAxis, mesh_axes
 
 
-def own_numbers(numbers: Int[Array, "..."], axis: str, count: int) -> Int[Array, "..."]:
+def own_numbers(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> Int[Array, "..."]:
     """What this device calls the slots or blocks that all parts together call `numbers`; -1 for those of other parts.
 
     Args:
@@ -26,16 +26,23 @@ def own_numbers(numbers: Int[Array, "..."], axis: str, count: int) -> Int[Array,
     return jnp.where((own >= 0) & (own < count), own, -1)
 
 
-def sum_parts(tree: Any, axis: str) -> Any:
+def sum_parts(tree: Any, axis: LogicalAxis) -> Any:
     """The bits that one part has, on all devices, where those of all other parts are zeros."""
     if not (axes := _manual(axis)):
         return tree
 
     def total(x):
+        if x.dtype == bool:
+            return jax.lax.psum(x.astype(jnp.int32), axes) > 0
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
         return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
 
     return jax.tree.map(total, tree)
+
+
+def is_cut(axis: LogicalAxis) -> bool:
+    """Whether other devices have other parts of a dimension."""
+    return bool(_manual(axis))
 
 
 def _manual(axis):

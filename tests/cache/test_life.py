@@ -12,6 +12,9 @@ from tests.cache.life import MUCH, OPERATIONS, Life, random_operations
 from tests.cache.test_state_machine import CONFIG, SMALL, config_of
 
 
+LARGER = dict(max_requests=6, num_blocks=20)
+
+
 def manager(config=SMALL, **changes):
     sizes = dict(num_blocks=14, max_requests=4, max_context=64, block_tokens=16, max_query_tokens=3)
     return KVCacheManager(config, **sizes | changes)
@@ -68,14 +71,15 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
-        pytest.param(SMALL, dict(max_requests=6, num_blocks=20, mesh=dict(data=2, model=2)), marks=pytest.mark.slow),
+        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2)), marks=pytest.mark.slow),
+        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2), split_context=True), marks=pytest.mark.slow),
         pytest.param(SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1), marks=pytest.mark.slow),
         pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
         pytest.param(config_of(CSA, SLIDING), dict(max_query_tokens=6), marks=pytest.mark.slow),
         pytest.param(config_of(HCA), dict(), marks=pytest.mark.slow),
         pytest.param(config_of(SLIDING), dict(), marks=pytest.mark.slow),
     ],
-    ids=["per_entry", "mesh", "plain", "v4", "no HCA", "only HCA", "only windows"],
+    ids=["per_entry", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "only windows"],
 )
 def test_a_life_of_every_operation(config, changes):
     if "mesh" in changes:
