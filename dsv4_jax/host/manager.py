@@ -78,7 +78,7 @@ class KVCacheManager(Summarised):
             check_mesh(mesh)
             check_cuts(config, mesh.shape)
             check_parts(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        holders = check_split(mesh, split_context, num_blocks or 0)
+        holders = check_split({} if mesh is None else mesh.shape, split_context, num_blocks or 0)
         sizes = dict(
             max_requests=max_requests,
             max_context=max_context,

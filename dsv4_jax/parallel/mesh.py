@@ -70,19 +70,18 @@ def check_cuts(config: DSV4Config, sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_split(mesh: "Mesh | None", split_context: bool, num_blocks: int) -> int:
-    """How many devices hold the blocks of a part of the cache between them, as `split_context` asks for.
+def check_split(sizes: Mapping[str, int], split_context: bool, num_blocks: int = 0) -> int:
+    """How many devices of a mesh of these sizes hold the blocks of a part of the cache between them.
 
     Raises:
       ValueError: there are no others to share them with, or they do not divide `num_blocks`.
     """
     if not split_context:
         return 1
-    devices = 1 if mesh is None else mesh.shape.get("model", 1)
-    if mesh is None or devices == 1:
+    if (devices := sizes.get("model", 1)) == 1:
         raise ValueError(f"{split_context=} needs a mesh with more than one device along the axis model")
-    if num_blocks % mesh.size:
-        raise ValueError(f"{split_context=}: the mesh's {mesh.size} devices do not divide {num_blocks=}")
+    if num_blocks % (every := math.prod(sizes.values())):
+        raise ValueError(f"{split_context=}: the mesh's {every} devices do not divide {num_blocks=}")
     return devices
 
 
