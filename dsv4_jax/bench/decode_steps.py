@@ -20,13 +20,13 @@ from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_b
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.bench.step_tables import KINDS, REST, Columns, draft_lines, tokens_per_second
-from dsv4_jax.cache import CacheSchema
+from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import join_projections, shardings
-from dsv4_jax.parallel.mesh import check_cuts
+from dsv4_jax.parallel.mesh import check_cuts, check_parts
 from dsv4_jax.quant import KVFormat
 
 
@@ -69,7 +69,13 @@ class StepOptions:
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
         batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
-        batches = batches if self.batches is None else self.batches
+        sizes = {} if self.mesh is None else self.mesh.shape
+        if self.batches is None:
+            batches = tuple(n for n in batches if n % sizes.get("data", 1) == 0)
+        else:
+            batches = self.batches
+            for requests in batches:
+                check_parts(sizes, batches=requests)
         contexts = contexts if self.contexts is None else self.contexts
         for context in contexts:
             if not MARGIN < context <= config.max_position_embeddings:
@@ -133,7 +139,7 @@ class StepCase:
             floor_bytes=nbytes,
             floor_milliseconds=floor,
             percent_of_floor=100 * floor / times["milliseconds"],
-            cache_bytes=decoder.manager.schema.memory_bytes(),
+            cache_bytes=_cache_bytes(decoder.manager.schema, decoder.manager.mesh),
             kernel_milliseconds={},
         )
         if jax.default_backend() == "gpu":
@@ -220,12 +226,13 @@ def _measure(config, kv_format, options, report, loop=True):
     weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
-        contexts = sorted({c for c in all_contexts if _fits(config, weights, _sizes(requests, c, kv_format, options))})
+        sizes = {context: _sizes(requests, context, kv_format, options) for context in all_contexts}
+        contexts = sorted(c for c in sizes if _fits(config, weights, sizes[c], options.mesh))
         for context in sorted(set(all_contexts) - set(contexts)):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if contexts else ():
-            sizes = _sizes(requests, max(contexts), kv_format, options)
-            decoder = StackDecoder(stack, KVCacheManager(config, mesh=options.mesh, **sizes), requests, *step)
+            manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(contexts)])
+            decoder = StackDecoder(stack, manager, requests, *step)
             cases += [StepCase(decoder, context) for context in contexts]
     if not cases:
         return
@@ -276,7 +283,7 @@ def _most_layers(config, kv_format, options):
     of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
 
     def fits(count):
-        cache = CacheSchema.from_config(_first_layers(config, count), **sizes).memory_bytes()
+        cache = _cache_bytes(CacheSchema.from_config(_first_layers(config, count), **sizes), options.mesh)
         return sum(of_layer[:count]) + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
@@ -287,10 +294,15 @@ def _attention(config, mesh):
     return join_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
 
 
-def _fits(config, weights, sizes):
+def _cache_bytes(schema, mesh):
+    """What a device holds of a cache."""
+    return tree_bytes(KVCache.abstract(schema, mesh))
+
+
+def _fits(config, weights, sizes, mesh):
     """Whether weights and cache fit into the device's memory; True where that is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    need = weights + CacheSchema.from_config(config, **sizes).memory_bytes()
+    need = weights + _cache_bytes(CacheSchema.from_config(config, **sizes), mesh)
     return limit is None or need < 0.9 * limit
 
 

@@ -145,7 +145,7 @@ class KVCache(Summarised):
 
     def shardings(self, mesh: Mesh) -> "KVCache":
         """Where each array belongs on a mesh: the cache with `NamedSharding` leaves, as `jax.device_put` takes them."""
-        by_slot, paged = (None, "slots"), (None, "blocks")
+        by_slot, paged = (None, "slots"), (None, self.schema.block_axis)
 
         def place(axes, tree):
             # Of full length, as steps return them: a shorter one would be another program's argument.

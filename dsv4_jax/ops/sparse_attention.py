@@ -1,8 +1,10 @@
 """Decode attention over the sliding window and compressed entries, one softmax with a sink."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
@@ -14,6 +16,8 @@ from pallas_kernels.sparse_attention import HEADS, Paged, sparse_attention as ke
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
 QUERY_BLOCK = 32
+# Below every score, and finite: differences of two are not NaN.
+LOWEST = -1e30
 
 
 def sparse_attention(
@@ -56,7 +60,36 @@ def sparse_attention(
     return run("sparse_attention", choices, implementation, *args)
 
 
+def attention_part(
+    q: Float[Array, "T H D"],
+    window: SWAView,
+    compressed: ClassicalView,
+    indices: Int[Array, "T K"] | None,
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    new_kv: Float[Array, "T D"] | None,
+    with_window: Bool[Array, ""],
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Float[Array, "T H"]]:
+    """What `sparse_attention` adds up, for a device that has only some of the entries: there is no kernel for this yet.
+
+    Args:
+      q, window, compressed, indices, slots, positions, new_kv: as in `sparse_attention`.
+      with_window: scalar, whether window rows count.
+
+    Returns:
+      float32 sums [T, H, D] of weights times values; the largest scores [T, H], of which weights are
+      `exp(score - largest)`, and -1e30 where there is no row; sums [T, H] of weights.
+    """
+    return _by_token(_part, q, window, compressed, indices, slots, positions, new_kv, with_window)
+
+
 def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv):
+    attend = functools.partial(_attend_dense, sinks=sinks)
+    return _by_token(attend, q, window, compressed, indices, slots, positions, new_kv, True)
+
+
+def _by_token(attend_dense, q, window, compressed, indices, slots, positions, new_kv, with_window):
+    """`attend_dense(q [H, D], kv [N, D], valid [N])` of each token and the rows that it sees."""
     if new_kv is not None:
         new_kv = fake_quantise(window, new_kv, q.dtype)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -64,13 +97,14 @@ def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, position
     def attend(token):
         q, slots, positions, tokens, starts, indices = jax.tree.map(lambda x: x[None], token)
         kv, valid = _window(window, slots, positions, tokens, starts, new_kv, q.dtype)
+        valid = valid & with_window
         if compressed is not None:
             if indices is None:
                 more = gather_all_compressed_kv(compressed, slots, positions, dtype=q.dtype, implementation="xla")
             else:
                 more = gather_compressed_kv(compressed, indices, slots, dtype=q.dtype, implementation="xla")
             kv, valid = (jnp.concatenate(pair, axis=1) for pair in zip((kv, valid), more, strict=True))
-        return _attend_dense(q[0], kv[0], valid[0], sinks)
+        return attend_dense(q[0], kv[0], valid[0])
 
     return jax.lax.map(
         attend,
@@ -81,15 +115,20 @@ def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, position
 
 def _attend_dense(q, kv, valid, sinks):
     """One token: q [H, D] over kv [N, D]; probabilities rounded to q's dtype before the values, as released."""
+    # With the sink in the maximum a token that sees no row divides 0 by 1, whatever the sink's value.
+    out, top, total = _part(q, kv, valid, sinks)
+    return round_to(out / (total + jnp.exp(sinks - top))[:, None], q.dtype)
+
+
+def _part(q, kv, valid, least=LOWEST):
+    """(sums [H, D], largest scores [H], at least `least`, sums [H] of weights) of one token."""
     kv = kv.astype(jnp.float32)
     scores = jnp.einsum("hd,nd->hn", q.astype(jnp.float32), kv, precision="highest") * q.shape[-1] ** -0.5
     scores = jnp.where(valid[None, :], scores, -jnp.inf)
-    # With the sink in the maximum a token that sees no row divides 0 by 1, whatever the sink's value.
-    top = jnp.maximum(jnp.max(scores, axis=1, initial=-jnp.inf), sinks)[:, None]
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(sinks[:, None] - top)
+    top = jnp.maximum(jnp.max(scores, axis=1, initial=-jnp.inf), least)
+    weights = jnp.exp(scores - top[:, None])
     out = jnp.einsum("hn,nd->hd", round_to(weights, q.dtype).astype(jnp.float32), kv, precision="highest")
-    return round_to(out / total, q.dtype)
+    return out, top, jnp.sum(weights, axis=1)
 
 
 def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, *, interpret):

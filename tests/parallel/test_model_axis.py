@@ -189,7 +189,7 @@ def test_meshes_of_devices_that_are_not_there():
     assert dict(make_mesh({"model": 4}).shape) == {"model": 4}
     with pytest.raises(ValueError, match=r"mesh model=99 needs 99 devices, there are \d+ \(cpu\)"):
         make_mesh({"model": 99})
-    with pytest.raises(ValueError, match=r"axes \['tensor'\]; known: model"):
+    with pytest.raises(ValueError, match=r"axes \['tensor'\]; known: data, model"):
         check_mesh(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
     auto = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=r"must be Explicit: make it with jax\.make_mesh\(\(2,\), \('model',\)\)"):
@@ -252,4 +252,4 @@ def test_four_devices_take_every_kernel(monkeypatch):
     x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
     monkeypatch.setenv(REQUIRE_KERNELS, "1")
     with use_implementation("mosaic_gpu"):
-        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, requests=8, drafts=0)
+        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, tokens=1, drafts=0)
