@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from dsv4_jax.ops import with_mailboxes
+
 
 def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step for arrays of one device or of a mesh: there it runs under `jax.shard_map`, on each device's own arrays.
@@ -34,7 +36,8 @@ def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (model, cache))
 
         def local(model: Any, cache: Any, args: Any) -> Any:
-            *results, cache = step(model, cache, *args, **options)
+            with with_mailboxes(getattr(cache, "mailboxes", None)):
+                *results, cache = step(model, cache, *args, **options)
             return tuple(results), cache
 
         # Kernels do not say along which axes their results vary.
