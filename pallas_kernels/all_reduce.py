@@ -5,6 +5,9 @@ both in 8 bytes that are written at once, so there are no barriers, and nothing 
 places again until all hold the number of its call. The number is counted in the mailbox itself, so it follows what ran
 on the GPU, whatever the host did or did not launch, and several programs and models share a mailbox.
 
+The program must have waited for all its GPUs before, by a collective of XLA's: CUDA loads a kernel on one GPU only when
+no kernel waits on another (its "lazy loading"), and XLA loads all of a program's before the collective.
+
 Two generations of places are enough. A GPU sends call n + 2, into the places of call n, after it has received call
 n + 1 of all others; these had then begun call n + 1, so had ended call n. This holds for each block of threads by
 itself, which has its own places and counter: blocks meet their equals on the other GPUs alone.
@@ -36,7 +39,7 @@ PLACE = 16  # bytes: two words, each followed by the number of the call
 HALVES = 2  # places of a unit
 MOST_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
 OWN, PEERS = 1, 2  # in the table: this GPU's mailbox, and the first of all
-PATIENCE = 1 << 27  # times that a thread looks, over a minute: then another GPU has failed, and this one stops too
+PATIENCE = 1 << 25  # times that a thread looks, half a minute: then another GPU has failed, and this one stops too
 
 
 def place(generation: Any, rank: Any, step: int, block: Any, thread: Any, *, ranks: int) -> Any:

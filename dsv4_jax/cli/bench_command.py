@@ -75,7 +75,7 @@ class BenchCommand:
         verifies so many drafts of each request, and one that then makes as many with the multi-token-prediction block
         (step: its attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative
         decoding.
-      mesh: step, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of one
+      mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of one
         device.
     """
 
@@ -104,8 +104,8 @@ class BenchCommand:
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
         sizes = None if self.mesh is None else parse_mesh(self.mesh)
-        if sizes and self.ops[0] not in ("step", "model", "serve", "all_reduce"):
-            raise ValueError(f"--mesh is for step, model, serve and all_reduce: dsv4-jax bench step --mesh {self.mesh}")
+        if sizes and self.ops[0] not in ALONE:
+            raise ValueError(f"--mesh is for {', '.join(ALONE)}: dsv4-jax bench step --mesh {self.mesh}")
         if self.ops == ("all_reduce",) and (sizes is None or sizes.get("model", 1) < 2):
             raise ValueError("all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2")
         if self.plot is not None and self.ops[0] not in ALONE[:-1]:
@@ -153,7 +153,8 @@ class BenchCommand:
             cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
             options = decode_steps.StepOptions(*cases, whole=whole, mesh=mesh)
             if self.ops == ("layer",):
-                parts = op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
+                # Single ops run on one device.
+                parts = [] if mesh else op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
                 sections = dict(parts=parts, results=decode_steps.run_kinds(*model, options, report))
             elif self.ops[0] in ("step", "model"):
                 report["layers"] = "whole" if whole else "attention"

@@ -39,13 +39,16 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
 
 
 @contextlib.contextmanager
-def with_mailboxes(table: UInt32[Array, "..."] | None) -> Iterator[None]:
+def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
     """Within it, the program that is being traced adds up through mailboxes.
 
+    The devices tell each other their addresses. They might know them, but have to meet before the first sum: until all
+    have begun, CUDA cannot load the program's kernels where another device waits in one.
+
     Args:
-      table: this device's row of `parallel.mailboxes.make_mailboxes`; None = there are none.
+      row: this device's row of `parallel.mailboxes.make_mailboxes`; None = there are none.
     """
-    token = _mailboxes.set(table)
+    token = _mailboxes.set(None if row is None else _table(row.reshape(2, 2)))
     try:
         yield
     finally:
@@ -73,6 +76,10 @@ def _is_cut():
     return MODEL_AXIS in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def _table(row):
+    return jnp.concatenate([row, jax.lax.all_gather(row[1], MODEL_AXIS)]).reshape(-1)
+
+
 def _all_reduce_xla(x, table):
     return round_to(jax.lax.psum(x.astype(jnp.float32), MODEL_AXIS), x.dtype)
 
@@ -82,4 +89,4 @@ def _all_reduce_kernel(x, table):
         raise LeftToXla("the devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
     if x.size > MOST_VALUES:
         raise LeftToXla(f"{x.size} values are added up faster by XLA; the kernel takes up to {MOST_VALUES}")
-    return all_reduce_kernel(x, table.reshape(-1))
+    return all_reduce_kernel(x, table)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
-    """The table that `ops.with_mailboxes` takes, or None where devices add up by XLA's collectives.
+    """The table whose rows `ops.with_mailboxes` takes, or None where devices add up by XLA's collectives.
 
     GPUs that stand along the "model" axis have one mailbox each, which all meshes of the process share.
 
@@ -32,11 +32,11 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
       mesh: of any axes.
 
     Returns:
-      [*mesh.shape, words] uint32, cut over all axes: each device has its row, see `pallas_kernels.all_reduce`. None
-      where the mesh has no "model" axis of several devices, where these are no GPUs of this process that kernels run
-      on, and, which is logged as a warning, where they do not reach each other's memory.
+      [*mesh.shape, 4] uint32, cut over all axes: each device has a row, low and high halves of its number on the
+      "model" axis and of its mailbox's address. None where the mesh has no "model" axis of several devices, where these
+      are no GPUs of this process that kernels run on, and, which is logged as a warning, where they do not reach each
+      other's memory.
     """
-    where = mailbox_sharding(mesh)
     devices = list(mesh.devices.flat)
     if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu():
         return None
@@ -49,10 +49,10 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
         if addresses is None:
             return None
         for rank, device in enumerate(group):
-            words = np.asarray([rank, addresses[rank], *addresses], np.uint64).view(np.uint32)
+            words = np.asarray([rank, addresses[rank]], np.uint64).view(np.uint32)
             rows[device] = jax.device_put(words.reshape(*[1] * mesh.devices.ndim, -1), device)
-    shape = *mesh.devices.shape, rows[devices[0]].shape[-1]
-    return jax.make_array_from_single_device_arrays(shape, where, [rows[device] for device in devices])
+    ordered = [rows[device] for device in devices]
+    return jax.make_array_from_single_device_arrays((*mesh.devices.shape, 4), mailbox_sharding(mesh), ordered)
 
 
 def mailbox_sharding(mesh: Mesh) -> NamedSharding:
