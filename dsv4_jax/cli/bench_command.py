@@ -75,8 +75,8 @@ class BenchCommand:
         verifies so many drafts of each request, and one that then makes as many with the multi-token-prediction block
         (step: its attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative
         decoding.
-      mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of one
-        device.
+      mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of
+        one device.
     """
 
     ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "serve", "all_reduce"], ...]] = OPS
