@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops
@@ -114,6 +113,9 @@ def exchange(block: jax.Array, x, table, out, *, units: int, blocks: int, ranks:
         rank, own, peers = U32(arith.trunci(mlir.int_type(), addresses[0])), addresses[OWN], addresses[PEERS:]
         own_counter = further(own, counter(block, ranks=ranks))
         call = U32(mlir.ptx("ld.volatile.global.u32 $0, [$1];", own_counter, results=mlir.int_type())) + 1
+        thread_ops.sync()  # all threads have read the counter
+        with thread_ops.when(thread.equals(0)):
+            mlir.ptx("st.volatile.global.u32 [$0], $1;", own_counter, call.value)
         generation = call & (GENERATIONS - 1)
         steps = [(i, (block + i * blocks) * THREADS + thread) for i in range(math.ceil(units / (blocks * THREADS)))]
 
@@ -123,6 +125,7 @@ def exchange(block: jax.Array, x, table, out, *, units: int, blocks: int, ranks:
                 to = place(generation, rank, step, block, thread, ranks=ranks)
                 for peer in peers:
                     send(further(peer, to), mine, call)
+
         for step, unit in steps:
             with thread_ops.when(unit < units):
                 start = further(own, place(generation, 0, step, block, thread, ranks=ranks))
@@ -133,9 +136,6 @@ def exchange(block: jax.Array, x, table, out, *, units: int, blocks: int, ranks:
                 total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
                 summed = [words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)]
                 words.store_four(mlir.at(mlir.global_pointer(out), mlir.to_i64((unit * (2 * UNIT)).value)), summed)
-        mgpu.utils.warpgroup_barrier()  # all threads have read the counter
-        with thread_ops.when(thread.equals(0)):
-            mlir.ptx("st.volatile.global.u32 [$0], $1;", own_counter, call.value)
 
     mlir.inline(emit, block, x, table, out)
 
