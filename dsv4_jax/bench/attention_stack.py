@@ -21,6 +21,7 @@ from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.ops.norm_rope import rms_normalize
+from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.on_mesh import on_mesh
 
 
@@ -147,7 +148,8 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
     These are 1024 random blocks, repeated, the same in every layer.
     """
     where = None if mesh is None else KVCache.abstract(schema).shardings(mesh)
-    return jax.jit(functools.partial(_random_cache, schema), out_shardings=where)()
+    cache = jax.jit(functools.partial(_random_cache, schema), out_shardings=where)()
+    return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
 
 def _random_cache(schema):

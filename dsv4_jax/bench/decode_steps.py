@@ -180,7 +180,7 @@ def run(
 def run_kinds(
     config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """As `run`, of layers of one kind, for each kind of the model, without the on-device loop.
+    """As `run`, of layers of one kind, for each kind of the model; on one device without the on-device loop.
 
     Results also have their `layer_type`.
     """
@@ -190,7 +190,7 @@ def run_kinds(
         types = dict(layer_types=(kind,) * count, mlp_layer_types=("moe",) * count)
         rate = config.compress_rate_hca if kind == HCA else 0
         alike = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
-        for row in _measure(alike, kv_format, options, report, loop=False):
+        for row in _measure(alike, kv_format, options, report, loop=options.mesh is not None):
             yield dict(layer_type=kind) | row
 
 

@@ -16,7 +16,7 @@ from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
 ]  # fmt: skip
-ALONE = ("step", "layer", "model", "serve")
+ALONE = ("step", "layer", "model", "serve", "all_reduce")
 OPS: tuple[Op, ...] = get_args(Op)
 
 
@@ -36,6 +36,8 @@ class BenchCommand:
     kernels take the time. `model` does the same with whole layers, experts and hyper-connections included, whose
     weights are random and stored as the release's are: as many layers as fit the device, if not told otherwise.
 
+    `all_reduce` times sums over the devices of a mesh in a loop on the devices, beside XLA's.
+
     `serve` has the packaged model answer made-up conversations that share system prompts and send their history again
     with every turn, without and with a prefix cache. It reports throughput, time to the first token, the share of
     prompt tokens that the cache held, and how many programs were compiled.
@@ -49,10 +51,11 @@ class BenchCommand:
       dsv4-jax bench layer --only experts --batches 1 --contexts 4096
       dsv4-jax bench model --layers 8 --batches 1 8
       dsv4-jax bench model --mesh model=4
+      dsv4-jax bench all_reduce --mesh model=4
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
-      ops: which operations (default: all), or step, or layer, or model, or serve.
+      ops: which operations (default: all), or step, or layer, or model, or serve, or all_reduce.
       shapes: the model whose shapes are used.
       cache_format: what the cache's bytes mean.
       only: only cases of operations whose op or shape contains one of these texts.
@@ -72,10 +75,11 @@ class BenchCommand:
         verifies so many drafts of each request, and one that then makes as many with the multi-token-prediction block
         (step: its attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative
         decoding.
-      mesh: step, model, serve: several devices, such as model=4, as for generate. Bytes are those of one device.
+      mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of
+        one device.
     """
 
-    ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "serve"], ...]] = OPS
+    ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "serve", "all_reduce"], ...]] = OPS
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
     only: tuple[str, ...] = ()
@@ -100,10 +104,12 @@ class BenchCommand:
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
         sizes = None if self.mesh is None else parse_mesh(self.mesh)
-        if sizes and self.ops[0] not in ("step", "model", "serve"):
-            raise ValueError(f"--mesh is for step, model and serve: dsv4-jax bench step --mesh {self.mesh}")
-        if self.plot is not None and self.ops[0] not in ALONE:
-            raise ValueError(f"--plot draws {', '.join(ALONE)}: dsv4-jax bench step --plot {self.plot}")
+        if sizes and self.ops[0] not in ALONE:
+            raise ValueError(f"--mesh is for {', '.join(ALONE)}: dsv4-jax bench step --mesh {self.mesh}")
+        if self.ops == ("all_reduce",) and (sizes is None or sizes.get("model", 1) < 2):
+            raise ValueError("all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2")
+        if self.plot is not None and self.ops[0] not in ALONE[:-1]:
+            raise ValueError(f"--plot draws {', '.join(ALONE[:-1])}: dsv4-jax bench step --plot {self.plot}")
         if self.ops == ("layer",) and self.layers:
             raise ValueError(f"--layers {self.layers} is not for layer, which measures layers of one kind at a time")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -123,7 +129,7 @@ class BenchCommand:
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         import jax
 
-        from dsv4_jax.bench import decode_steps, op_times, plots, serving
+        from dsv4_jax.bench import decode_steps, op_times, plots, serving, sums
         from dsv4_jax.config import DSV4Config
         from dsv4_jax.quant import kv_format
 
@@ -135,6 +141,9 @@ class BenchCommand:
             workload = serving.Workload(self.conversations, self.turns, self.drafts)
             report["workload"] = dataclasses.asdict(workload)
             sections = dict(results=serving.run(workload, mesh))
+        elif self.ops == ("all_reduce",) and mesh is not None:
+            config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
+            sections = dict(results=sums.run(config.hidden_size, mesh, report))
         else:
             report |= dict(shapes=self.shapes, cache_format=self.cache_format)
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
@@ -144,7 +153,8 @@ class BenchCommand:
             cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
             options = decode_steps.StepOptions(*cases, whole=whole, mesh=mesh)
             if self.ops == ("layer",):
-                parts = op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
+                # Single ops run on one device.
+                parts = [] if mesh else op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
                 sections = dict(parts=parts, results=decode_steps.run_kinds(*model, options, report))
             elif self.ops[0] in ("step", "model"):
                 report["layers"] = "whole" if whole else "attention"

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dsv4_jax.ops import with_mailboxes
 from dsv4_jax.parallel.axis_rules import DATA_AXIS
 
 
@@ -36,7 +37,8 @@ def on_mesh(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(model, cache, *args, **options)
 
         def local(model: Any, cache: Any, args: Any) -> Any:
-            *results, cache = step(model, cache, *args, **options)
+            with with_mailboxes(getattr(cache, "mailboxes", None)):
+                *results, cache = step(model, cache, *args, **options)
             return tuple(results), cache
 
         of_requests = PartitionSpec(DATA_AXIS) if DATA_AXIS in mesh.axis_names else PartitionSpec()

@@ -92,9 +92,10 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
         (["layer", "--layers", "2"], "--layers 2 is not for layer, which measures layers of one kind at a time"),
         (
             ["append", "--mesh", "model=2"],
-            "--mesh is for step, model and serve: dsv4-jax bench step --mesh model=2",
+            "--mesh is for step, layer, model, serve, all_reduce: dsv4-jax bench step --mesh model=2",
         ),
         (["step", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide batches=3"),
+        (["all_reduce"], "all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2"),
         (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
