@@ -4,16 +4,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops.dense_rows import dense_rows, max_runs
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.common.layouts import quantised
-from pallas_kernels.sparse_attention import HEADS, Paged, sparse_attention as kernel
+from pallas_kernels.sparse_attention import HEADS, Paged, many_queries, sparse_attention as kernel
 
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
 QUERY_BLOCK = 32
+# From so many tokens on, rows are dequantised once for all of them, if there are at most so many rows: 272 MB.
+MANY_TOKENS = 128
+MOST_DENSE_ROWS = (1 << 18) + (1 << 12)
 
 
 def sparse_attention(
@@ -97,6 +101,10 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
     heads, missing = q.shape[1], -q.shape[1] % HEADS
     q, sinks = jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
     layout = quantised(window.layout)
+    if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
+        name = "interpret" if interpret else "mosaic_gpu"
+        rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
+        return many_queries(q, sinks, rows, interpret=interpret)[:, :heads]
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
         rows, places = _windows_in_a_row(window, new_kv, slots, positions)
@@ -125,6 +133,11 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         interpret=interpret,
     )
     return out[:, :heads]
+
+
+def _dense_rows(window, compressed, tokens):
+    """Whether a call's rows fit into the memory that they may take when dequantised."""
+    return compressed is None or max_runs(window, tokens) * compressed.max_entries <= MOST_DENSE_ROWS
 
 
 def _windows_in_a_row(view, new_kv, slots, positions):

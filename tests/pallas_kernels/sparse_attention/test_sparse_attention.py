@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from pallas_kernels.sparse_attention import Paged, sparse_attention
+from dsv4_jax.ops.dense_rows import dense_rows
+from pallas_kernels.sparse_attention import Paged, many_queries, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
@@ -147,6 +148,29 @@ def test_rows_of_this_call_interpreted():
     check("interpret", *args, new_kv=values(rng, 4, DIM))
 
 
+def attend_many(args, new_kv, implementation):
+    """The kernel for many tokens, of however many there are."""
+    q, sinks, window, compressed, indices, slots, positions = args
+    rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=implementation)
+    return many_queries(q, sinks, rows, blocks=2, interpret=implementation == "interpret")
+
+
+@pytest.mark.parametrize("count", [70, None, 0])
+def test_many_tokens_interpreted(count):
+    """Several tokens for a block; two requests, one of them new, and padding."""
+    rng = np.random.default_rng(4)
+    slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
+    args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
+    if count == 0:
+        args = *args[:3], None, None, *args[5:]
+    new_kv = values(rng, 6, DIM)
+    expected = jitted("xla")(*args, new_kv=new_kv)
+    run = jax.jit(functools.partial(attend_many, implementation="interpret"))
+    got = run(args, new_kv)
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+    assert not np.asarray(got, np.float32)[3].any(), "padding gives zeros"
+
+
 @pytest.mark.parametrize("splits", [3, 17])
 def test_parts_are_added_up(splits):
     """Parts without rows hold NaN; a token all of whose parts are empty gives zeros."""
@@ -231,7 +255,8 @@ def test_compiles_for_h100_with_hardly_a_spill():
 import jax, jax.numpy as jnp
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.sparse_attention.combine import combine
-from pallas_kernels.sparse_attention import Paged, sparse_attention
+from dsv4_jax.ops.dense_rows import dense_rows
+from pallas_kernels.sparse_attention import Paged, many_queries, sparse_attention
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jnp.float32)):

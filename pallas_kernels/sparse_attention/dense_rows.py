@@ -1,0 +1,179 @@
+"""The rows of a call of many tokens, dequantised beforehand: which of them a token attends to, and copies of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.common import mlir_helpers as mlir
+from pallas_kernels.common.kv_rows import GROUP, GROUPS, ROW_DIM
+from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.sparse_attention import kv_tiles
+from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take
+from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseRows:
+    """What the tokens of a call attend to: arrays, and within the kernel references to them.
+
+    Attributes:
+      window_rows: [N, 512] bfloat16: the rows of the call's T tokens, in their order, and those before each request's
+        first token.
+      entries: [E, 512] bfloat16, or None; each request's entries in their order.
+      indices: [T, K] int32, places of a token's entries among those of its request, -1 = none; None: the first ones.
+      places: [T, 4] int32: a token's position; its request's first token; one more than the number of the window row
+        before that token; the number of its request's first entry.
+      counts: [T] int32 entries that a token attends to, or places of its list to look at; -1 = padding.
+      window: rows before and with the token itself that it sees.
+    """
+
+    window_rows: Any
+    entries: Any
+    indices: Any
+    places: Any
+    counts: Any
+    window: int = dataclasses.field(metadata=dict(static=True))
+
+    def tiles(self, token: jax.Array) -> jax.Array:
+        """How many tiles of 64 rows a token has: of its window, then of its entries; 0 for padding."""
+        count = self.counts[token]
+        tiles = self.window // TILE + lax.div(jnp.maximum(count, 0) + TILE - 1, jnp.int32(TILE))
+        return jnp.where(count >= 0, tiles, 0)
+
+
+class TokenRows:
+    """Where the rows of a token's tiles are."""
+
+    def __init__(self, rows: DenseRows, token: jax.Array):
+        self.rows, self.token = rows, token
+        first = kv_tiles.splat(4 * token)
+        self.position, self.begin, self.past, self.base = (take(rows.places, first + i) for i in range(4))
+        self.count = take(rows.counts, kv_tiles.splat(token))
+
+    def of(self, tile: jax.Array) -> list[jax.Array]:
+        """The numbers of a tile's rows, in `window_rows` or `entries`, [16] int32 for each unit; -1 = none."""
+        return [self._unit(tile * TILE + unit * UNIT + kv_tiles.iota()) for unit in range(UNITS)]
+
+    def _unit(self, item):
+        rows = self.rows
+        back = (rows.window - 1) - item
+        index = self.token - back
+        mine = jnp.where(index >= self.begin, index, self.past - (self.begin - index))
+        mine = jnp.where(back <= self.position, mine, -1)
+        if rows.entries is None:
+            return mine
+        entry = item - rows.window
+        exists = entry < self.count
+        if rows.indices is not None:
+            most = rows.indices.shape[1]
+            entry = take(rows.indices, self.token * most + jnp.clip(entry, 0, most - 1))
+        other = jnp.where(exists & (entry >= 0), self.base + entry, -1)
+        return jnp.where(item < rows.window, mine, other)
+
+
+@primitive
+def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array) -> None:
+    """Starts to copy rows to rows first .. first + 15 of a tile, zeros for none, and writes their biases.
+
+    `tile`, `bias` and `first` are as for `kv_tiles.store_unit`; the rows are window rows where `in_window`, an int32
+    scalar, is not 0, else entries.
+    """
+    values = rows.window_rows[...][jnp.maximum(row, 0) % rows.window_rows.shape[0]]
+    if rows.entries is not None:
+        others = rows.entries[...][jnp.maximum(row, 0) % rows.entries.shape[0]]
+        values = jnp.where(in_window != 0, values, others)
+    tile[pl.ds(first, UNIT)] = jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
+    bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
+
+
+@start_unit.mosaic
+def _(tile, bias, first, rows, in_window, row):
+    def emit(tile, bias, in_window, row, window_rows, entries=None):
+        row = mlir.scalar(row)
+        chunk, start, at = kv_tiles.unit_places(tile)
+        base = mlir.global_pointer(window_rows)
+        if entries is not None:
+            here = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(in_window), mlir.i32(0))
+            base = arith.select(here, base, mlir.global_pointer(entries))
+        exists = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0))
+        offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
+        source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (chunk * 16).value)))
+        size = arith.select(exists, mlir.i32(16), mlir.i32(0))
+        for group in range(GROUPS):
+            place = 2 * (first * ROW_DIM + 8 * GROUP * group)
+            copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {2 * GROUP * group}], 16, $2;"
+            mlir.ptx(copy, start, source, size)
+        kv_tiles.store_bias(bias, first, at, chunk, exists)
+
+    others = [] if rows.entries is None else [rows.entries]
+    window_rows = rows.window_rows
+    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, in_window, (row, PER_ROW), window_rows, *others)
+
+
+@primitive
+def store_turned(ref, values: jax.Array, angles=None, token: jax.Array | None = None) -> None:
+    """Rounds values [64, columns] float32, a product of `wgmma`, to bfloat16, and stores them in global memory.
+
+    `angles` are (cos, sin) [T, P] float32 in global memory: the last 2 * P columns, rounded, are rotated back by those
+    of the token, in interleaved pairs, and rounded again.
+    """
+    rounded = values.astype(jnp.bfloat16)
+    if angles is not None:
+        cos, sin = (x[token] for x in angles)
+        head, tail = jnp.split(rounded, [values.shape[1] - 2 * cos.shape[0]], axis=1)
+        even, odd = tail[:, ::2].astype(jnp.float32), tail[:, 1::2].astype(jnp.float32)
+        turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=2).reshape(tail.shape)
+        rounded = jnp.concatenate([head, turned.astype(jnp.bfloat16)], axis=1)
+    ref[...] = rounded
+
+
+@store_turned.mosaic
+def _(ref, values, angles=None, token=None):
+    def rounded(even, odd):
+        return mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", odd, even, results=mlir.int_type(), pure=True)
+
+    def emit(ref, values, *turn):
+        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        layout, width = values.layout, values.shape[1]
+        row, column = next(layout.thread_idxs(values.shape))
+        offset = arith.addi(arith.muli(row, mlir.index(2 * stride)), arith.muli(column, mlir.index(2)))
+        start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
+        first, factors = width, {}
+        if turn:
+            cos, sin, token = turn
+            pairs = cos.type.shape[1]
+            first = width - 2 * pairs
+            at = arith.muli(mlir.to_i64(mlir.scalar(token)), mlir.i64(4 * pairs))
+            at = arith.addi(at, mlir.to_i64(arith.muli(column, mlir.index(2))))
+            own = [mlir.at(mlir.global_pointer(x), at) for x in (cos, sin)]
+        steps = layout.tiling.tile_strides((width, 1))
+        for index in np.ndindex(values.registers.shape):
+            down, right = divmod(sum(i * step for i, step in zip(index, steps, strict=False)), width)
+            even, odd = mlir.values(values.registers[index])
+            word = rounded(even, odd)
+            if right >= first:
+                if right not in factors:
+                    factors[right] = [
+                        llvm.load(mlir.f32_type(), mlir.at(x, 2 * (right - first)), alignment=4) for x in own
+                    ]
+                c, s = factors[right]
+                low = arith.bitcast(mlir.f32_type(), arith.shli(word, mlir.i32(16)))
+                high = arith.bitcast(mlir.f32_type(), arith.andi(word, mlir.i32(0xFFFF0000)))
+                even = arith.addf(arith.mulf(low, c), arith.mulf(high, s))
+                odd = arith.subf(arith.mulf(high, c), arith.mulf(low, s))
+                word = rounded(even, odd)
+            llvm.store(word, mlir.at(start, 2 * (down * stride + right)), alignment=4)
+
+    more = [] if angles is None else [*angles, token]
+    mlir.inline(emit, ref, values, *more, layout=lambda _: plgpu.Layout.WGMMA)
