@@ -34,7 +34,9 @@ def dense_rows(
     first = jnp.nonzero(begins, size=runs, fill_value=-1)[0].astype(jnp.int32)
     slot, position = (jnp.where(first >= 0, take(x, first), -1) for x in (slots, positions))
     past = position[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
-    old = take(window.rows, window.layer, jnp.broadcast_to(slot[:, None], past.shape), jnp.maximum(past, 0) % window.ring)
+    old = take(
+        window.rows, window.layer, jnp.broadcast_to(slot[:, None], past.shape), jnp.maximum(past, 0) % window.ring
+    )
     old = window.codec.decode(old, new_kv.dtype).reshape(runs * before, -1)
     rows = jnp.concatenate([fake_quantise(window, new_kv, new_kv.dtype), old])
 
