@@ -17,7 +17,6 @@ from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, begin_step, random_cache, stack_step
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, longest
-from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel

@@ -15,7 +15,6 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.common import mlir_helpers as mlir
 from pallas_kernels.common.kv_rows import GROUP, GROUPS, ROW_DIM
 from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take

@@ -27,7 +27,7 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.dense_rows import DenseRows, TokenRows, start_unit, store_turned
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
-from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
+from pallas_kernels.sparse_attention.row_addresses import TILE
 from pallas_kernels.sparse_attention.sparse_attention import HALF, HEADS, LOWEST, SCALE
 
 
