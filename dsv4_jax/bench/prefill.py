@@ -17,11 +17,11 @@ from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, begin_step, random_cache, stack_step
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, longest
+from dsv4_jax.bench.model_stack import random_stack
 from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import join_projections
 from dsv4_jax.quant import KVFormat
 
 
@@ -59,11 +59,11 @@ class PrefillOptions:
 def run(
     config: DSV4Config, kv_format: KVFormat, options: PrefillOptions, report: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Measures one attention layer of each kind of the model, prints and yields results, last those of the stack.
+    """Measures an attention layer of each kind, weights as released, prints and yields results, last of all layers.
 
-    These are of all layers together: the measured time of each kind, as often as the model has layers of it. Where
-    there is no GPU, the packaged model takes the place of `config`. The rates of a copy and of a large matrix product
-    are added to `report`.
+    The last are the measured times of each kind, as often as the model has layers of it. Where there is no GPU, the
+    packaged model takes the place of `config`. The rates of a copy and of a large matrix product are added to
+    `report`.
 
     Raises:
       ValueError: an option is out of range.
@@ -93,7 +93,7 @@ def run(
             mlp_layer_types=("moe",),
             compress_rate_hca=rate,
         )
-        stack = CompiledModel(join_projections(AttentionStack(alone, nnx.Rngs(0))))
+        stack = CompiledModel(_stack(alone))
         for context in contexts:
             for chunk in chunks:
                 row = _measure(alone, kv_format, stack, chunk, context, report, options.trace)
@@ -105,6 +105,15 @@ def run(
         row = _together(rows)
         print(_line(row), flush=True)
         yield row
+
+
+def _stack(config):
+    """Attention layers with random weights in the release's storage."""
+    stack = AttentionStack(config, nnx.Rngs(0))
+    # The experts are not used.
+    whole = random_stack(dataclasses.replace(config, n_routed_experts=config.num_experts_per_tok))
+    stack.attentions = nnx.List([layer.self_attn for layer in whole.layers])
+    return stack
 
 
 def _measure(config, kv_format, stack, chunk, context, report, trace):

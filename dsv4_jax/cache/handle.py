@@ -178,7 +178,11 @@ class LayerCacheHandle(Summarised):
         return ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
         """Attention over the window and the compressed entries (see `ops.sparse_attention`).
 
@@ -186,9 +190,10 @@ class LayerCacheHandle(Summarised):
           q: [T, heads, head_dim] after norm and RoPE, model dtype.
           sinks: [heads] float32.
           indices: entries of each token, or None for all visible ones (none, in a layer without entries).
+          inv_freq: [P] radians per token of the inverse RoPE, or None for none.
 
         Returns:
-          (out [T, heads, head_dim] in q's dtype before the inverse RoPE, the handle to go on with).
+          (out [T, heads, head_dim] in q's dtype, the handle to go on with).
         """
         self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
         if indices is not None:
@@ -203,6 +208,7 @@ class LayerCacheHandle(Summarised):
             self.batch.slots,
             self.batch.positions,
             new_kv=self.pending,
+            inv_freq=inv_freq,
         )
         if self.pending is None:
             return out, self

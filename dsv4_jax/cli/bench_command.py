@@ -69,10 +69,10 @@ class BenchCommand:
         4096 65536; on a CPU 512 4096. prefill: tokens before a chunk. Default: 0 65536 524288; on a CPU 0 256
       chunks: prefill: tokens of a chunk. Default: 512 2048 8192; on a CPU 64
       layers: step, model: run only this many layers, the first ones; 0 = all, or of model as many as fit.
-      trace: step, layer, model, prefill: write a profile of the steps at the longest context to this folder, for TensorBoard or
-        Perfetto.
-      plot: step: plot time against context to this PNG file; layer, model: what takes a layer's time; prefill: tokens a
-        second against context; serve: time to the first token against tokens sent.
+      trace: step, layer, model, prefill: write a profile of the steps at the longest context to this folder, for
+        TensorBoard or Perfetto.
+      plot: step: plot time against context to this PNG file; layer, model: what takes a layer's time; prefill: tokens
+        a second against context; serve: time to the first token against tokens sent.
       conversations: serve: number of conversations.
       turns: serve: requests of each conversation.
       drafts: serve: tokens that prompt lookup may guess in a step. step, layer, model: also measure a step that

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
+from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.common.layouts import quantised
@@ -30,6 +31,7 @@ def sparse_attention(
     positions: Int[Array, "T"],
     *,
     new_kv: Float[Array, "T D"] | None = None,
+    inv_freq: Float[Array, "P"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
     """Attention of each token over its window and its compressed entries (dsv4.md 2, 5).
@@ -46,6 +48,8 @@ def sparse_attention(
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
+      inv_freq: [P] radians per token, with which the last 2 * P channels of results, rounded, are rotated back at the
+        token's position (dsv4.md 2.2), and rounded again; None: they are not.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries, rows
         of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64 tokens; it computes a multiple
         of 64 heads. It adds in another order than "xla", which depends on T and K (or the block table's width), never
@@ -53,14 +57,18 @@ def sparse_attention(
         one part in 2 ** 8.
 
     Returns:
-      [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
+      [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
     choices = implementations(_sparse_attention_xla, _sparse_attention_kernel)
-    args = q, sinks, window, compressed, indices, slots, positions, new_kv
+    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq
     return run("sparse_attention", choices, implementation, *args)
 
 
-def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv):
+def _turned_back(out, positions, inv_freq):
+    return out if inv_freq is None else apply_rope(out, jnp.maximum(positions, 0), inv_freq, inverse=True)
+
+
+def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq):
     if new_kv is not None:
         new_kv = fake_quantise(window, new_kv, q.dtype)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -76,11 +84,12 @@ def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, position
             kv, valid = (jnp.concatenate(pair, axis=1) for pair in zip((kv, valid), more, strict=True))
         return _attend_dense(q[0], kv[0], valid[0], sinks)
 
-    return jax.lax.map(
+    out = jax.lax.map(
         attend,
         (q, slots, positions, tokens, run_bounds(slots)[0], indices),
         batch_size=min(QUERY_BLOCK, q.shape[0]),
     )
+    return _turned_back(out, positions, inv_freq)
 
 
 def _attend_dense(q, kv, valid, sinks):
@@ -96,7 +105,7 @@ def _attend_dense(q, kv, valid, sinks):
     return round_to(out / total, q.dtype)
 
 
-def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, *, interpret):
+def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, interpret):
     # A block of the kernel has 64 heads, of which a device that shares a layer with others may have fewer.
     heads, missing = q.shape[1], -q.shape[1] % HEADS
     q, sinks = jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
@@ -104,7 +113,11 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
     if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
         name = "interpret" if interpret else "mosaic_gpu"
         rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
-        return many_queries(q, sinks, rows, interpret=interpret)[:, :heads]
+        angles = None
+        if inv_freq is not None:
+            angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
+            angles = jnp.cos(angle), jnp.sin(angle)
+        return many_queries(q, sinks, rows, angles, interpret=interpret)[:, :heads]
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
         rows, places = _windows_in_a_row(window, new_kv, slots, positions)
@@ -132,7 +145,7 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         layout=layout,
         interpret=interpret,
     )
-    return out[:, :heads]
+    return _turned_back(out[:, :heads], positions, inv_freq)
 
 
 def _dense_rows(window, compressed, tokens):

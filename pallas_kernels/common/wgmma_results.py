@@ -38,6 +38,22 @@ def _(acc, a, b):
 
 
 @primitive
+def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
+    """`multiply_add` of one left operand and several right ones; waits for all products together."""
+    return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
+
+
+@multiply_add_all.mosaic
+def _(accs, a, bs):
+    def multiply(refs):
+        for ref, b in zip(refs, bs, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    run: Any = pl.run_state(multiply)
+    return run(tuple(plgpu.ACC.init(acc) for acc in accs))
+
+
+@primitive
 def put(inbox, values: jax.Array, block: jax.Array | int | None) -> None:
     """Writes values to `inbox`, or to its place in the shared memory of a block of the cluster, for `add` to read.
 

@@ -9,16 +9,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mlir_helpers as mlir
-from pallas_kernels.common.kv_rows import GROUP, GROUPS, ROW_DIM
+from pallas_kernels.common.kv_rows import GROUP, ROW_DIM
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
+
+
+HALF = ROW_DIM // 2
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +47,10 @@ class DenseRows:
     window: int = dataclasses.field(metadata=dict(static=True))
 
     def tiles(self, token: jax.Array) -> jax.Array:
-        """How many tiles of 64 rows a token has: of its window, then of its entries; 0 for padding."""
+        """How many tiles of 64 rows a token has: of its window, then of its entries; one, without rows, of padding."""
         count = self.counts[token]
         tiles = self.window // TILE + lax.div(jnp.maximum(count, 0) + TILE - 1, jnp.int32(TILE))
-        return jnp.where(count >= 0, tiles, 0)
+        return jnp.where(count >= 0, tiles, 1)
 
 
 class TokenRows:
@@ -82,25 +84,27 @@ class TokenRows:
 
 
 @primitive
-def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array) -> None:
-    """Starts to copy rows to rows first .. first + 15 of a tile, zeros for none, and writes their biases.
+def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array, half: int) -> None:
+    """Starts to copy half of the columns of rows to rows first .. first + 15 of a tile [rows, 256], zeros for none.
 
-    `tile`, `bias` and `first` are as for `kv_tiles.store_unit`; the rows are window rows where `in_window`, an int32
-    scalar, is not 0, else entries.
+    `bias` and `first` are as for `kv_tiles.store_unit`; the bias is written with the first half. The rows are window
+    rows where `in_window`, an int32 scalar, is not 0, else entries.
     """
     values = rows.window_rows[...][jnp.maximum(row, 0) % rows.window_rows.shape[0]]
     if rows.entries is not None:
         others = rows.entries[...][jnp.maximum(row, 0) % rows.entries.shape[0]]
         values = jnp.where(in_window != 0, values, others)
-    tile[pl.ds(first, UNIT)] = jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
-    bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
+    values = jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
+    tile[pl.ds(first, UNIT)] = jnp.split(values, 2, axis=1)[half]
+    if half == 0:
+        bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 @start_unit.mosaic
-def _(tile, bias, first, rows, in_window, row):
+def _(tile, bias, first, rows, in_window, row, half):
     def emit(tile, bias, in_window, row, window_rows, entries=None):
         row = mlir.scalar(row)
-        chunk, start, at = kv_tiles.unit_places(tile)
+        chunk, start, at = kv_tiles.unit_places(tile, HALF)
         base = mlir.global_pointer(window_rows)
         if entries is not None:
             here = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(in_window), mlir.i32(0))
@@ -109,11 +113,12 @@ def _(tile, bias, first, rows, in_window, row):
         offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
         source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (chunk * 16).value)))
         size = arith.select(exists, mlir.i32(16), mlir.i32(0))
-        for group in range(GROUPS):
-            place = 2 * (first * ROW_DIM + 8 * GROUP * group)
-            copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {2 * GROUP * group}], 16, $2;"
+        for group in range(HALF // GROUP):
+            place, offset = 2 * (first * HALF + 8 * GROUP * group), 2 * (half * HALF + GROUP * group)
+            copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
             mlir.ptx(copy, start, source, size)
-        kv_tiles.store_bias(bias, first, at, chunk, exists)
+        if half == 0:
+            kv_tiles.store_bias(bias, first, at, chunk, exists)
 
     others = [] if rows.entries is None else [rows.entries]
     window_rows = rows.window_rows
@@ -121,58 +126,45 @@ def _(tile, bias, first, rows, in_window, row):
 
 
 @primitive
-def store_turned(ref, values: jax.Array, angles=None, token: jax.Array | None = None) -> None:
-    """Rounds values [64, columns] float32, a product of `wgmma`, to bfloat16, and stores them in global memory.
+def turn_back(values: jax.Array, angles, token: jax.Array) -> jax.Array:
+    """Values [64, columns] float32, a product of `wgmma`, of which the last columns are rotated back.
 
-    `angles` are (cos, sin) [T, P] float32 in global memory: the last 2 * P columns, rounded, are rotated back by those
-    of the token, in interleaved pairs, and rounded again.
+    `angles` are (cos, sin) [T, P] float32 in global memory: those of the token, for the last 2 * P columns in interleaved
+    pairs. What is rotated is rounded to bfloat16 first.
     """
-    rounded = values.astype(jnp.bfloat16)
-    if angles is not None:
-        cos, sin = (x[token] for x in angles)
-        head, tail = jnp.split(rounded, [values.shape[1] - 2 * cos.shape[0]], axis=1)
-        even, odd = tail[:, ::2].astype(jnp.float32), tail[:, 1::2].astype(jnp.float32)
-        turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=2).reshape(tail.shape)
-        rounded = jnp.concatenate([head, turned.astype(jnp.bfloat16)], axis=1)
-    ref[...] = rounded
+    cos, sin = (x[token][None] for x in angles)
+    head, tail = jnp.split(values, [values.shape[1] - 2 * cos.shape[1]], axis=1)
+    even, odd = (tail[:, i::2].astype(jnp.bfloat16).astype(jnp.float32) for i in range(2))
+    turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=2).reshape(tail.shape)
+    return jnp.concatenate([head, turned], axis=1)
 
 
-@store_turned.mosaic
-def _(ref, values, angles=None, token=None):
-    def rounded(even, odd):
-        return mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", odd, even, results=mlir.int_type(), pure=True)
-
-    def emit(ref, values, *turn):
-        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        layout, width = values.layout, values.shape[1]
-        row, column = next(layout.thread_idxs(values.shape))
-        offset = arith.addi(arith.muli(row, mlir.index(2 * stride)), arith.muli(column, mlir.index(2)))
-        start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
-        first, factors = width, {}
-        if turn:
-            cos, sin, token = turn
-            pairs = cos.type.shape[1]
-            first = width - 2 * pairs
-            at = arith.muli(mlir.to_i64(mlir.scalar(token)), mlir.i64(4 * pairs))
-            at = arith.addi(at, mlir.to_i64(arith.muli(column, mlir.index(2))))
-            own = [mlir.at(mlir.global_pointer(x), at) for x in (cos, sin)]
+@turn_back.mosaic
+def _(values, angles, token):
+    def emit(values, cos, sin, token):
+        layout, width, pairs = values.layout, values.shape[1], cos.type.shape[1]
+        _, column = next(layout.thread_idxs(values.shape))
+        at = arith.muli(mlir.to_i64(mlir.scalar(token)), mlir.i64(4 * pairs))
+        at = arith.addi(at, mlir.to_i64(arith.muli(column, mlir.index(2))))
+        own = [mlir.at(mlir.global_pointer(x), at) for x in (cos, sin)]
         steps = layout.tiling.tile_strides((width, 1))
+        factors: dict[int, list[Any]] = {}
         for index in np.ndindex(values.registers.shape):
-            down, right = divmod(sum(i * step for i, step in zip(index, steps, strict=False)), width)
-            even, odd = mlir.values(values.registers[index])
-            word = rounded(even, odd)
-            if right >= first:
-                if right not in factors:
-                    factors[right] = [
-                        llvm.load(mlir.f32_type(), mlir.at(x, 2 * (right - first)), alignment=4) for x in own
-                    ]
-                c, s = factors[right]
-                low = arith.bitcast(mlir.f32_type(), arith.shli(word, mlir.i32(16)))
-                high = arith.bitcast(mlir.f32_type(), arith.andi(word, mlir.i32(0xFFFF0000)))
-                even = arith.addf(arith.mulf(low, c), arith.mulf(high, s))
-                odd = arith.subf(arith.mulf(high, c), arith.mulf(low, s))
-                word = rounded(even, odd)
-            llvm.store(word, mlir.at(start, 2 * (down * stride + right)), alignment=4)
+            # A register lies as far from the first in every thread.
+            right = sum(i * step for i, step in zip(index, steps, strict=False)) % width - (width - 2 * pairs)
+            pair = values.registers[index]
+            if right < 0:
+                yield pair
+                continue
+            if right not in factors:
+                factors[right] = [llvm.load(mlir.f32_type(), mlir.at(x, 2 * right), alignment=4) for x in own]
+            (c, s), (even, odd) = factors[right], mlir.values(pair)
+            word = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", odd, even, results=mlir.int_type(), pure=True)
+            even = arith.bitcast(mlir.f32_type(), arith.shli(word, mlir.i32(16)))
+            odd = arith.bitcast(mlir.f32_type(), arith.andi(word, mlir.i32(0xFFFF0000)))
+            turned_even = arith.addf(arith.mulf(even, c), arith.mulf(odd, s))
+            turned_odd = arith.subf(arith.mulf(odd, c), arith.mulf(even, s))
+            yield mlir.pack([turned_even, turned_odd])
 
-    more = [] if angles is None else [*angles, token]
-    mlir.inline(emit, ref, values, *more, layout=lambda _: plgpu.Layout.WGMMA)
+    operands = values, *angles, token
+    return mlir.inline(emit, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=values)

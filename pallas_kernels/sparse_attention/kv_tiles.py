@@ -131,7 +131,7 @@ def store_unit(tile, bias, first: int, unit: list[jax.Array], row: jax.Array, la
 def _(tile, bias, first, unit, row, layout):
     def emit(tile, bias, codes, rope, *per_row):
         *scales, row = map(mlir.scalar, per_row)
-        chunk, start, at = unit_places(tile)
+        chunk, start, at = unit_places(tile, ROW_DIM)
 
         def put(values, group):
             place = mlir.at(start, 2 * (first * ROW_DIM + 8 * GROUP * group))
@@ -150,17 +150,17 @@ def _(tile, bias, first, unit, row, layout):
     mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, (codes, _CODES), (rope, _ROPE), *per_row)
 
 
-def unit_places(tile) -> tuple[U32, Any, U32]:
+def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
     """Of this thread: which 16 bytes of every group it holds, where those of group 0 are in a unit, and its row of it.
 
-    `tile` is a memref with `TRANSFORMS`. A unit's first row only adds a constant to addresses.
+    `tile` is a memref [rows, columns] with `TRANSFORMS`. A unit's first row only adds a constant to addresses.
     """
     thread = U32(mlir.thread())
     warp, lane = thread // 32, thread % 32
     chunk = lane % 8
     at = warp * 4 + lane // 8
     line = at % 8
-    offset = at // 8 * (2 * 8 * ROW_DIM) + line * (2 * GROUP) + (chunk ^ line) * 16
+    offset = at // 8 * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16
     return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), at
 
 

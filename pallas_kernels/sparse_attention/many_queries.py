@@ -25,10 +25,10 @@ from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
-from pallas_kernels.sparse_attention.dense_rows import DenseRows, TokenRows, start_unit, store_turned
+from pallas_kernels.sparse_attention.dense_rows import HALF, DenseRows, TokenRows, start_unit, turn_back
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
 from pallas_kernels.sparse_attention.row_addresses import TILE
-from pallas_kernels.sparse_attention.sparse_attention import HALF, HEADS, LOWEST, SCALE
+from pallas_kernels.sparse_attention.sparse_attention import HEADS, LOWEST, SCALE
 
 
 STAGES = 2
@@ -117,9 +117,10 @@ class PipelineBuffers:
 
     Attributes:
       queries: [1, 64 heads, 512] bfloat16, once `queries_ready`.
-      keys: [STAGES, 64, 512] bfloat16 rows; a stage is `full` or `free`.
+      keys: [STAGES * 2, 64, 256] bfloat16: either half of a stage's rows is `full`, or the stage is `free`. A token's
+        result takes the place of its last tile.
       biases: [STAGES, 64] float32, 0 for a row and -inf for none; with `keys`.
-      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed`, and free with `keys`.
+      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed`; free with `keys`.
       rescale: [STAGES, 64 heads] float32, factors of earlier sums; with `weights`.
       scale: [64 heads] float32, factors of the final sums; `scaled` or `scale_free`.
     """
@@ -143,13 +144,13 @@ class PipelineBuffers:
         return cls(
             # The axis of one is for `_scores`.
             queries=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            keys=plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
+            keys=plgpu.SMEM((2 * STAGES, TILE, HALF), jnp.bfloat16, transforms=TRANSFORMS),
             biases=plgpu.SMEM((STAGES, TILE), jnp.float32),
             weights=plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
             rescale=plgpu.SMEM((STAGES, HEADS), jnp.float32),
             scale=plgpu.SMEM((HEADS,), jnp.float32),
             queries_ready=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=STAGES),
+            full=plgpu.Barrier(num_barriers=2 * STAGES),
             free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             weighed=plgpu.Barrier(num_barriers=STAGES),
             scaled=plgpu.Barrier(),
@@ -211,8 +212,7 @@ def _body(blocks, q, sinks, rows, angles, out, *, buffers):
         @pl.when(warpgroup == adder)
         def _(adder=adder):
             plgpu.set_max_registers(ADDING, action="increase")
-            first = (adder - FIRST_ADDER) * HALF
-            _add(items, range(first, first + HALF, PART), angles, out, buffers)
+            _add(items, adder - FIRST_ADDER, angles, out, buffers)
 
     @pl.when(warpgroup == COPIER)
     def _():
@@ -239,13 +239,16 @@ def _copy(items, rows, buffers):
                 plgpu.barrier_wait(buffers.free.at[stage])
 
             in_window = (t < rows.window // TILE).astype(jnp.int32)
-            for i, row in enumerate(here):
-                start_unit(buffers.keys.at[stage], buffers.biases.at[stage], i * UNIT, rows, in_window, row)
-            async_copies.commit_copies()
+            for half in range(2):
+                for i, row in enumerate(here):
+                    keys = buffers.keys.at[2 * stage + half]
+                    start_unit(keys, buffers.biases.at[stage], i * UNIT, rows, in_window, row, half)
+                async_copies.commit_copies()
             coming = addresses.of(t + 1)
-            async_copies.wait_copies(0)
-            kv_tiles.fence()
-            plgpu.barrier_arrive(buffers.full.at[stage])
+            for half in range(2):
+                async_copies.wait_copies(1 - half)
+                kv_tiles.fence()
+                plgpu.barrier_arrive(buffers.full.at[2 * stage + half])
             return coming
 
         lax.fori_loop(0, tiles, tile, addresses.of(jnp.int32(0)))
@@ -273,12 +276,15 @@ def _score(items, q, sinks, buffers):
 
     def item(i, n, tiles):
         _, heads = items.place(i)
+        sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
+        # What is in the L2 cache comes in half the time.
+        token, later = items.place(i + 1)
+        plgpu.async_prefetch(q.at[token, later])
         plgpu.barrier_wait(buffers.queries_ready)
 
         def tile(t, carry):
             top, total = carry
             stage = _stage(n + t)
-            plgpu.barrier_wait(buffers.full.at[stage])
             scores = _scores(buffers, stage, t)
             pl.when(t == tiles - 1)(lambda: fetch(i + 1))
             bias = plgpu.load(buffers.biases.at[stage], layout=_PER_COLUMN, optimized=False)
@@ -294,8 +300,6 @@ def _score(items, q, sinks, buffers):
             return peak, total
 
         top, total = lax.fori_loop(0, tiles, tile, none)
-        pl.when(tiles == 0)(lambda: fetch(i + 1))
-        sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
         peak = jnp.maximum(top, sink)
         scale = jnp.exp2(top - peak)
         scale = scale / (total * scale + jnp.exp2(sink - peak))
@@ -314,14 +318,19 @@ def _scores(buffers, stage, t):
     zero = lax.shift_right_logical(t, jnp.int32(30))
 
     def score(ref):
-        plgpu.wgmma(ref, buffers.queries.at[zero], buffers.keys.at[stage].transpose((1, 0)))
+        for half in range(2):
+            columns = pl.ds(half * HALF, HALF)
+            plgpu.barrier_wait(buffers.full.at[2 * stage + half])
+            keys = buffers.keys.at[2 * stage + half]
+            plgpu.wgmma(ref, buffers.queries.at[zero, :, columns], keys.transpose((1, 0)))
         return ref[...]
 
     return pl.run_scoped(score, plgpu.ACC((HEADS, TILE), jnp.float32))
 
 
-def _add(items, columns, angles, out, buffers):
-    """Adds up some columns of each item's values, and stores them."""
+def _add(items, half, angles, out, buffers):
+    """Adds up half of the columns of each item's values, and stores them."""
+    columns = range(0, HALF, PART)
     nothing = plgpu.layout_cast(jnp.zeros((HEADS, PART), jnp.float32), _L)
 
     def item(i, n, tiles):
@@ -329,22 +338,30 @@ def _add(items, columns, angles, out, buffers):
             stage = _stage(n + t)
             plgpu.barrier_wait(buffers.weighed.at[stage])
             alpha = plgpu.load(buffers.rescale.at[stage], layout=_PER_HEAD, optimized=False)
-            sums = []
-            for column, acc in zip(columns, parts, strict=True):
-                acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-                keys = buffers.keys.at[stage, :, pl.ds(column, PART)]
-                sums.append(wgmma_results.multiply_add(acc, buffers.weights.at[stage], keys))
-            plgpu.barrier_arrive(buffers.free.at[stage])
-            return tuple(sums)
+            parts = tuple(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in parts)
+            keys = tuple(buffers.keys.at[2 * stage + half, :, pl.ds(column, PART)] for column in columns)
+            parts = wgmma_results.multiply_add_all(parts, buffers.weights.at[stage], keys)
+
+            @pl.when(t < tiles - 1)
+            def _():
+                plgpu.barrier_arrive(buffers.free.at[stage])
+
+            return parts
 
         parts = lax.fori_loop(0, tiles, tile, (nothing,) * len(columns))
+        stage = _stage(n + tiles - 1)
         plgpu.barrier_wait(buffers.scaled)
         scale = plgpu.load(buffers.scale, layout=_PER_HEAD, optimized=False)
         plgpu.barrier_arrive(buffers.scale_free)
         token, heads = items.place(i)
         for column, acc in zip(columns, parts, strict=True):
             acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-            turn = angles if column + PART == ROW_DIM else None
-            store_turned(out.at[token, heads, pl.ds(column, PART)], acc, turn, token)
+            if angles is not None and half * HALF + column + PART == ROW_DIM:
+                acc = turn_back(acc, angles, token)
+            buffers.keys[2 * stage + half, :, pl.ds(column, PART)] = acc.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffers.keys.at[2 * stage + half], out.at[token, heads, pl.ds(half * HALF, HALF)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(buffers.free.at[stage])
 
     items.loop(item)

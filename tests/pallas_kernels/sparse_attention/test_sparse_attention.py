@@ -148,11 +148,16 @@ def test_rows_of_this_call_interpreted():
     check("interpret", *args, new_kv=values(rng, 4, DIM))
 
 
+INV_FREQ = jnp.asarray(1e4 ** -(np.arange(32) / 32), jnp.float32)
+
+
 def attend_many(args, new_kv, implementation):
     """The kernel for many tokens, of however many there are."""
     q, sinks, window, compressed, indices, slots, positions = args
     rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=implementation)
-    return many_queries(q, sinks, rows, blocks=2, interpret=implementation == "interpret")
+    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * INV_FREQ[None, :]
+    angles = jnp.cos(angle), jnp.sin(angle)
+    return many_queries(q, sinks, rows, angles, blocks=2, interpret=implementation == "interpret")
 
 
 @pytest.mark.parametrize("count", [70, None, 0])
@@ -164,11 +169,14 @@ def test_many_tokens_interpreted(count):
     if count == 0:
         args = *args[:3], None, None, *args[5:]
     new_kv = values(rng, 6, DIM)
-    expected = jitted("xla")(*args, new_kv=new_kv)
+    expected = jitted("xla")(*args, new_kv=new_kv, inv_freq=INV_FREQ)
     run = jax.jit(functools.partial(attend_many, implementation="interpret"))
     got = run(args, new_kv)
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
     assert not np.asarray(got, np.float32)[3].any(), "padding gives zeros"
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.parametrize("splits", [3, 17])
@@ -232,7 +240,20 @@ def test_rows_of_this_call_on_gpu(fmt):
     slots = np.repeat([4, 0, 2], counts).tolist() + [-1] * 7
     positions = np.concatenate([s + np.arange(n) for n, s in zip(counts, starts, strict=True)]).tolist() + [-1] * 7
     args = call(fmt, rng, slots, positions, heads=64, rate=4, count=512, layers=3, **REAL)
-    check("mosaic_gpu", *args, new_kv=values(rng, len(slots), DIM))
+    check("mosaic_gpu", *args, new_kv=values(rng, len(slots), DIM), inv_freq=INV_FREQ)
+
+
+@pytest.mark.gpu
+def test_chunks_of_many_tokens_on_gpu():
+    """A token's bits do not depend on where its call begins: its window lies among the call's rows, or before."""
+    rng = np.random.default_rng(13)
+    args = call(FORMATS["v4"], rng, [1] * 512, [*range(3000, 3512)], heads=64, rate=4, count=512, **REAL)
+    new_kv, run = values(rng, 512, DIM), jitted("mosaic_gpu")
+    whole = run(*args, new_kv=new_kv)
+    q, sinks, window, compressed, indices, slots, positions = args
+    part = run(q[200:], sinks, window, compressed, indices[200:], slots[200:], positions[200:], new_kv=new_kv[200:])
+    # The rings hold other rows before token 200 than the first call's.
+    same_bytes(part[127:], whole[327:])
 
 
 @pytest.mark.gpu
