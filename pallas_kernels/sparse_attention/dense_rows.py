@@ -129,8 +129,8 @@ def _(tile, bias, first, rows, in_window, row, half):
 def turn_back(values: jax.Array, angles, token: jax.Array) -> jax.Array:
     """Values [64, columns] float32, a product of `wgmma`, of which the last columns are rotated back.
 
-    `angles` are (cos, sin) [T, P] float32 in global memory: those of the token, for the last 2 * P columns in interleaved
-    pairs. What is rotated is rounded to bfloat16 first.
+    `angles` are (cos, sin) [T, P] float32 in global memory: those of the token, for the last 2 * P columns in
+    interleaved pairs. What is rotated is rounded to bfloat16 first.
     """
     cos, sin = (x[token][None] for x in angles)
     head, tail = jnp.split(values, [values.shape[1] - 2 * cos.shape[1]], axis=1)
