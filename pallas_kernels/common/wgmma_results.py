@@ -95,6 +95,29 @@ def _(values, inbox):
 
 
 @primitive
+def put_shared(ref, values: jax.Array) -> None:
+    """Writes values to shared memory, bfloat16 [64, columns] with `TRANSFORMS`, or one a row, [64] float32.
+
+    Unlike an assignment it waits for no other thread: what was read or written there before has to be known to be done,
+    and a barrier at which every thread arrives has to follow, for `wgmma` a fence before it.
+    """
+    ref[...] = values
+
+
+@put_shared.mosaic
+def _(ref, values):
+    def emit(ref, values):
+        if len(values.shape) == 1:
+            values.store_untiled(ref, optimized=False)
+        else:
+            values.store_tiled(ref, swizzle=128)
+
+    whole = len(values.shape) > 1
+    layout = plgpu.Layout.WGMMA if whole else plgpu.Layout.WGMMA.reduce(1)
+    mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, layout))
+
+
+@primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     """Writes values [rows, columns] to float32 memory, or to memory [columns, rows], float32 or, rounded, bfloat16.
 

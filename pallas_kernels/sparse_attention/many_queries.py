@@ -293,9 +293,10 @@ def _score(items, q, sinks, buffers):
             alpha = jnp.exp2(top - peak)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
             total = total * alpha + weights.sum(axis=1)
-            buffers.weights[stage] = weights.astype(jnp.bfloat16)
-            buffers.rescale[stage] = alpha
-            plgpu.commit_smem()
+            # Both adders are done with what was there: the tile would not be full otherwise.
+            wgmma_results.put_shared(buffers.weights.at[stage], weights.astype(jnp.bfloat16))
+            wgmma_results.put_shared(buffers.rescale.at[stage], alpha)
+            kv_tiles.fence()
             plgpu.barrier_arrive(buffers.weighed.at[stage])
             return peak, total
 
