@@ -279,7 +279,8 @@ def _score(items, q, sinks, buffers):
         sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
         # What is in the L2 cache comes in half the time.
         token, later = items.place(i + 1)
-        plgpu.async_prefetch(q.at[token, later])
+        for half in range(2):
+            plgpu.async_prefetch(q.at[token, later, pl.ds(half * HALF, HALF)])
         plgpu.barrier_wait(buffers.queries_ready)
 
         def tile(t, carry):
