@@ -16,9 +16,11 @@ from pallas_kernels.sparse_attention import HEADS, Paged, many_queries, sparse_a
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
 QUERY_BLOCK = 32
-# From so many tokens on, rows are dequantised once for all of them, if there are at most so many rows: 272 MB.
+# From so many tokens on, rows are dequantised once for all of them, if there are at most so many rows: 272 MB, and so
+# many for a token that writing them takes less time than they save.
 MANY_TOKENS = 128
 MOST_DENSE_ROWS = (1 << 18) + (1 << 12)
+DENSE_ROWS_A_TOKEN = 512
 
 
 def sparse_attention(
@@ -149,8 +151,9 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
 
 
 def _dense_rows(window, compressed, tokens):
-    """Whether a call's rows fit into the memory that they may take when dequantised."""
-    return compressed is None or max_runs(window, tokens) * compressed.max_entries <= MOST_DENSE_ROWS
+    """Whether a call's rows may be dequantised: there could be as many as all its requests could ever have."""
+    most = min(MOST_DENSE_ROWS, DENSE_ROWS_A_TOKEN * tokens)
+    return compressed is None or max_runs(window, tokens) * compressed.max_entries <= most
 
 
 def _windows_in_a_row(view, new_kv, slots, positions):

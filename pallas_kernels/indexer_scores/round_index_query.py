@@ -22,8 +22,6 @@ from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout, permute_d
 
 SIZE = 512  # values of a warpgroup
 HEADS = SIZE // DIM
-# From so many vectors on, a block takes several: to start one costs as much as a vector.
-MANY, AT_ONCE = 8192, 8
 
 
 @traced_once("layout")
@@ -47,22 +45,18 @@ def round_index_query(q: jax.Array, layout: KeyLayout, *, interpret: bool = Fals
     if q.size == 0:
         return q
 
-    count = q.size // SIZE
-    each = AT_ONCE if count >= MANY and count % AT_ONCE == 0 else 1
-
     def body(q, out):
-        first = lax.axis_index("block") * each
-        loaded = [vectors.load(q.at[first + i]).astype(jnp.float32) for i in range(each)]
-        for i, x in enumerate(loaded):
-            code, _, step = quantise_keys(x, layout, None)
-            _store_permuted(out.at[first + i], (e2m1_value(code) * step).astype(jnp.bfloat16))
+        at = lax.axis_index("vector")
+        x = vectors.load(q.at[at]).astype(jnp.float32)
+        code, _, step = quantise_keys(x, layout, None)
+        _store_permuted(out.at[at], (e2m1_value(code) * step).astype(jnp.bfloat16))
 
     run = kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((count, SIZE), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((q.size // SIZE, SIZE), jnp.bfloat16),
         kernel_name="round_index_query",
-        grid=(count // each,),
-        grid_names=("block",),
+        grid=(q.size // SIZE,),
+        grid_names=("vector",),
         interpret=interpret,
     )
     return run(q.reshape(-1, SIZE)).reshape(q.shape)

@@ -277,7 +277,7 @@ import jax, jax.numpy as jnp
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.sparse_attention.combine import combine
 from dsv4_jax.ops.dense_rows import dense_rows
-from pallas_kernels.sparse_attention import Paged, many_queries, sparse_attention
+from pallas_kernels.sparse_attention import DenseRows, Paged, many_queries, sparse_attention
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jnp.float32)):
@@ -299,6 +299,10 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
         return sparse_attention(q, sinks, slots, positions, layer, rings, None, **options)
     args = S((2048, 64, 512), jnp.bfloat16), S((64,), jnp.float32), ints(2048), ints(2048), ints()
     compile_for_h100(f"{name}-prefill", prefill, *args, pools(1, 4000), ints(2048))
+def bfloats(*shape): return S(shape, jnp.bfloat16)
+rows = DenseRows(bfloats(2175, 512), bfloats(16384, 512), ints(2048, 512), ints(2048, 4), ints(2048), 128)
+angles = S((2048, 32), jnp.float32), S((2048, 32), jnp.float32)
+compile_for_h100("many", many_queries, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, angles)
 """)
     spills = dict.fromkeys(re.findall(r"^kernel (\S+)", printed, re.MULTILINE), 0)
     name = None
@@ -307,7 +311,8 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
             name = match[1]
         elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spills[name] = max(spills[name], *map(int, match.groups()))
-    assert len(spills) == 8
+    assert len(spills) == 9
+    assert spills["many"] == 0
     # A few addresses of the loading warpgroup, which stay in the L1 cache.
     assert max(spills.values()) <= 64, spills
 
