@@ -101,6 +101,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
+        if self.input_projections.joined:
+            return self.down_proj(self.input_projections.joined[0].swiglu(x, self.limit))
         projected = self.input_projections(self, x)
         inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from dsv4_jax import ops
 from dsv4_jax.nn.layers import Linear, multiply
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
@@ -38,6 +39,10 @@ class JoinedLinear(nnx.Module):
         devices = sum(rows for _, rows, _ in self.parts) // weight.shape[0]
         products = multiply(x, weight, tuple((rows // devices, rounded) for _, rows, rounded in self.parts))
         return {path: product for (path, *_), product in zip(self.parts, products, strict=True)}
+
+    def swiglu(self, x: Float[Array, "... n"], limit: float) -> Float[Array, "... _"]:
+        """`ops.swiglu` of the two maps' products, rounded; of a map named first and one of as many rows."""
+        return ops.linear(x, self.weight.get_value(), swiglu_limit=limit)[0]
 
     def matrix(self, path: str) -> Float[Array, "m n"]:
         """The matrix [out_features, in_features] of one map."""

@@ -8,14 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import run, with_gradient_of
 from dsv4_jax.ops.linear import same_dtype
+from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import StoredWeight, round_to
 from pallas_kernels.experts import MOST_PAIRS, experts as experts_kernel, grouped_experts
-
-
-def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
-    """`silu(min(gate, limit)) * clip(up, -limit, limit)` of [T, n] values, in float32, not rounded."""
-    clamped = jnp.minimum(gate.astype(jnp.float32), limit)
-    return jax.nn.silu(clamped) * jnp.clip(up.astype(jnp.float32), -limit, limit)
 
 
 def experts(

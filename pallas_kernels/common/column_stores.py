@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.mixed_products import permute_columns
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.stored_weights import ROWS, SHIFT
+from pallas_kernels.common.swiglu import emit_swiglu, swiglu
 from pallas_kernels.common.thread_ops import U32
 
 
@@ -79,59 +79,53 @@ def _(out, sums, column, first, end, staging, rows=None):
 
 
 @primitive
-def store_swiglu(out, sums: jax.Array, column, first, end, staging, weights, limit: float) -> None:
-    """32 channels of SwiGLU times the routing weight, rounded, of 2**-32 times gate and up in the same threads.
+def store_swiglu(out, sums: jax.Array, column, first, end, staging, limit: float, weights: Any = None) -> None:
+    """32 channels of SwiGLU, rounded, of 2**-32 times gate and up in the same threads.
 
-    `weights`: [..] float32 in global memory, of each row of `out`, whose columns are permuted for FP4. See
-    `store_columns` for the other arguments, and `mixed_products` for the order of the sums' rows.
+    `weights`: [..] float32 in global memory, with which each row of `out` is multiplied first, whose columns are then
+    permuted for FP4; None: ones, and columns in their order. See `store_columns` for the other arguments, and
+    `mixed_products` for the order of the sums' rows.
     """
-    sums = (sums * 2.0**SHIFT).reshape(ROWS // 16, 2, 8, -1)
-    gate, up = (round_bfloat16(sums[:, half]).reshape(ROWS // 2, -1).T for half in range(2))
-    value = permute_columns(jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit))
+    values = swiglu(sums, limit)
+    values = values if weights is None else permute_columns(values)
 
-    @pl.loop(0, value.shape[0])
+    @pl.loop(0, values.shape[0])
     def _(n):
         @pl.when(first + n < end)
         def _():
-            own = lax.dynamic_index_in_dim(value, n, keepdims=False) * weights[first + n]
+            own = lax.dynamic_index_in_dim(values, n, keepdims=False)
+            own = own if weights is None else own * weights[first + n]
             out[first + n, pl.ds(column, ROWS // 2)] = own.astype(jnp.bfloat16)
 
 
 @store_swiglu.mosaic
-def _(out, sums, column, first, end, staging, weights, limit):
-    def emit(out, sums, column, first, end, staging, weights):
+def _(out, sums, column, first, end, staging, limit, weights=None):
+    def emit(out, sums, column, first, end, staging, *weights):
         column, first, end = (U32(mlir.scalar(x)) for x in (column, first, end))
-        held = mlir.values(sums)
-        low, high, f32 = mlir.f32(-limit), mlir.f32(limit), mlir.f32_type()
-
-        def rounded(x):
-            return arith.extf(f32, arith.truncf(ir.BF16Type.get(), arith.mulf(x, mlir.f32(2.0**SHIFT))))
-
-        def swiglu(gate, up):
-            gate = arith.minimumf(rounded(gate), high)
-            up = arith.minimumf(arith.maximumf(rounded(up), low), high)
-            silu = arith.divf(gate, arith.addf(mlir.f32(1.0), math.exp(arith.negf(gate))))
-            return arith.mulf(silu, up)
+        held, f32 = mlir.values(sums), mlir.f32_type()
 
         def put(start, place):
             thread = U32(mlir.thread())
             warp, row = thread >> 5, thread % 32 >> 2
             # Where `permute_columns` puts channel 8 * warp + row.
-            position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2)
+            permuted = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2)
+            position = permuted if weights else warp * 8 + row
             for n in range(start, min(start + COLUMNS, 2 * len(held)), 8):
                 for i in range(2):
                     inner = (thread & 3) * 2 + (n + i)
-                    # Beyond the end the last row's weight is read, and nothing stored.
-                    weight = llvm.load(f32, _element(weights, (first + inner).minimum(end - 1), f32))
-                    value = arith.mulf(swiglu(held[n // 2 + i], held[n // 2 + 2 + i]), weight)
+                    value = emit_swiglu(held[n // 2 + i], held[n // 2 + 2 + i], limit)
+                    for table in weights:
+                        # Beyond the end the last row's weight is read, and nothing stored.
+                        weight = llvm.load(f32, _element(table, (first + inner).minimum(end - 1), f32))
+                        value = arith.mulf(value, weight)
                     word = _bfloat16_pair(value, value)
                     at = place + (inner - start) * LINE + position * 2
                     mlir.ptx("{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }", at.value, word)
 
         _store_lines(out, 2 * len(held), put, ROWS // 2, column, first, end, staging, ())
 
-    scalars = (jnp.int32(x) for x in (column, first, end))
-    mlir.inline(emit, out, sums, *scalars, staging, weights, layout=lambda _: plgpu.Layout.WGMMA)
+    scalars, tables = (jnp.int32(x) for x in (column, first, end)), () if weights is None else (weights,)
+    mlir.inline(emit, out, sums, *scalars, staging, *tables, layout=lambda _: plgpu.Layout.WGMMA)
 
 
 def _store_lines(

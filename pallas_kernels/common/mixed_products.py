@@ -58,7 +58,8 @@ def multiply_tile(
       codes: [1, R, bytes], or where `gated` [2, R / 2, bytes], uint8 in shared memory with `code_transforms`, rows of
         all warpgroups that multiply.
       scales: of FP4 [.., .., 16] uint8 in shared memory, among them the tile's. Of FP8 None.
-      at: int32 scalar; of FP4 the place of the tile's first scale in a row, of FP8 the tile's scale.
+      at: int32 scalar; of FP4 the place of the tile's first scale in a row, of FP8 the tile's scale; where `gated` that
+        of the other rows times 256 is added to it.
       inputs: [N, columns] bfloat16 in shared memory with TRANSFORMS.
       group: number of the warpgroup, which has rows `64 * group ..`; or, where `gated`, 32 rows from `32 * group` on
         and the 32 that are R / 2 further.
@@ -83,7 +84,8 @@ def multiply_tile(
         values = permute_columns(values * factors)
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
-        values = values * lax.bitcast_convert_type((at - SHIFT) << 23, jnp.float32)
+        exponents = (at >> lax.iota(jnp.int32, ROWS) // half * (8 * gated) & 255)[:, None]
+        values = values * lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
     products = jnp.dot(values, inputs[...].astype(jnp.float32).T, precision="highest")
     if gated:
         products = products.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
@@ -105,7 +107,8 @@ def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
         place = thread_ops.shared(codes) + line * bytes + (swizzle << 4) + (thread & 3) * (2 * layout.per_byte)
         other = rows // 2 if gated else 8
         scale_place = [(thread_ops.shared(table) + line * 16 + at, other * 16) for table in scales]
-        unpack = unpacker(place, other * bytes, at, *scale_place)
+        factors = [at & 255, at >> (8 if gated else 0) & 255]
+        unpack = unpacker(place, other * bytes, *(scale_place or [factors]))
         sums = mlir.values(acc)
         start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
@@ -152,12 +155,12 @@ def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
     return U32(mlir.ptx(code, *operands, results=mlir.int_type(), pure=True))
 
 
-def _fp8_unpacker(place, other, scale):
+def _fp8_unpacker(place, other, scales):
     """chunk -> registers of the left operand for each step of 16 columns.
 
-    place: address of the thread's first bytes; `other`: how far its other row is.
+    place: address of the thread's first bytes; `other`: how far its other row is; `scales`: of both.
     """
-    factor = U32(arith.minsi((scale + (120 - SHIFT)).value, mlir.i32(254))) * 0x00800080
+    factors = [U32(arith.minsi((x + (120 - SHIFT)).value, mlir.i32(254))) * 0x00800080 for x in scales]
 
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
@@ -168,13 +171,13 @@ def _fp8_unpacker(place, other, scale):
                 # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate((word << 8, word)):
-                    steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factor)
+                    steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factors[half])
         return steps
 
     return unpack
 
 
-def _fp4_unpacker(place, other, _, scales):
+def _fp4_unpacker(place, other, scales):
     """See `_fp8_unpacker`."""
     scale_place, other_scales = scales
 

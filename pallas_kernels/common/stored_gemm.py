@@ -141,7 +141,7 @@ class StoredGemm:
           tiles: how many; as many in the other block of the cluster.
           inputs: [.., width] bfloat16 in global memory; for FP4 with permuted columns.
           codes: [matrices, R, bytes of a row] uint8 in global memory. Rows and inputs past the end count as zeros.
-          scales: in global memory; FP4: [matrices, R, columns / 32], FP8: [1, R / 128, columns / 128] uint8.
+          scales: in global memory; FP4: [matrices, R, columns / 32], FP8: [matrices, R / 128, columns / 128] uint8.
           locate: tile -> its place.
           finish: (tile, sums [64, inputs] float32, 2**-32 of the products), in each warpgroup that multiplies.
           codes_tile, inputs_tile, full, free, scales_tile, scales_full, scales_free: `scratch`.
@@ -222,8 +222,9 @@ class StoredGemm:
                     stage, slot = turn(i, stages), turn(lax.div(i, jnp.int32(shared)), SCALES_STAGES)
                     if scales_tile is None:
                         row = jnp.minimum(lax.div(place.row, jnp.int32(128)), scales.shape[1] - 1)
-                        at = scales[0, row, lax.div(step * self.bytes, jnp.int32(128))].astype(jnp.int32)
-                        table = None
+                        column = lax.div(step * self.bytes, jnp.int32(128))
+                        own = [scales[place.matrix + i, row, column].astype(jnp.int32) for i in range(parts)]
+                        at, table = own[0] if parts == 1 else own[0] | own[1] << 8, None
                     else:
                         at, table = turn(i, shared) * (SCALES // shared), scales_tile.at[slot]
 

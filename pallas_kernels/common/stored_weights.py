@@ -8,6 +8,8 @@ Unpacked weights are 2**-32 of their values, as bfloat16: exact for E8M0 scales 
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -153,37 +155,36 @@ def _halves(x, y, high):
 
 
 @primitive
-def load_scales(scales, row: jax.Array, first: jax.Array) -> jax.Array:
+def load_scales(scales, rows: Sequence[jax.Array], first: jax.Array) -> jax.Array:
     """FP8's scales of a tile for `multiply_add`: [128] int32.
 
     Args:
       scales: [R / 128, blocks] uint8 in global memory.
-      row: of it.
-      first: its first scale that is needed, an even number; up to 64 of them are.
+      rows: of it: one of the tile, or one of each of its halves.
+      first: the first scale that is needed, an even number; up to 64 of a row are.
     """
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
-    low, high = (
-        jnp.where(blocks + i < scales.shape[1], scales[row][jnp.minimum(blocks + i, scales.shape[1] - 1)], 0)
-        for i in range(2)
-    )
-    return low.astype(jnp.int32) | high.astype(jnp.int32) << 8
+    found = jnp.zeros(mlir.THREADS, jnp.int32)
+    for place, (row, i) in enumerate(itertools.product(rows, range(2))):
+        scale = jnp.where(blocks + i < scales.shape[1], scales[row][jnp.minimum(blocks + i, scales.shape[1] - 1)], 0)
+        found |= scale.astype(jnp.int32) << 8 * place
+    return found
 
 
 @load_scales.mosaic
-def _(scales, row, first):
-    def emit(scales, row, first):
+def _(scales, rows, first):
+    def emit(scales, first, *rows):
         blocks = ir.MemRefType(scales.type).shape[1]
         block = first + (thread_ops.lane() << 1)
-        start = row * blocks
         found = U32(0)
-        for i in range(2):
-            at = start + (block + i).minimum(blocks - 1)
+        for place, (row, i) in enumerate(itertools.product(rows, range(2))):
+            at = row * blocks + (block + i).minimum(blocks - 1)
             pointer = mlir.at(mlir.global_pointer(scales), arith.extui(mlir.int_type(64), at.value))
             code = "{ .reg .u16 s; ld.global.nc.u8 s, [$1]; cvt.u32.u16 $0, s; }"
-            found = found | U32(mlir.ptx(code, pointer, results=mlir.int_type())) << 8 * i
+            found = found | U32(mlir.ptx(code, pointer, results=mlir.int_type())) << 8 * place
         return found
 
-    return thread_ops.inline(emit, scales, row, first, returns=jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32))
+    return thread_ops.inline(emit, scales, first, *rows, returns=jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32))
 
 
 # --- products ---
@@ -217,7 +218,8 @@ def multiply_add(
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
         block = (step * size + lax.iota(jnp.int32, size)) // SCALED
-        exponents = (scales[block // 2] >> (8 * (block % 2)) & 255)[None, :]
+        place = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
+        exponents = scales[block // 2][None, :] >> place & 255
     factors = lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
     x = inputs[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)
@@ -298,8 +300,10 @@ def _factors_fp8(scales, thread, step, segments, gated):
     def factors(segment):
         # A scale for two segments.
         block = (step * segments + segment) >> 1
-        both = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
-        return [_factor((both >> ((block & 1) << 3) & 255) + (120 - SHIFT))] * 2
+        found = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
+        found = found >> ((block & 1) << 3)
+        halves = [_factor((found >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
+        return [halves[0], halves[-1]]
 
     return factors
 

@@ -251,9 +251,9 @@ class WeightStream:
         """FP8's scales of a tile."""
         if self.layout.per_byte == 2:
             return jnp.int32(0)
-        row, _ = product.rows_of(tile)
+        rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
         first = lax.div(jnp.int32(product.first), SCALED)
-        return stored_weights.load_scales(product.scales, lax.div(row, jnp.int32(SCALED)), first)
+        return stored_weights.load_scales(product.scales, rows, first)
 
 
 @primitive

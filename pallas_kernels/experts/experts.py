@@ -14,16 +14,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math
 
-from pallas_kernels.common import clusters, mlir_helpers as mlir, thread_ops, weight_stream
+from pallas_kernels.common import clusters, stream_stores, weight_stream
 from pallas_kernels.common.checks import check_rules
-from pallas_kernels.common.deterministic_math import round_bfloat16
-from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.stored_weights import COLUMNS, FP4, HALF, ROWS, SHIFT
+from pallas_kernels.common.primitive import kernel
+from pallas_kernels.common.stored_weights import COLUMNS, FP4, HALF, ROWS
 from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
-from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 from pallas_kernels.experts import assignment
 from pallas_kernels.experts.assignment import FIRST_PAIR, WORDS
@@ -188,9 +184,9 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, str
             tile = lax.rem(first + n, each)
             if gated:
                 own_factors = factors.at[pl.ds(block_of(n) * COLUMNS, COLUMNS)]
-                store_gated(out, sums, pairs_of(n), tile, own_factors, p.limit)
+                stream_stores.store_swiglu(out, sums, tile, p.limit, pairs_of(n), own_factors)
             else:
-                store_rows(out, sums, pairs_of(n), tile)
+                stream_stores.store_rows(out, sums, tile, pairs_of(n))
             if both and gated:
                 assignment.announce(counts, first_block + block_of(n))
 
@@ -204,87 +200,3 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, str
         for i, source, out, own, stretch in zip(todo, sources, outs, tables, stretches, strict=True)
     ]
     p.stream.run(warpgroup, products, **stream)
-
-
-@primitive
-def store_gated(out, sums: jax.Array, pairs, tile: jax.Array, weights, limit: float) -> None:
-    """Writes 32 channels of SwiGLU times the routing weight, rounded: sums [64, N] of gate and up, times 2**-32.
-
-    `out`: [P, I] bfloat16 in global memory; `pairs`: [N] int32 and their `weights`: [N] float32, in shared memory.
-    """
-    sums = (sums * 2.0**SHIFT).reshape(ROWS // 16, 2, 8, -1)
-    gate, up = (round_bfloat16(sums[:, half]).reshape(HALF, -1).T for half in range(2))
-    value = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-    for n in range(value.shape[0]):
-        pair = pairs[n]
-
-        @pl.when(pair >= 0)
-        def _(n=n, pair=pair):
-            out[pair, pl.ds(tile * HALF, HALF)] = (value[n] * weights[n]).astype(jnp.bfloat16)
-
-
-@store_gated.mosaic
-def _(out, sums, pairs, tile, weights, limit):
-    def emit(out, sums, pairs, tile, weights):
-        bf16, f32 = ir.BF16Type.get(), mlir.f32_type()
-        low, high = mlir.f32(-limit), mlir.f32(limit)
-
-        def rounded(x):
-            return arith.extf(f32, arith.truncf(bf16, arith.mulf(x, mlir.f32(2.0**SHIFT))))
-
-        def store(place, column, values):
-            gate, up = map(rounded, values)
-            gate = arith.minimumf(gate, high)
-            up = arith.minimumf(arith.maximumf(up, low), high)
-            silu = arith.divf(gate, arith.addf(mlir.f32(1.0), math.exp(arith.negf(gate))))
-            weight = thread_ops.as_float(thread_ops.load(thread_ops.shared(weights) + (column << 2)))
-            value = arith.mulf(arith.mulf(silu, up), weight)
-            llvm.store(arith.truncf(bf16, value), place, alignment=2)
-
-        _each_column(out, sums, pairs, U32(mlir.scalar(tile)) * HALF, gated=True, store=store)
-
-    mlir.inline(emit, out, sums, pairs, tile, weights, layout=lambda _: plgpu.Layout.WGMMA)
-
-
-@primitive
-def store_rows(out, sums: jax.Array, pairs, tile: jax.Array) -> None:
-    """Writes 64 channels of the pairs' products, rounded: sums [64, N] times 2**-32. See `store_gated`."""
-    value = (sums * 2.0**SHIFT).astype(jnp.bfloat16).T
-    for n in range(value.shape[0]):
-        pair = pairs[n]
-
-        @pl.when(pair >= 0)
-        def _(n=n, pair=pair):
-            out[pair, pl.ds(tile * ROWS, ROWS)] = value[n]
-
-
-@store_rows.mosaic
-def _(out, sums, pairs, tile):
-    def emit(out, sums, pairs, tile):
-        bf16 = ir.BF16Type.get()
-
-        def store(place, _, values):
-            for half, value in enumerate(values):
-                value = arith.truncf(bf16, arith.mulf(value, mlir.f32(2.0**SHIFT)))
-                llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
-
-        _each_column(out, sums, pairs, U32(mlir.scalar(tile)) * ROWS, gated=False, store=store)
-
-    mlir.inline(emit, out, sums, pairs, tile, layout=lambda _: plgpu.Layout.WGMMA)
-
-
-def _each_column(out, sums, pairs, channel, *, gated, store):
-    """Calls `store(place in out, column, both rows' sums)` for each of a thread's columns that is a pair's."""
-    thread = U32(mlir.thread())
-    row = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
-    width = ir.MemRefType(out.type).shape[1]
-    held = mlir.values(sums)
-    for n in range(0, len(held), 4):
-        for i in range(2):
-            column = ((thread & 3) << 1) + (2 * n + i)
-            pair = thread_ops.load(thread_ops.shared(pairs) + (column << 2))
-            with thread_ops.when(U32(arith.cmpi(arith.CmpIPredicate.sge, pair.value, mlir.i32(0)))):
-                offset = arith.muli(mlir.to_i64(pair.value), mlir.i64(width))
-                offset = arith.addi(offset, mlir.to_i64((channel + row).value))
-                place = mlir.at(mlir.global_pointer(out), offset, ir.BF16Type.get())
-                store(place, column, (held[n + i], held[n + 2 + i]))

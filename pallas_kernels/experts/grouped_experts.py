@@ -145,7 +145,7 @@ def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
         place = column, blocks[1, block], blocks[2, block], staging.at[warpgroup]
         if p.gemm.gated:
-            column_stores.store_swiglu(out, sums, *place, table, p.limit)
+            column_stores.store_swiglu(out, sums, *place, p.limit, table)
         else:
             column_stores.store_columns(out, sums, *place, table)
 

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters, weight_stream, wgmma_results
+from pallas_kernels.common import clusters, stream_stores, weight_stream, wgmma_results
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import interpreting, kernel
 from pallas_kernels.common.stored_weights import FP8, HALF, ROWS, SCALED, SHIFT
@@ -32,7 +32,7 @@ LEAST_STAGES = 8  # two for each warpgroup that multiplies
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
-@traced_once("parts", "groups")
+@traced_once("parts", "groups", "limit")
 def stored_linear(
     x: jax.Array,
     codes: jax.Array,
@@ -40,9 +40,10 @@ def stored_linear(
     *,
     parts: tuple[tuple[int, bool], ...],
     groups: int = 1,
+    limit: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
+    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
 
     Args:
       x: [T, groups * K] bfloat16, T up to 32.
@@ -50,10 +51,12 @@ def stored_linear(
       scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
       parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
       groups: matrices one below the other, each for its K columns of x; M a multiple of 128.
+      limit: None, or of SwiGLU, of two equal parts that are rounded: the gate's rows and those of up, multiples of 128.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
       [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
+      With a limit, [T, rows] bfloat16 of `silu(min(gate, limit)) * clip(up, -limit, limit)`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -70,17 +73,19 @@ def stored_linear(
             or rows % (groups * SCALED) == 0,
             f"columns in multiples of {LEAST_COLUMNS}, got {depth}": depth % LEAST_COLUMNS == 0,
             f"1 to {MOST_STORED_TOKENS} tokens, got {tokens}": 0 < tokens <= MOST_STORED_TOKENS,
+            f"gate and up of a multiple of {SCALED} rows, got {sizes}": limit is None or sizes[0] % SCALED == 0,
         }
     )
     assert sum(sizes) == rows
-    p = _problem(tokens, rows, depth, groups, parts, interpret)
+    p = _problem(tokens, rows, depth, groups, parts, limit, interpret)
     if p is None:
         if tokens <= FEW_TOKENS:
             raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
-        options = dict(parts=parts, groups=groups, interpret=interpret)
+        options = dict(parts=parts, groups=groups, limit=limit, interpret=interpret)
         halves = [stored_linear(half, codes, scales, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
         return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
-    out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts]
+    outs = parts if limit is None else parts[:1]
+    out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
     if p.splits > 1 and interpret:
         # Interpreted blocks meet in global memory.
@@ -102,7 +107,7 @@ def stored_linear(
         scratch_types=scratch,
         interpret=interpret,
     )
-    return tuple(run(x, codes, scales)[: len(parts)])
+    return tuple(run(x, codes, scales)[: len(outs)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,7 @@ class StoredLinearProblem:
     splits: int
     workers: int
     parts: tuple[tuple[int, bool], ...]
+    limit: float | None
 
     @property
     def owned(self) -> int:
@@ -135,7 +141,7 @@ class StoredLinearProblem:
         return self.splits * self.stream.depths[0]
 
 
-def _problem(tokens, rows, depth, groups, parts, interpret):
+def _problem(tokens, rows, depth, groups, parts, limit, interpret):
     """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
     tiles, columns = rows // ROWS, -(-tokens // TOKENS) * TOKENS
     fits = None
@@ -150,7 +156,7 @@ def _problem(tokens, rows, depth, groups, parts, interpret):
             """The problem with so many columns, with the largest stages of which there are enough."""
             for segments in (x for x in (4, 2, 1) if x <= most_segments):
                 stream = WeightStream(FP8, columns, own, segments)
-                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts)
+                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts, limit)
                 if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
                     return p
             return None
@@ -182,7 +188,7 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
 
     def finish(n, sums):
         if not shared:
-            _store(p, outs, (first + n) * ROWS, sums)
+            _store(p, outs, first + n, sums)
             return
 
         @pl.when(n == 0)
@@ -192,12 +198,14 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
         owner, slot = lax.rem(n, jnp.int32(p.splits)), lax.div(n, jnp.int32(p.splits))
         wgmma_results.put(box(owner, slot, split), sums, owner)
 
+    gated = p.limit is not None
+
     def rows_of(n):
-        row = (first + n) * ROWS
-        return row, row + HALF
+        row = (first + n) * (HALF if gated else ROWS)
+        return row, row + (p.parts[0][0] if gated else HALF)
 
     start = split * p.stream.depths[0]
-    product = Product(codes, scales, end - first, p.stream.depths[0], start, False, rows_of, load_inputs, finish)
+    product = Product(codes, scales, end - first, p.stream.depths[0], start, gated, rows_of, load_inputs, finish)
     p.stream.run(warpgroup, [product], **streamed)
     if not shared:
         return
@@ -221,12 +229,15 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
                 total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
                 for block in range(p.splits):
                     total = wgmma_results.add(total, box(split, slot, block))
-                _store(p, outs, (first + n) * ROWS, total)
+                _store(p, outs, first + n, total)
 
 
-def _store(p, outs, row, sums):
-    """Writes 64 rows of the product to the part that they are of."""
-    start, sums = 0, sums * 2.0**SHIFT
+def _store(p, outs, tile, sums):
+    """Writes 64 rows of the product to the part that they are of, or SwiGLU of them."""
+    if p.limit is not None:
+        stream_stores.store_swiglu(outs[0], sums, tile, p.limit)
+        return
+    row, start, sums = tile * ROWS, 0, sums * 2.0**SHIFT
     for out, (size, _) in zip(outs, p.parts, strict=False):
 
         @pl.when((row >= start) & (row < start + size))

@@ -30,7 +30,7 @@ BLOCKS = 2  # of a cluster: 128 rows each
 TOGETHER = 12
 
 
-@traced_once("parts", "groups")
+@traced_once("parts", "groups", "limit")
 def stored_matmul(
     x: jax.Array,
     codes: jax.Array,
@@ -38,9 +38,10 @@ def stored_matmul(
     *,
     parts: tuple[tuple[int, bool], ...],
     groups: int = 1,
+    limit: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
+    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
 
     Args:
       x: [T, groups * K] bfloat16.
@@ -48,10 +49,12 @@ def stored_matmul(
       scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
       parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
       groups: matrices one below the other, each for its K columns of x; M a multiple of 128.
+      limit: None, or of SwiGLU, of two equal parts that are rounded: the gate's rows and those of up, multiples of 128.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
       [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
+      With a limit, [T, rows] bfloat16 of `silu(min(gate, limit)) * clip(up, -limit, limit)`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -68,18 +71,21 @@ def stored_matmul(
             or rows % (groups * SCALED) == 0,
             f"columns in multiples of {SCALED}, got {depth}": depth % SCALED == 0,
             "at least one token": tokens > 0,
+            f"gate and up of a multiple of {SCALED} rows, got {sizes}": limit is None or sizes[0] % SCALED == 0,
         }
     )
     assert sum(sizes) == rows
     # Blocks of a cluster have the same inputs.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
     row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
-    workers = MULTIPROCESSORS // blocks
-    gemm = StoredGemm(FP8, depth, _inputs(tokens, row_tiles, workers), WARPGROUPS, blocks=blocks)
-    p = StoredMatmulProblem(gemm, tokens, rows, row_tiles, groups, parts)
+    workers, gated = MULTIPROCESSORS // blocks, limit is not None
+    most = MOST_INPUTS - 16 * gated  # leaves registers for scales of both
+    gemm = StoredGemm(FP8, depth, _inputs(tokens, row_tiles, workers, most), WARPGROUPS, gated, blocks)
+    outs = parts[:1] if gated else parts
+    p = StoredMatmulProblem(gemm, tokens, rows, row_tiles, groups, outs, limit)
     run = kernel(
         functools.partial(_body, p),
-        out_type=[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts],
+        out_type=[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs],
         kernel_name="stored_matmul",
         grid=(min(p.tiles, 2 if interpret else workers),),
         grid_names=("worker",),
@@ -92,17 +98,17 @@ def stored_matmul(
     )
     # Bulk copies take whole tiles of 8 rows, of which there may be too few.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
-    return tuple(run(x, codes[None], scales[None]))
+    return tuple(run(x, *(array.reshape(1 + gated, -1, array.shape[1]) for array in (codes, scales))))
 
 
-def _inputs(tokens, row_tiles, workers):
+def _inputs(tokens, row_tiles, workers, most):
     """Tokens of a tile: with equal ones, so many that the last blocks end early."""
 
     def time(count):
         turns = -(-count * row_tiles // workers)
         return turns * max(_share(tokens, count), LEAST_INPUTS)
 
-    fewest = -(-tokens // MOST_INPUTS)
+    fewest = -(-tokens // most)
     return _share(tokens, min(range(fewest, fewest + 4), key=time))
 
 
@@ -112,7 +118,7 @@ def _share(tokens, count):
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatmulProblem:
-    """What is static about a call."""
+    """What is static about a call. `parts`: of the output."""
 
     gemm: StoredGemm
     tokens: int
@@ -120,6 +126,12 @@ class StoredMatmulProblem:
     row_tiles: int
     groups: int
     parts: tuple[tuple[int, bool], ...]
+    limit: float | None
+
+    @property
+    def height(self) -> int:
+        """Rows of the output, of a warpgroup."""
+        return ROWS // (1 + self.gemm.gated)
 
     @property
     def token_tiles(self) -> int:
@@ -135,7 +147,8 @@ class StoredMatmulProblem:
         inner = tile - batch * (TOGETHER * self.row_tiles)
         size = jnp.minimum(self.token_tiles - batch * TOGETHER, TOGETHER)
         row = lax.div(inner, size)
-        return row * (self.gemm.blocks * self.gemm.rows), (batch * TOGETHER + inner - row * size) * self.gemm.inputs
+        token = batch * TOGETHER + inner - row * size
+        return row * (self.gemm.blocks * WARPGROUPS * self.height), token * self.gemm.inputs
 
 
 def _body(p, x, codes, scales, *outs, staging, **streamed):
@@ -150,16 +163,20 @@ def _body(p, x, codes, scales, *outs, staging, **streamed):
         row, token = place(n)
         # The cluster's, not the block's: it has common inputs, also where a block's rows are past the end.
         column = lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth
-        return OutputTile(0, row + block * p.gemm.rows, token, column)
+        return OutputTile(0, row + block * (WARPGROUPS * p.height), token, column)
 
     def finish(n, sums):
         row, token = place(n)
-        row, start = row + block * p.gemm.rows + warpgroup * ROWS, 0
+        row, start = row + (block * WARPGROUPS + warpgroup) * p.height, 0
+        own = staging.at[warpgroup]
         for out, (size, _) in zip(outs, p.parts, strict=True):
 
             @pl.when((row >= start) & (row < start + size))
             def _(out=out, start=start):
-                column_stores.store_columns(out, sums, row - start, token, p.tokens, staging.at[warpgroup])
+                if p.limit is None:
+                    column_stores.store_columns(out, sums, row - start, token, p.tokens, own)
+                else:
+                    column_stores.store_swiglu(out, sums, row, token, p.tokens, own, p.limit)
 
             start += size
 

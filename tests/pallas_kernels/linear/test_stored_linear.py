@@ -50,6 +50,26 @@ def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124)):
         assert not interpret_pallas_call.get_races().races_found
 
 
+def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
+    """The kernel's SwiGLU against that of exact products; a rounded gate or up may go the other way."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
+    weight, values = random_weight(rng, 2 * inner, depth, scales=(115, 120))
+    (got,) = jax.jit(functools.partial(ops.linear, swiglu_limit=limit, implementation=implementation))(x, weight)
+    assert got.shape == (tokens, inner) and got.dtype == jnp.bfloat16
+    gate, up = np.split(np.asarray(x, np.float64) @ values.T, 2, axis=1)
+    assert (gate > limit).any() and (np.abs(up) > limit).any() and (np.abs(up) < limit).any()
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    want = gate / (1 + np.exp(-gate)) * up
+    # gate and up within half a bfloat16 each of values up to the limit, whose factor is at most the limit, and the sum
+    # of what is added in float32; then the result's own rounding.
+    np.testing.assert_allclose(np.float64(got), want, rtol=3 * 2.0**-8, atol=2.0**-8 * limit**2)
+    if implementation == "interpret":
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+        assert not interpret_pallas_call.get_races().races_found
+
+
 # Parts of two dtypes and fewer tokens than columns of a product; groups with inputs of their own.
 @pytest.mark.parametrize(
     ("tokens", "parts", "depth", "groups"),
@@ -57,6 +77,16 @@ def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124)):
 )
 def test_interpreted(tokens, parts, depth, groups):
     check("interpret", tokens, parts, depth, groups)
+
+
+def test_swiglu_interpreted():
+    check_swiglu("interpret", 3, 128, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "inner", "depth"), [(1, 2048, 4096), (9, 128, 512), (32, 2048, 4096)])
+def test_swiglu_on_gpu(tokens, inner, depth):
+    check_swiglu("mosaic_gpu", tokens, inner, depth)
 
 
 def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
@@ -97,9 +127,12 @@ for tokens, rows, depth, groups in (1, 32768, 1024, 1), (32, 32768, 1024, 1), (3
     args = x, codes, S((rows // 128, depth // 128), jnp.uint8)
     run = functools.partial(stored_linear, parts=((rows, True),), groups=groups)
     compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
+    if groups == 1:
+        run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
+        compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
 """)
     # One block of 640 threads a multiprocessor.
-    assert len(used) == 4 and max(used.values()) <= 96, used
+    assert len(used) == 7 and max(used.values()) <= 96, used
 
 
 def test_its_gradient_is_that_of_the_reference():

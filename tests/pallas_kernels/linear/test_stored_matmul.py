@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_jax import ops
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.linear.test_stored_linear import check, random_weight
+from tests.pallas_kernels.linear.test_stored_linear import check, check_swiglu, random_weight
 
 
 MODULE = sys.modules["pallas_kernels.linear.stored_matmul"]
@@ -25,6 +25,17 @@ def test_interpreted(monkeypatch, tokens, parts, depth, groups):
     for name, value in dict(MOST_INPUTS=32, LEAST_INPUTS=32, TOGETHER=2).items():
         monkeypatch.setattr(MODULE, name, value)
     check("interpret", tokens, parts, depth, groups)
+
+
+def test_swiglu_interpreted(monkeypatch):
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MOST_STORED_TOKENS", 0)
+    check_swiglu("interpret", 5, 128, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "inner", "depth"), [(100, 2048, 4096), (2048, 2048, 4096), (300, 384, 512)])
+def test_swiglu_on_gpu(tokens, inner, depth):
+    check_swiglu("mosaic_gpu", tokens, inner, depth)
 
 
 @pytest.mark.gpu
@@ -71,6 +82,9 @@ for tokens, rows, depth, groups in (2048, 32768, 1024, 1), (40, 4096, 8192, 1), 
     args = x, codes, S((-(-rows // 128), depth // 128), jnp.uint8)
     run = functools.partial(stored_matmul, parts=((64, False), (rows - 64, True)), groups=groups)
     compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
+    if groups == 1 and rows > 192:
+        run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
+        compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
 """)
     # Three warpgroups start with as many each, and may not hold more together.
-    assert len(used) == 4 and set(used.values()) == {168}, used
+    assert len(used) == 6 and set(used.values()) == {168}, used
