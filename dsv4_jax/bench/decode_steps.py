@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from rich.progress import Progress
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.kernel_kinds import by_kind, longest
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
-from dsv4_jax.bench.step_tables import KINDS, REST, Columns, draft_lines, tokens_per_second
+from dsv4_jax.bench.step_tables import Columns, draft_lines, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
@@ -35,7 +35,6 @@ STEPS = 32  # that a mean is taken over
 MARGIN = 4 * STEPS
 # Steps before the first measured one; XLA records its CUDA graphs in the second.
 WARM_UP = 4
-LONGEST = 24  # kernels listed by name
 # Of a GPU's memory: weights and cache; the rest is for programs, and for making the weights.
 MOST_MEMORY = 0.88
 # By a report's "shapes": without a GPU, "tiny" takes the place of what was asked for.
@@ -146,9 +145,9 @@ class StepCase:
             decoder.start_requests(self.context - MARGIN)
             with jax.profiler.trace(str(trace)) if trace else contextlib.nullcontext():
                 kernels = _kernels(decoder)
-            kinds = _by_kind(kernels, decoder.step_text)
+            kinds = by_kind(kernels, decoder.step_text)
             result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
-            result["longest_kernels"] = _longest(kernels)
+            result["longest_kernels"] = longest(kernels, STEPS // 4)
             result["launches"] = len(kernels) * 4 / STEPS
             result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
@@ -342,38 +341,3 @@ def _kernels(decoder: StackDecoder) -> list[tuple[str, float]]:
             jax.block_until_ready(decoder.step(decoder.batch()))
 
     return [(name, milliseconds / steps) for name, milliseconds in timing.kernels(run)]
-
-
-def _by_kind(kernels, text):
-    """{kind: milliseconds a step}."""
-    products, kinds = _products(text), dict.fromkeys([*KINDS, REST], 0.0)
-    for name, milliseconds in kernels:
-        kinds[_kind(name, products)] += milliseconds
-    return kinds
-
-
-def _longest(kernels):
-    """Names, launches and milliseconds a step of the longest kernels; numbered copies of a kernel count as one."""
-    found: dict[str, list[float]] = {}
-    for name, milliseconds in kernels:
-        found.setdefault(re.sub(r"_\d+$", "", name), []).append(milliseconds)
-    steps = STEPS // 4
-    rows = [
-        dict(name=name, launches=len(times) / steps, milliseconds=round(sum(times), 4)) for name, times in found.items()
-    ]
-    return sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST]
-
-
-def _products(text):
-    """Names of XLA's fusions around a matrix product, as their kernels are called."""
-    fused = re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    product = {name for name, body in fused if "dot_general" in body}
-    calls = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*calls=%?([\w.-]+)", text, re.MULTILINE)
-    return {re.sub(r"[.-]", "_", name) for name, called in calls if called in product}
-
-
-def _kind(name, products):
-    for kind, words in KINDS.items():
-        if any(word in name.lower() for word in words):
-            return kind
-    return "projections" if name in products else REST

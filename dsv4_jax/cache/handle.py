@@ -183,7 +183,11 @@ class LayerCacheHandle(Summarised):
         return ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
         """Attention over the window and the compressed entries (see `ops.sparse_attention`).
 
@@ -191,9 +195,10 @@ class LayerCacheHandle(Summarised):
           q: [T, heads, head_dim] after norm and RoPE, model dtype; on a mesh those of this device.
           sinks: [heads] float32.
           indices: entries of each token, or None for all visible ones (none, in a layer without entries).
+          inv_freq: [P] radians per token of the inverse RoPE, or None for none.
 
         Returns:
-          (out [T, heads, head_dim] in q's dtype before the inverse RoPE, the handle to go on with).
+          (out [T, heads, head_dim] in q's dtype, the handle to go on with).
         """
         self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
         if indices is not None:
@@ -201,9 +206,10 @@ class LayerCacheHandle(Summarised):
         window, request = self.read_swa_view(), (indices, self.batch.slots, self.batch.positions)
         compressed = None if self.spec.group is None else self.read_classical_view()
         if compressed is not None and self._is_split:
-            out = attend_to_parts(q, sinks, window, compressed, *request, new_kv=self.pending)
+            out = attend_to_parts(q, sinks, window, compressed, *request, new_kv=self.pending, inv_freq=inv_freq)
         else:
-            out = ops.sparse_attention(q, sinks, window, compressed, *request, new_kv=self.pending)
+            options = dict(new_kv=self.pending, inv_freq=inv_freq)
+            out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
         if self.pending is None:
             return out, self
         # The ring is read above and written by the commit: tie the order down, or XLA copies the rings for the read.

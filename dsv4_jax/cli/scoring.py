@@ -173,7 +173,11 @@ class WindowOnlyHandle:
         return jnp.zeros((scores.shape[0], 0), jnp.int32)
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "WindowOnlyHandle"]:
-        out, window = self.window.attend(q, sinks)
+        out, window = self.window.attend(q, sinks, None, inv_freq)
         return out, WindowOnlyHandle(window)

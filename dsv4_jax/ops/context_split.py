@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.all_reduce import MODEL_AXIS, model_index
 from dsv4_jax.ops.indexer_topk import indexer_topk
-from dsv4_jax.ops.sparse_attention import attention_part
+from dsv4_jax.ops.sparse_attention import attention_part, turned_back
 from dsv4_jax.ops.views import ClassicalView, SWAView
 from dsv4_jax.quant import round_to
 
@@ -45,6 +45,7 @@ def attend_to_parts(
     positions: Int[Array, "T"],
     *,
     new_kv: Float[Array, "T D"] | None = None,
+    inv_freq: Float[Array, "P"] | None = None,
 ) -> Float[Array, "T H D"]:
     """`sparse_attention` of this device's heads over the entries of all devices.
 
@@ -53,7 +54,7 @@ def attend_to_parts(
 
     Args:
       q, sinks: of this device's heads.
-      window, compressed, indices, slots, positions, new_kv: as in `sparse_attention`.
+      window, compressed, indices, slots, positions, new_kv, inv_freq: as in `sparse_attention`.
     """
     tokens, heads, dim = q.shape
     every = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
@@ -70,4 +71,5 @@ def attend_to_parts(
     top = jnp.maximum(jnp.max(tops, axis=0), sink)
     share = jnp.exp(tops - top[None])
     total = jnp.sum(totals * share, axis=0) + jnp.exp(sink - top)
-    return round_to(jnp.sum(sums * share[..., None], axis=0) / total[..., None], q.dtype)
+    out = round_to(jnp.sum(sums * share[..., None], axis=0) / total[..., None], q.dtype)
+    return turned_back(out, positions, inv_freq)

@@ -88,7 +88,10 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["append", "--plot", "x.png"], "--plot draws step, layer, model, serve: dsv4-jax bench step --plot x.png"),
+        (
+            ["append", "--plot", "x.png"],
+            "--plot draws step, layer, model, prefill, serve: dsv4-jax bench step --plot x.png",
+        ),
         (["layer", "--layers", "2"], "--layers 2 is not for layer, which measures layers of one kind at a time"),
         (
             ["append", "--mesh", "model=2"],
