@@ -267,14 +267,13 @@ def test_four_devices_take_every_kernel(monkeypatch):
 def test_a_step_of_two_gpus_adds_up_through_mailboxes_in_place():
     text = compile_in_process("""
 import dataclasses, jax, jax.numpy as jnp
-from dsv4_jax.bench import attention_stack
-from dsv4_jax.bench.attention_stack import StackDecoder, stack_step
-from dsv4_jax.bench.model_stack import abstract_stack, random_stack
+from dsv4_jax.bench.attention_stack import stack_step
+from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.ops import use_implementation
-from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
+from dsv4_jax.parallel.mailboxes import mailbox_sharding
 from tests.pallas_kernels.h100 import h100_mesh
 mesh = h100_mesh(2)
 config = dataclasses.replace(
