@@ -61,6 +61,17 @@ def ops(runs: list[Row], keys: list[Key]) -> Table:
     return OP, numbers, [dict(percent_of_roofline=row["percent_of_copy"]) | row for row in rows]
 
 
+def sums(runs: list[Row], keys: list[Key]) -> Table:
+    """Every case of a run of `dsv4-jax bench all_reduce`."""
+    numbers = {
+        "GPUs": "{devices}",
+        "us": "{microseconds:,.2f}",
+        "XLA us": "{xla_microseconds:,.1f}",
+        "times faster": "{times_xla:.1f}",
+    }
+    return OP, numbers, [row for run in runs for row in run["results"]]
+
+
 def alone(runs: list[Row], keys: list[Key]) -> Table:
     """Every case of a run in which XLA's version was not timed."""
     numbers = {
@@ -229,6 +240,7 @@ def needles(runs: list[Row], keys: list[Key]) -> Table:
 CACHE = {"cache": "{format}", "attended to": "{attended}"}
 KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
     ops=ops,
+    sums=sums,
     alone=alone,
     chosen=chosen,
     peers=peers,
