@@ -336,7 +336,7 @@ def _weights_bf16(late, segment, places):
 
 def _factors_fp4(scales, thread, step, segments, gated):
     line, inner = thread % 32 >> 2, thread & 3
-    row, size = (thread >> 5) * (8 if gated else 16) + line, scales.shape[0] * SCALE_BYTES // ROWS
+    row, size = (thread >> 5) * (8 if gated else 16) + line, ir.MemRefType(scales.type).shape[0] * SCALE_BYTES // ROWS
     place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
