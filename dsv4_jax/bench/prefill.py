@@ -130,7 +130,7 @@ def _measure(config, kv_format, stack, chunk, context, report, trace):
     # The same chunk each time: it writes the same rows.
     batch = manager.prepare_forward({slot: ids}, prefill_size=chunk, decode_size=0)
     x = jax.random.normal(jax.random.key(1), (chunk, config.hidden_size), jnp.bfloat16)
-    step = stack_step.lower(stack, cache, batch, x, requests=1, drafts=0).compile()
+    step = stack_step.lower(stack, cache, batch, x, tokens=chunk, drafts=0).compile()
 
     def calls(cache):
         seconds = []

@@ -257,7 +257,7 @@ def test_four_devices_take_every_kernel(monkeypatch):
     x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
     monkeypatch.setenv(REQUIRE_KERNELS, "1")
     with use_implementation("mosaic_gpu"):
-        traced = stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, tokens=1, drafts=0)
+        traced = stack_step.trace(CompiledModel(abstract_stack(config, mesh)), cache, batch, x, tokens=1, drafts=0)
     # The devices tell each other their mailboxes' addresses once; their sums are kernels.
     text = str(traced.jaxpr)
     assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 1, 6)
