@@ -77,11 +77,14 @@ class WeightStream:
       matrices: layout and columns of each; FP4 is not beside others.
       tokens: columns of a product, a multiple of 8.
       segments: of a stage: 4, 2 or 1.
+      places: for a tile's sums: 4, one for each warpgroup that multiplies, or 1, to which these add in turn: for more
+        room. Their order is the same.
     """
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int
     segments: int
+    places: int = MULTIPLIERS
 
     @property
     def depth(self) -> int:
@@ -107,7 +110,7 @@ class WeightStream:
 
         A multiple of what four steps take: a warpgroup always has the same stages.
         """
-        used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * MULTIPLIERS * ROWS * self.tokens
+        used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
         together = MULTIPLIERS * self.parts
         return min((SHARED_BYTES - used) // stage, MOST_STAGES) // together * together
@@ -128,12 +131,13 @@ class WeightStream:
             codes_tile=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
             scales_tile=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if scales else None,
             inputs=plgpu.SMEM((self.tokens // COLUMNS, self.depth // UNIT, COLUMNS, UNIT), jnp.bfloat16),
-            sums=plgpu.SMEM((self.slots, MULTIPLIERS, *sums), jnp.float32),
+            sums=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2 * (1 + scales), num_barriers=stages),
             free=plgpu.Barrier(num_barriers=stages),
             met=plgpu.Barrier(num_arrivals=MULTIPLIERS),
-            left=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=self.slots),
-            taken=plgpu.Barrier(num_barriers=self.slots),
+            left=plgpu.Barrier(num_arrivals=self.places, num_barriers=self.slots),
+            # Behind these, the turns of warpgroups that add to one place.
+            taken=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS if self.places == 1 else 1)),
         )
 
     def run(
@@ -234,8 +238,12 @@ class WeightStream:
                     def _():
                         plgpu.barrier_wait(taken.at[slot])
 
-                    wgmma_results.put(sums.at[slot, warpgroup], acc, None)
-                    plgpu.barrier_arrive(left.at[slot])
+                    if self.places == 1:
+                        turn = slots + slot * (MULTIPLIERS - 1) + warpgroup
+                        _add_in_turn(sums.at[slot, 0], acc, warpgroup, taken, turn, left.at[slot])
+                    else:
+                        wgmma_results.put(sums.at[slot, warpgroup], acc, None)
+                        plgpu.barrier_arrive(left.at[slot])
                     return following
 
                 lax.fori_loop(0, product.tiles, multiply_tile, self._scales(product, jnp.int32(0)))
@@ -256,7 +264,7 @@ class WeightStream:
                     slot = lax.rem(done + tile, jnp.int32(slots))
                     plgpu.barrier_wait(left.at[slot])
                     total = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
-                    for i in range(MULTIPLIERS):
+                    for i in range(self.places):
                         total = wgmma_results.add(total, sums.at[slot, i])
                     plgpu.barrier_arrive(taken.at[slot])
                     # One scale for what finishes tiles of any layout.
@@ -296,6 +304,27 @@ def _release(barrier) -> None:
 
 # What was read is in registers, and was used: no fence has to keep a bulk copy from passing it.
 _release.mosaic(lambda barrier: plgpu.barrier_arrive(barrier))
+
+
+def _add_in_turn(place, acc, warpgroup, turns, turn, left):
+    """Adds up what the multiplying warpgroups have, in their order."""
+
+    @pl.when(warpgroup == 0)
+    def _():
+        wgmma_results.put(place, acc, None)
+
+    @pl.when(warpgroup > 0)
+    def _():
+        plgpu.barrier_wait(turns.at[turn - 1])
+        wgmma_results.add_to(place, acc)
+
+    @pl.when(warpgroup < MULTIPLIERS - 1)
+    def _():
+        plgpu.barrier_arrive(turns.at[turn])
+
+    @pl.when(warpgroup == MULTIPLIERS - 1)
+    def _():
+        plgpu.barrier_arrive(left)
 
 
 def _meet(barrier):

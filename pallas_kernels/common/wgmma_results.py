@@ -117,6 +117,22 @@ def _(ref, values):
     mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, layout))
 
 
+def add_to(inbox, values: jax.Array) -> None:
+    """Adds values to what `put` left in this block's `inbox`."""
+    inbox[...] = inbox[...] + values
+
+
+@add_to.mosaic
+def _(inbox, values):
+    def emit(inbox, values):
+        start = _own_pairs(inbox)
+        for i, pair in enumerate(values.registers.flat):
+            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+            llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
+
+    mlir.inline(emit, inbox, values, layout=_layout)
+
+
 @primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     """Writes values [rows, columns] to float32 memory, or to memory [columns, rows], float32 or, rounded, bfloat16.

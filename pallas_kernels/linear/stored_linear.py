@@ -197,14 +197,16 @@ def _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret):
 
         def with_room(columns, own=own, segments=(least_segments, most_segments), workers=workers, splits=splits):
             """The problem with so many columns, with the largest stages of which there are enough."""
-            for stage in (x for x in (4, 2, 1) if segments[0] <= x <= segments[1]):
-                stream = WeightStream(own, columns, stage)
+            stages = [x for x in (4, 2, 1) if segments[0] <= x <= segments[1]]
+            for places, stage in itertools.product((MULTIPLIERS, 1), stages):
+                stream = WeightStream(own, columns, stage, places)
                 p = StoredLinearProblem(stream, tokens, tiles // groups, matrices, splits, workers, parts, limit, eps)
                 if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
                     return p
             return None
 
-        if with_room(FEW_TOKENS) is None:
+        few = with_room(FEW_TOKENS)
+        if few is None or few.stream.places == 1:
             continue
         fits = with_room(columns)
         if interpret or 2 * workers * splits > MULTIPROCESSORS:

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.quant import StoredWeight
+from pallas_kernels.common.stored_weights import FP8
 from tests.pallas_kernels.kernels import registers
 
 
@@ -130,6 +131,19 @@ def test_swiglu_on_gpu(tokens, inner, depth):
     check_swiglu("mosaic_gpu", tokens, inner, depth)
 
 
+# Where there is no room for the sums of all warpgroups they add to one place, in turn; where there is less, tokens are
+# halved. Two tiles a block: each place is used again.
+@pytest.mark.parametrize(("kilobytes", "places"), [(80, 1), (70, None)])
+def test_less_room_interpreted(kilobytes, places, monkeypatch):
+    module = sys.modules["pallas_kernels.linear.stored_linear"]
+    monkeypatch.setattr(module, "CLUSTERS", {1: 2})
+    monkeypatch.setattr(module.weight_stream, "SHARED_BYTES", kilobytes << 10)
+    parts = ((192, True), (64, False)) if places else ((192, False), (64, True))
+    problem = module._problem(25, ((FP8, 256),), 512, 1, parts, None, 0.0, True)
+    assert (problem and problem.stream.places) == places
+    check("interpret", 25, parts, 512)
+
+
 def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
     monkeypatch.setattr(sys.modules["pallas_kernels.linear.stored_linear"], "LEAST_STAGES", 24)
     check("interpret", 8, ((192, False),), 512)
@@ -164,6 +178,22 @@ def test_on_gpu(tokens, parts, depth, groups):
 @pytest.mark.parametrize("tokens", [1, 8, 20, 32])
 def test_bfloat16_beside_fp8_on_gpu(tokens, parts, depth, plain):
     check("mosaic_gpu", tokens, parts, depth, plain=plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "plain", "depth"), [(1536, 2624, 4096), (1536, 1024, 4096), (4096, 0, 8192)])
+def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((32, depth)), jnp.bfloat16)
+    weights = (random_weight(rng, rows, depth)[0],)
+    if plain:
+        weights += (jnp.asarray(rng.standard_normal((plain, depth)), jnp.bfloat16),)
+    parts = ((rows, False), (plain, False))[: len(weights)]
+    run = jax.jit(functools.partial(ops.linear, parts=parts, implementation="mosaic_gpu"))
+    all_together = run(x, weights)
+    for tokens in (1, 8, 12, 20):
+        for alone, together in zip(run(x[:tokens], weights), all_together, strict=True):
+            np.testing.assert_array_equal(alone, together[:tokens])
 
 
 @pytest.mark.gpu
