@@ -117,6 +117,7 @@ def _(ref, values):
     mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, layout))
 
 
+@primitive
 def add_to(inbox, values: jax.Array) -> None:
     """Adds values to what `put` left in this block's `inbox`."""
     inbox[...] = inbox[...] + values
