@@ -4,6 +4,7 @@ A kernel has a module or a package of the name of the op in `dsv4_jax/ops` that 
 `common`; no kernel imports from another's package.
 """
 
+from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.append_swa import append_swa
 from pallas_kernels.experts import experts, grouped_experts
 from pallas_kernels.flush import CompressorOperands, flush

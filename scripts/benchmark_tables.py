@@ -61,6 +61,17 @@ def ops(runs: list[Row], keys: list[Key]) -> Table:
     return OP, numbers, [dict(percent_of_roofline=row["percent_of_copy"]) | row for row in rows]
 
 
+def sums(runs: list[Row], keys: list[Key]) -> Table:
+    """Every case of a run of `dsv4-jax bench all_reduce`."""
+    numbers = {
+        "GPUs": "{devices}",
+        "us": "{microseconds:,.2f}",
+        "XLA us": "{xla_microseconds:,.1f}",
+        "times faster": "{times_xla:.1f}",
+    }
+    return OP, numbers, [row for run in runs for row in run["results"]]
+
+
 def alone(runs: list[Row], keys: list[Key]) -> Table:
     """Every case of a run in which XLA's version was not timed."""
     numbers = {
@@ -168,6 +179,50 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
     return texts, numbers, [row(found) for run in runs for found in run["results"]]
 
 
+def prefill(runs: list[Row], keys: list[Key]) -> Table:
+    """Layers over chunks of a prompt, of `dsv4-jax bench prefill`, in milliseconds."""
+    texts = {"layer": "{kind}"}
+    numbers = {
+        "tokens before": "{context:,}",
+        "chunk": "{chunk:,}",
+        "ms": "{milliseconds:.2f}",
+        "floor ms": "{floor_milliseconds:.2f}",
+        "TFLOP/s": "{tflops:.0f}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "projections": "{projections:.2f}",
+        "attention": "{attention:.2f}",
+        "indexer": "{indexer:.2f}",
+        "top-k": "{top-k:.2f}",
+        "norm + rotation": "{norm + rotation:.2f}",
+        "append, flush": "{append + flush:.2f}",
+        "rest": "{rest:.2f}",
+    }
+
+    def row(row: Row) -> Row:
+        kind = row["layer_type"].removesuffix("_attention").replace("_", " ")
+        return row | row["kernel_milliseconds"] | dict(kind=f"{kind} ({row['layers']})" if kind == "stack" else kind)
+
+    return texts, numbers, [row(found) for run in runs for found in run["results"]]
+
+
+def many_tokens(runs: list[Row], keys: list[Key]) -> Table:
+    """Single kernels with many tokens, and what took their place before."""
+    numbers = {
+        "tokens": "{tokens:,}",
+        "tokens before": "{context:,}",
+        "us": "{microseconds:,.1f}",
+        "rate": "{rate}",
+        "earlier kernel, us": "{before}",
+    }
+
+    def row(row: Row) -> Row:
+        rate = f"{row['tflops']} TFLOP/s" if "tflops" in row else f"{row['gigabytes_per_second']:,} GB/s"
+        before = row["before_microseconds"]
+        return row | dict(rate=rate, before="" if before is None else f"{before:,.1f}")
+
+    return {"kernel": "{kernel}, {what}"}, numbers, [row(found) for run in runs for found in run["kernels"]]
+
+
 def cost(runs: list[Row], keys: list[Key]) -> Table:
     """Bits per byte, from scripts/cache_cost.py."""
     rows = [row | {f"from {place}": bits for place, bits in row["by_place"].items()} for row in runs[0]["text"]]
@@ -185,12 +240,15 @@ def needles(runs: list[Row], keys: list[Key]) -> Table:
 CACHE = {"cache": "{format}", "attended to": "{attended}"}
 KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
     ops=ops,
+    sums=sums,
     alone=alone,
     chosen=chosen,
     peers=peers,
     beside=beside,
     steps=steps,
     layers=layers,
+    prefill=prefill,
+    many_tokens=many_tokens,
     cost=cost,
     needles=needles,
 )

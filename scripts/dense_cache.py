@@ -153,7 +153,11 @@ class DenseHandle:
         return ops.indexer_topk(jax.lax.stop_gradient(scores), lengths, k, implementation="xla")
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
         window = self.cache.schema.config.sliding_window
         # A block's later passes see the first one's rows, and their own only at the token they began with.
@@ -203,7 +207,10 @@ class DenseHandle:
         loss = jnp.sum(losses) / jnp.sum(token_weights)
         passes = None if self.cache.passes is None else (*self.cache.passes, self.window)
         cache = dataclasses.replace(self.cache, index_loss=self.cache.index_loss + loss, passes=passes)
-        return self._joined(out).reshape(q.shape), dataclasses.replace(self, cache=cache)
+        out = self._joined(out).reshape(q.shape)
+        if inv_freq is not None:
+            out = ops.apply_rope(out, self.batch.positions, inv_freq, inverse=True)
+        return out, dataclasses.replace(self, cache=cache)
 
     # --- layouts: the model's [T, ...], rows [B, S, ...], blocks of queries [S / window, B, window, ...] ---
 

@@ -16,12 +16,13 @@ from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.ops.norm_rope import rms_normalize
+from dsv4_jax.parallel.mailboxes import make_mailboxes
+from dsv4_jax.parallel.on_mesh import on_mesh
 
 
 class DraftAttention(nnx.Module):
@@ -62,16 +63,17 @@ class DraftingStack(nnx.Module):
         return 0.0
 
     def draft(
-        self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, requests: int, count: int
+        self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, tokens: int, count: int
     ) -> tuple[Float[Array, "R D"], KVCache]:
         """Writes the block's window for a step's tokens [T, hidden], then drafts `count` tokens of each request.
 
-        A draft goes where one would if all of the step's tokens were kept. Its embedding is made up from the streams.
+        Each request has brought `tokens`. A draft goes where one would if all of them were kept. Its embedding is made
+        up from the streams.
         """
         (block,) = self.mtp
         streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
         cache = block.write_window(block.join(streams, x), cache, batch)
-        last = jnp.arange(1, requests + 1, dtype=jnp.int32) * (x.shape[0] // requests) - 1
+        last = jnp.arange(1, x.shape[0] // tokens + 1, dtype=jnp.int32) * tokens - 1
         fields = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
         newest = dataclasses.replace(batch, **fields)
 
@@ -104,15 +106,15 @@ class AttentionStack(DraftingStack):
         return x, cache
 
 
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("requests", "drafts"))
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("tokens", "drafts"))
 @on_mesh
 def stack_step(
-    stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, requests: int, drafts: int
+    stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, tokens: int, drafts: int
 ) -> tuple[Float[Array, "_ D"], KVCache]:
-    """One decode step, and `drafts` drafts of each request after it; the cache is donated."""
+    """One decode step of `tokens` tokens a request, and `drafts` drafts of each after it; the cache is donated."""
     layers = stack.module
     y, cache = layers(x, cache, batch)
-    return layers.draft(y, cache, batch, requests, drafts) if drafts else (y, cache)
+    return layers.draft(y, cache, batch, tokens, drafts) if drafts else (y, cache)
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
@@ -136,7 +138,8 @@ def stack_loop(
 @functools.partial(jax.jit, donate_argnames="cache")
 def begin_step(cache: KVCache, batch: Batch) -> KVCache:
     """`KVCache.begin_step` alone: gives requests the blocks of tokens that they are to hold already."""
-    return cache.begin_step(batch)
+    (cache,) = on_mesh(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
+    return cache
 
 
 def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
@@ -145,7 +148,8 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
     These are 1024 random blocks, repeated, the same in every layer.
     """
     where = None if mesh is None else KVCache.abstract(schema).shardings(mesh)
-    return jax.jit(functools.partial(_random_cache, schema), out_shardings=where)()
+    cache = jax.jit(functools.partial(_random_cache, schema), out_shardings=where)()
+    return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
 
 def _random_cache(schema):
@@ -168,16 +172,16 @@ class StackDecoder:
     """Decodes a batch of requests, all of one length, in a cache of its own.
 
     `requests` is the batch size, `tokens` what each of them brings to a step, `drafts` how many tokens the step then
-    drafts of each. After the first step, `step_text` is XLA's text of it and `compile_seconds` what it took to trace,
-    lower and compile it.
+    drafts of each; the `parts` of a mesh share the requests. After the first step, `step_text` is XLA's text of it and
+    `compile_seconds` what it took to trace, lower and compile it.
     """
 
     def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
         self.stack, self.manager, self.requests, self.step_text = stack, manager, requests, ""
-        self.tokens, self.drafts = tokens, drafts
+        self.tokens, self.drafts, self.parts = tokens, drafts, manager.requests.parts
         self.compile_seconds: dict[str, float] = {}
         shape = requests * tokens, manager.schema.config.hidden_size
-        self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
+        self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "tokens")
         self._cache: KVCache | None = None
         self._slots: list[int] = []
         self._step: Any = None  # compiled when it first runs
@@ -196,7 +200,7 @@ class StackDecoder:
 
     def batch(self, reserve: int = 0) -> Batch:
         """`tokens` tokens of each request, the first of which it keeps, and blocks for `reserve` more."""
-        size, vocab = self.requests * self.tokens, self.manager.schema.config.vocab_size
+        size, vocab = self.requests // self.parts * self.tokens, self.manager.schema.config.vocab_size
         # Tokens all over the vocabulary, which hash layers send to experts all over theirs.
         ids = {slot: [(7919 * (slot * self.tokens + i)) % vocab for i in range(self.tokens)] for slot in self._slots}
         batch = self.manager.prepare_forward(ids, reserve=reserve, prefill_size=size, decode_size=size)
@@ -209,7 +213,7 @@ class StackDecoder:
         args = self.stack, self._cache, batch, self._x
         if self._step is None:
             begin = time.perf_counter()
-            traced = stack_step.trace(*args, requests=self.requests, drafts=self.drafts)
+            traced = stack_step.trace(*args, tokens=self.tokens, drafts=self.drafts)
             after_trace = time.perf_counter()
             lowered = traced.lower()
             after_lowering = time.perf_counter()
@@ -233,7 +237,7 @@ class StackDecoder:
 
 
 def floor_bytes(decoder: StackDecoder, context: int) -> int:
-    """Bytes that a step has to read: all weights, and the rows and keys that its requests attend to or score.
+    """Bytes that a device reads in a step: its weights, and the rows and keys that its requests attend to or score.
 
     It reads those of the layers that make drafts once for each draft. Of routed experts it counts as many as tokens
     that choose at random hit.
@@ -251,4 +255,5 @@ def floor_bytes(decoder: StackDecoder, context: int) -> int:
             if spec.selects and group.key is not None:
                 read += entries * tree_bytes(group.key.struct)
     weights = tree_bytes(stack.arrays) - draft_weights + decoder.drafts * draft_weights
-    return decoder.requests * read + weights - round(stack.module.unread_bytes(decoder.requests * decoder.tokens))
+    requests = decoder.requests // decoder.parts
+    return requests * read + weights - round(stack.module.unread_bytes(requests * decoder.tokens))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -18,15 +17,16 @@ from rich.progress import Progress
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.kernel_kinds import by_kind, longest
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
-from dsv4_jax.bench.step_tables import KINDS, REST, Columns, draft_lines, tokens_per_second
-from dsv4_jax.cache import CacheSchema
+from dsv4_jax.bench.step_tables import Columns, draft_lines, tokens_per_second
+from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import join_projections, shardings
-from dsv4_jax.parallel.mesh import check_cuts
+from dsv4_jax.parallel.mesh import check_cuts, check_parts
 from dsv4_jax.quant import KVFormat
 
 
@@ -35,7 +35,6 @@ STEPS = 32  # that a mean is taken over
 MARGIN = 4 * STEPS
 # Steps before the first measured one; XLA records its CUDA graphs in the second.
 WARM_UP = 4
-LONGEST = 24  # kernels listed by name
 # Of a GPU's memory: weights and cache; the rest is for programs, and for making the weights.
 MOST_MEMORY = 0.88
 # By a report's "shapes": without a GPU, "tiny" takes the place of what was asked for.
@@ -69,7 +68,13 @@ class StepOptions:
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
         batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
-        batches = batches if self.batches is None else self.batches
+        sizes = {} if self.mesh is None else self.mesh.shape
+        if self.batches is None:
+            batches = tuple(n for n in batches if n % sizes.get("data", 1) == 0)
+        else:
+            batches = self.batches
+            for requests in batches:
+                check_parts(sizes, batches=requests)
         contexts = contexts if self.contexts is None else self.contexts
         for context in contexts:
             if not MARGIN < context <= config.max_position_embeddings:
@@ -133,16 +138,16 @@ class StepCase:
             floor_bytes=nbytes,
             floor_milliseconds=floor,
             percent_of_floor=100 * floor / times["milliseconds"],
-            cache_bytes=decoder.manager.schema.memory_bytes(),
+            cache_bytes=_cache_bytes(decoder.manager.schema, decoder.manager.mesh),
             kernel_milliseconds={},
         )
         if jax.default_backend() == "gpu":
             decoder.start_requests(self.context - MARGIN)
             with jax.profiler.trace(str(trace)) if trace else contextlib.nullcontext():
                 kernels = _kernels(decoder)
-            kinds = _by_kind(kernels, decoder.step_text)
+            kinds = by_kind(kernels, decoder.step_text)
             result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
-            result["longest_kernels"] = _longest(kernels)
+            result["longest_kernels"] = longest(kernels, STEPS // 4)
             result["launches"] = len(kernels) * 4 / STEPS
             result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
@@ -174,7 +179,7 @@ def run(
 def run_kinds(
     config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """As `run`, of layers of one kind, for each kind of the model, without the on-device loop.
+    """As `run`, of layers of one kind, for each kind of the model; on one device without the on-device loop.
 
     Results also have their `layer_type`.
     """
@@ -184,7 +189,7 @@ def run_kinds(
         types = dict(layer_types=(kind,) * count, mlp_layer_types=("moe",) * count)
         rate = config.compress_rate_hca if kind == HCA else 0
         alike = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
-        for row in _measure(alike, kv_format, options, report, loop=False):
+        for row in _measure(alike, kv_format, options, report, loop=options.mesh is not None):
             yield dict(layer_type=kind) | row
 
 
@@ -220,12 +225,13 @@ def _measure(config, kv_format, options, report, loop=True):
     weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
-        contexts = sorted({c for c in all_contexts if _fits(config, weights, _sizes(requests, c, kv_format, options))})
+        sizes = {context: _sizes(requests, context, kv_format, options) for context in all_contexts}
+        contexts = sorted(c for c in sizes if _fits(config, weights, sizes[c], options.mesh))
         for context in sorted(set(all_contexts) - set(contexts)):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if contexts else ():
-            sizes = _sizes(requests, max(contexts), kv_format, options)
-            decoder = StackDecoder(stack, KVCacheManager(config, mesh=options.mesh, **sizes), requests, *step)
+            manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(contexts)])
+            decoder = StackDecoder(stack, manager, requests, *step)
             cases += [StepCase(decoder, context) for context in contexts]
     if not cases:
         return
@@ -276,7 +282,7 @@ def _most_layers(config, kv_format, options):
     of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
 
     def fits(count):
-        cache = CacheSchema.from_config(_first_layers(config, count), **sizes).memory_bytes()
+        cache = _cache_bytes(CacheSchema.from_config(_first_layers(config, count), **sizes), options.mesh)
         return sum(of_layer[:count]) + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
@@ -287,10 +293,15 @@ def _attention(config, mesh):
     return join_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
 
 
-def _fits(config, weights, sizes):
+def _cache_bytes(schema, mesh):
+    """What a device holds of a cache."""
+    return tree_bytes(KVCache.abstract(schema, mesh))
+
+
+def _fits(config, weights, sizes, mesh):
     """Whether weights and cache fit into the device's memory; True where that is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    need = weights + CacheSchema.from_config(config, **sizes).memory_bytes()
+    need = weights + _cache_bytes(CacheSchema.from_config(config, **sizes), mesh)
     return limit is None or need < 0.9 * limit
 
 
@@ -330,38 +341,3 @@ def _kernels(decoder: StackDecoder) -> list[tuple[str, float]]:
             jax.block_until_ready(decoder.step(decoder.batch()))
 
     return [(name, milliseconds / steps) for name, milliseconds in timing.kernels(run)]
-
-
-def _by_kind(kernels, text):
-    """{kind: milliseconds a step}."""
-    products, kinds = _products(text), dict.fromkeys([*KINDS, REST], 0.0)
-    for name, milliseconds in kernels:
-        kinds[_kind(name, products)] += milliseconds
-    return kinds
-
-
-def _longest(kernels):
-    """Names, launches and milliseconds a step of the longest kernels; numbered copies of a kernel count as one."""
-    found: dict[str, list[float]] = {}
-    for name, milliseconds in kernels:
-        found.setdefault(re.sub(r"_\d+$", "", name), []).append(milliseconds)
-    steps = STEPS // 4
-    rows = [
-        dict(name=name, launches=len(times) / steps, milliseconds=round(sum(times), 4)) for name, times in found.items()
-    ]
-    return sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST]
-
-
-def _products(text):
-    """Names of XLA's fusions around a matrix product, as their kernels are called."""
-    fused = re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    product = {name for name, body in fused if "dot_general" in body}
-    calls = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*calls=%?([\w.-]+)", text, re.MULTILINE)
-    return {re.sub(r"[.-]", "_", name) for name, called in calls if called in product}
-
-
-def _kind(name, products):
-    for kind, words in KINDS.items():
-        if any(word in name.lower() for word in words):
-            return kind
-    return "projections" if name in products else REST

@@ -72,29 +72,45 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
 
 
 def random_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
-    """The stack with random weights, made on the device, each array whole before it is cut over a mesh."""
+    """The stack with random weights, made on the device, or on a mesh by each device for itself."""
     graph, state = nnx.split(abstract_stack(config, mesh))
     # Of all generators the quickest to compile: dozens of shapes are drawn.
     keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
 
     def drawn(path, variable):
-        value = variable.get_value()
-        if isinstance(value, StoredWeight):
-            codes, scale = _codes(next(keys), value.codes.shape, value.scale.shape, value.kind)
-            return placed(variable, dataclasses.replace(value, codes=codes, scale=scale))
-        if path[-1] == "tid2eid":
-            return placed(variable, _routes(next(keys), value.shape, config.n_routed_experts))
-        ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
-        return placed(variable, _normal(next(keys), value.shape, value.dtype, float(ones)))
+        value, where = variable.get_value(), None if mesh is None else parameter_sharding(variable, mesh)
 
-    def placed(variable, value):
-        if mesh is None:
-            return variable.replace(value)
-        return variable.replace(jax.device_put(value, parameter_sharding(variable, mesh)))
+        def made(make, *args):
+            return _made(next(keys), make=make, args=args, where=where)
+
+        def shape(struct):
+            return struct.shape if where is None else where.shard_shape(struct.shape)
+
+        if isinstance(value, StoredWeight):
+            codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
+            return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
+        if path[-1] == "tid2eid":
+            return variable.replace(made(_routes, shape(value), config.n_routed_experts))
+        ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
+        return variable.replace(made(_normal, shape(value), value.dtype, float(ones)))
 
     stack = nnx.merge(graph, nnx.map_state(drawn, state))
     join_in_place(stack)
     return stack
+
+
+@functools.partial(jax.jit, static_argnames=("make", "args", "where"))
+def _made(key, *, make, args, where):
+    """`make(key, *args)`; with a sharding, what each device makes of its part, with a key of its own if it has one."""
+    if where is None:
+        return make(key, *args)
+
+    def local(key):
+        for axis in jax.tree.leaves(tuple(where.spec)):
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return make(key, *args)
+
+    return jax.shard_map(local, mesh=where.mesh, in_specs=jax.P(), out_specs=where.spec, check_vma=False)(key)
 
 
 def _dotted(path):
@@ -118,12 +134,10 @@ def _struct(kind, value):
     return value
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "mean"))
 def _normal(key, shape, dtype, mean):
     return mean + 0.02 * jax.random.normal(key, shape, dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "scales", "kind"))
 def _codes(key, shape, scales, kind):
     """Codes and scales of values about as wide as those of `_normal`; no NaN."""
     # One matrix at a time: random bits take 16 times their memory while they are made.
@@ -136,7 +150,6 @@ def _codes(key, shape, scales, kind):
     return codes, 119 + scale % 2
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "experts"))
 def _routes(key, shape, experts):
     first = jax.random.randint(key, (shape[0], 1), 0, experts, jnp.int32)
     return (first + jnp.arange(shape[1], dtype=jnp.int32)[None, :]) % experts

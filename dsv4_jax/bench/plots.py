@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.bench.decode_steps import MODELS
+from dsv4_jax.bench.kernel_kinds import KINDS, REST
+from dsv4_jax.bench.prefill import STACK
 from dsv4_jax.bench.serving import SLOTS
-from dsv4_jax.bench.step_tables import KINDS, REST
 
 
 def plot_steps(report: dict[str, Any], path: Path) -> None:
@@ -78,6 +79,21 @@ def _layer_label(row):
     kind = row["layer_type"].removesuffix("_attention").replace("_", " ") + ", " if "layer_type" in row else ""
     drafts = f", {row['tokens']} tokens each" * (row["tokens"] > 1) + f", {row['drafts']} drafts" * (row["drafts"] > 0)
     return f"{kind}{row['requests']} x {row['context']:,}{drafts}"
+
+
+def plot_prefill(report: dict[str, Any], path: Path) -> None:
+    """Draws tokens a second of a prompt's chunks against the tokens before them, and their bound, of all layers."""
+    title = f"Attention layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
+    with _axes(path, title, "tokens before the chunk", "tokens a second") as axes:
+        rows = [row for row in report["results"] if row["layer_type"] == STACK]
+        for chunk in sorted({row["chunk"] for row in rows}):
+            own = [row for row in rows if row["chunk"] == chunk]
+            contexts = [row["context"] for row in own]
+            (line,) = axes.plot(contexts, [row["tokens_per_second"] for row in own], "o-", label=f"chunks of {chunk:,}")
+            bound = [1e3 * chunk / row["floor_milliseconds"] for row in own]
+            axes.plot(contexts, bound, ":", color=line.get_color())
+        axes.plot([], [], ":", color="gray", label="bound: products, or bytes once")
+        axes.set_xscale("symlog", base=2, linthresh=4096)
 
 
 def plot_serving(report: dict[str, Any], path: Path) -> None:

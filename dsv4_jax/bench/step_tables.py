@@ -3,20 +3,10 @@
 import dataclasses
 from typing import Any
 
+from dsv4_jax.bench.kernel_kinds import KINDS, REST
+
 
 Row = dict[str, Any]
-# Kinds of kernels, by parts of their names. XLA's own matrix products are found in the text of the program.
-KINDS = {
-    "append + flush": ("append_swa", "flush"),
-    "hyper-connections": ("hyper_connections",),
-    "router": ("router",),
-    "experts": ("experts", "grouped"),
-    "indexer": ("round_index_query", "indexer_scores"),
-    "top-k": ("indexer_topk",),
-    "attention": ("sparse_attention", "combine"),
-    "projections": ("linear", "matmul", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
-}
-REST = "rest"
 OF_WHOLE_LAYERS = ("hyper-connections", "router", "experts")
 # Shares of drafts that are right, each after right ones, for which tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)

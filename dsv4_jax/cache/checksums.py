@@ -5,11 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from dsv4_jax.cache.pools import KVCache
-from dsv4_jax.cache.request_rows import RequestRows
+from dsv4_jax.cache.request_rows import RequestRows, own_blocks
 from dsv4_jax.cache.schema import CacheSchema
+from dsv4_jax.parallel.on_mesh import reads_on_mesh
+from dsv4_jax.parallel.parts import sum_parts
 
 
 @jax.jit
+@reads_on_mesh
 def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "layers n"]:
     """[layers of the model, n] checksums of blocks; 0 for layers that store nothing in blocks. One changed byte shows.
 
@@ -17,12 +20,12 @@ def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "l
       cache: the cache; only read.
       blocks: [n] block ids; what stands for -1 means nothing.
     """
-    sums = jnp.zeros((len(cache.schema.layers), blocks.shape[0]), jnp.uint32)
+    sums, blocks = jnp.zeros((len(cache.schema.layers), blocks.shape[0]), jnp.uint32), own_blocks(cache, blocks)
     for name, spec in cache.schema.groups.items():
         pools = cache.groups[name].paged
         rows = jax.tree.map(lambda x: x.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), pools)
         sums = sums.at[jnp.array(spec.layers)].add(_fold(rows, 2))
-    return sums
+    return sum_parts(jnp.where((blocks >= 0)[None, :], sums, 0), cache.schema.block_axis)
 
 
 def checksum_rows(schema: CacheSchema, rows: RequestRows) -> UInt32[Array, "layers"]:

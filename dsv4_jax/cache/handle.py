@@ -11,6 +11,8 @@ from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
+from dsv4_jax.ops.context_split import attend_to_parts, select_of_parts
+from dsv4_jax.parallel.parts import is_cut, own_numbers, sum_parts
 from dsv4_jax.summary import Summarised, Summary
 
 
@@ -148,16 +150,18 @@ class LayerCacheHandle(Summarised):
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
         """Entries by number, -1 = none: (kv [T, K, head_dim] model dtype, valid [T, K])."""
         self._check_shape("indices", indices, None)
-        return ops.gather_compressed_kv(self.read_classical_view(), indices, self.batch.slots, dtype=self._dtype)
+        rows = ops.gather_compressed_kv(self.read_classical_view(), indices, self.batch.slots, dtype=self._dtype)
+        return self._of_all_parts(rows)
 
     def gather_all_compressed_kv(self) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
         """All entries visible to each token: (kv [T, E, head_dim] model dtype, valid [T, E])."""
-        return ops.gather_all_compressed_kv(
-            self.read_classical_view(), self.batch.slots, self.batch.positions, dtype=self._dtype
-        )
+        batch, view = self.batch, self.read_classical_view()
+        return self._of_all_parts(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
     def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
         """[T, E] float32 scores of every entry for every token (see `ops.indexer_scores`).
+
+        Where the context is split, -inf for entries of other devices.
 
         Args:
           q: [T, index heads, index_head_dim] after RoPE.
@@ -170,7 +174,8 @@ class LayerCacheHandle(Summarised):
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
         """[T, index_topk] int32 best entries of each token, ascending, -1 at the end (see `ops.indexer_topk`)."""
-        return ops.indexer_topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
+        topk = select_of_parts if self._is_split else ops.indexer_topk
+        return topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
 
     def valid_lengths(self) -> Int[Array, "T"]:
         """[T] int32 compressed entries visible to each token: `(position + 1) // rate`."""
@@ -178,32 +183,33 @@ class LayerCacheHandle(Summarised):
         return ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
         """Attention over the window and the compressed entries (see `ops.sparse_attention`).
 
         Args:
-          q: [T, heads, head_dim] after norm and RoPE, model dtype.
+          q: [T, heads, head_dim] after norm and RoPE, model dtype; on a mesh those of this device.
           sinks: [heads] float32.
           indices: entries of each token, or None for all visible ones (none, in a layer without entries).
+          inv_freq: [P] radians per token of the inverse RoPE, or None for none.
 
         Returns:
-          (out [T, heads, head_dim] in q's dtype before the inverse RoPE, the handle to go on with).
+          (out [T, heads, head_dim] in q's dtype, the handle to go on with).
         """
         self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
         if indices is not None:
             self._check_shape("indices", indices, None)
+        window, request = self.read_swa_view(), (indices, self.batch.slots, self.batch.positions)
         compressed = None if self.spec.group is None else self.read_classical_view()
-        out = ops.sparse_attention(
-            q,
-            sinks,
-            self.read_swa_view(),
-            compressed,
-            indices,
-            self.batch.slots,
-            self.batch.positions,
-            new_kv=self.pending,
-        )
+        if compressed is not None and self._is_split:
+            out = attend_to_parts(q, sinks, window, compressed, *request, new_kv=self.pending, inv_freq=inv_freq)
+        else:
+            options = dict(new_kv=self.pending, inv_freq=inv_freq)
+            out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
         if self.pending is None:
             return out, self
         # The ring is read above and written by the commit: tie the order down, or XLA copies the rings for the read.
@@ -228,7 +234,22 @@ class LayerCacheHandle(Summarised):
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
 
     def _paging(self):
-        return self.spec.index, self._cache.block_table, self.spec.compress_rate
+        table = self._cache.block_table
+        if self._is_split:
+            table = own_numbers(table, "context", jax.tree.leaves(self._group.paged)[0].shape[1])
+        return self.spec.index, table, self.spec.compress_rate
+
+    def _of_all_parts(self, rows):
+        """(kv, valid) of what any device has."""
+        if not self._is_split:
+            return rows
+        kv, valid = rows
+        return sum_parts((jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid), "context")
+
+    @property
+    def _is_split(self):
+        """Whether other devices have some of the blocks."""
+        return self._cache.schema.split_context and is_cut("context")
 
     def _state_view(self, *, keys=False):
         state = self._group.key_state if keys else self._group.state

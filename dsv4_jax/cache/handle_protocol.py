@@ -29,7 +29,11 @@ class CacheHandle(Protocol):
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]: ...
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "CacheHandle"]: ...
 
 

@@ -18,6 +18,7 @@ from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import CacheSchema
 from dsv4_jax.ops.views import run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
+from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.quant import IndexRows, Rows
 from dsv4_jax.sizes import readable_bytes
 from dsv4_jax.summary import Summarised, Summary
@@ -91,6 +92,8 @@ class KVCache(Summarised):
       block_table: [slots, max_blocks] int32, -1 = none; one table for all pools of all layers.
       lengths: [slots] int32 tokens held.
       schema: the geometry (static).
+      mailboxes: where the GPUs of a mesh leave each other what they add up, see `parallel.mailboxes`; None where there
+        are none. It is no part of what the cache holds.
     """
 
     groups: dict[str, PoolGroup]
@@ -99,6 +102,7 @@ class KVCache(Summarised):
     block_table: Any
     lengths: Any
     schema: CacheSchema = dataclasses.field(metadata=dict(static=True))
+    mailboxes: Any = None
 
     @classmethod
     def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
@@ -141,11 +145,12 @@ class KVCache(Summarised):
 
         groups = {name: group.map_states(empty) for name, group in abstract.groups.items()}
         filled = dataclasses.replace(abstract, groups=groups, block_table=full(abstract.block_table, -1))
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else full(x, 0), filled)
+        cache = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else full(x, 0), filled)
+        return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
     def shardings(self, mesh: Mesh) -> "KVCache":
         """Where each array belongs on a mesh: the cache with `NamedSharding` leaves, as `jax.device_put` takes them."""
-        by_slot, paged = (None, "slots"), (None, "blocks")
+        by_slot, paged = (None, "slots"), (None, self.schema.block_axis)
 
         def place(axes, tree):
             # Of full length, as steps return them: a shorter one would be another program's argument.
@@ -162,6 +167,7 @@ class KVCache(Summarised):
             block_table=place(by_slot[1:], self.block_table),
             lengths=place(by_slot[1:], self.lengths),
             schema=self.schema,
+            mailboxes=jax.tree.map(lambda _: mailbox_sharding(mesh), self.mailboxes),
         )
 
     @property

@@ -5,6 +5,9 @@ these are the entries up to `length`, the window rows from `min_length` - window
 streams from `min_length` - 1 on, and the compressor rows of the windows that are open at `min_length`; where entries
 overlap also, in the channels that the next window pools, of the one before (dsv4.md 3.2). What is not live is read as
 zeros: nothing of an earlier owner leaves the cache.
+
+On a mesh slots and blocks are numbered through over its parts. What is read comes to all devices; each writes what is
+its own.
 """
 
 import dataclasses
@@ -16,6 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dsv4_jax.cache.pools import KVCache, PoolGroup
+from dsv4_jax.parallel.on_mesh import reads_on_mesh, updates_on_mesh
+from dsv4_jax.parallel.parts import own_numbers, sum_parts
 from dsv4_jax.quant import Rows
 
 
@@ -36,6 +41,7 @@ class RequestRows:
 
 
 @functools.partial(jax.jit, static_argnames="boundary")
+@reads_on_mesh
 def read_request(
     cache: KVCache, slot: Int[Array, ""], length: Int[Array, ""], min_length: Int[Array, ""], *, boundary: bool = False
 ) -> RequestRows:
@@ -53,7 +59,7 @@ def read_request(
     Returns:
       RequestRows of as many rows as the rings have, zeros where not live, or of the boundary's few.
     """
-    schema = cache.schema
+    schema, slot = cache.schema, _own_slots(cache, slot)
     window = schema.config.sliding_window
     rows, _ = _newest(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
     count = 1 if boundary else schema.max_query_tokens
@@ -73,7 +79,7 @@ def read_request(
             # Of the window before the open one only these channels are pooled again.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
-    return RequestRows(rows, streams, groups)
+    return sum_parts(RequestRows(rows, streams, groups), "slots")
 
 
 def _pooled_again(x, *, is_open):
@@ -82,6 +88,7 @@ def _pooled_again(x, *, is_open):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
+@updates_on_mesh
 def write_request(
     cache: KVCache,
     slot: Int[Array, ""],
@@ -95,11 +102,15 @@ def write_request(
       cache: the cache; donated.
       slot: scalar.
       length: scalar, the position after the newest row.
-      table_row: [max_blocks] the slot's block ids, -1 = none.
+      table_row: [max_blocks] the slot's row of the block table; -1 = none.
       rows: what `read_request` gave; None leaves the slot's rows as they are.
     """
+    slots, slot = cache.lengths.shape[0], _own_slots(cache, slot)
+    slot = jnp.where(slot >= 0, slot, slots)
     cache = dataclasses.replace(
-        cache, block_table=cache.block_table.at[slot].set(table_row), lengths=cache.lengths.at[slot].set(length)
+        cache,
+        block_table=cache.block_table.at[slot].set(table_row, mode="drop"),
+        lengths=cache.lengths.at[slot].set(length, mode="drop"),
     )
     if rows is None:
         return cache
@@ -109,7 +120,7 @@ def write_request(
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
         # Layers and rows are both arrays: between them a slice would move the axes.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
-        return pool.at[layers[:, None], slot, index[None, :], :width].set(new)
+        return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
     old = {name: cache.groups[name].like(group) for name, group in rows.groups.items()}
     cache = cache.with_groups(jax.tree.map(write, old, rows.groups))
@@ -118,6 +129,7 @@ def write_request(
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
+@updates_on_mesh
 def copy_request(
     cache: KVCache,
     source: Int[Array, ""],
@@ -134,25 +146,29 @@ def copy_request(
       source: scalar, the slot that is copied.
       source_block: scalar, the block that is copied.
       length: scalar, tokens the copies hold.
-      targets: [n] slots, then -1; may name the source itself, whose block is then replaced by a copy.
+      targets: [n] slots of the same part, then -1; may name the source itself, whose block is then replaced by a copy.
       target_blocks: [n] the block that becomes the copy of `source_block` for each of them; -1 = none.
-      table_rows: [n, max_blocks] the targets' block ids, -1 = none.
+      table_rows: [n, max_blocks] the targets' rows of the block table; -1 = none.
     """
+    count = jnp.sum(targets >= 0, dtype=jnp.int32)
+    source, targets = _own_slots(cache, source), _own_slots(cache, targets)
+    source_block, target_blocks = own_blocks(cache, source_block), own_blocks(cache, target_blocks)
+    across = "context" if cache.schema.split_context else None  # a block and its copy may lie on two devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
 
-    def copy(pool, to, index):
+    def copy(pool, to, index, across=None):
         # One at a time: a scatter of all copies would first hold them all.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
+        row = sum_parts(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
     def one(i, carry):
         rings, pools = carry
         rings = jax.tree.map(lambda pool: copy(pool, targets[i], source), rings)
-        return rings, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block), pools)
+        return rings, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), pools)
 
-    count = jnp.sum(targets >= 0, dtype=jnp.int32)
     (swa, streams, states), pools = jax.lax.fori_loop(0, count, one, (rings, pools))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
     cache = dataclasses.replace(
@@ -166,6 +182,7 @@ def copy_request(
 
 
 @jax.jit
+@reads_on_mesh
 def read_blocks(
     cache: KVCache, blocks: Int[Array, "n"], first: Int[Array, ""], length: Int[Array, ""]
 ) -> dict[str, PoolGroup]:
@@ -180,7 +197,7 @@ def read_blocks(
     Returns:
       PoolGroup by name of which only what is paged is there: [layers, n, entries a block, ...].
     """
-    order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    order, blocks = first + jnp.arange(blocks.shape[0], dtype=jnp.int32), own_blocks(cache, blocks)
 
     def read(pool, rate):
         per_block = pool.shape[2]
@@ -188,13 +205,15 @@ def read_blocks(
         live = (blocks >= 0)[:, None] & (entries < length // rate)
         return _keep(pool.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), live)
 
-    return {
+    rows = {
         name: jax.tree.map(functools.partial(read, rate=spec.compress_rate), cache.groups[name].paged)
         for name, spec in cache.schema.groups.items()
     }
+    return sum_parts(rows, cache.schema.block_axis)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
+@updates_on_mesh
 def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGroup]) -> KVCache:
     """The cache after blocks have taken over entries.
 
@@ -203,15 +222,28 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
       blocks: [n] block ids; -1 writes nothing.
       rows: what `read_blocks` gave.
     """
-    to = jnp.where(blocks >= 0, blocks, cache.schema.num_blocks)
-    pools = {name: group.paged for name, group in cache.groups.items()}
-    return cache.with_groups(jax.tree.map(lambda pool, new: pool.at[:, to].set(new, mode="drop"), pools, rows))
+    blocks, pools = own_blocks(cache, blocks), {name: group.paged for name, group in cache.groups.items()}
+
+    def write(pool, new):
+        return pool.at[:, jnp.where(blocks >= 0, blocks, pool.shape[1])].set(new, mode="drop")
+
+    return cache.with_groups(jax.tree.map(write, pools, rows))
+
+
+def _own_slots(cache, slots):
+    return own_numbers(slots, "slots", cache.lengths.shape[0])
+
+
+def own_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]:
+    """What this device calls blocks: see `own_numbers`."""
+    pools = jax.tree.leaves({name: group.paged for name, group in cache.groups.items()})
+    return own_numbers(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks
 
 
 def _newest(pools: Any, slot, length, count, first):
     """(the slot's rows [layers, count, ...] up to `length`, zeros before `first` or 0; their positions [count])."""
     positions = length - count + jnp.arange(count, dtype=jnp.int32)
-    live = positions >= jnp.maximum(first, 0)
+    live, slot = (positions >= jnp.maximum(first, 0)) & (slot >= 0), jnp.maximum(slot, 0)
     rows = jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)
     return rows, positions
 

@@ -57,6 +57,7 @@ class CacheSchema:
       max_context: tokens a request may hold.
       block_tokens: tokens a block stands for; a multiple of every compression rate of the model.
       max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
+      split_context: the devices along a mesh's axis "model" hold the blocks between them, not each all of them.
     """
 
     config: DSV4Config
@@ -67,6 +68,7 @@ class CacheSchema:
     max_context: int
     block_tokens: int
     max_query_tokens: int
+    split_context: bool = False
 
     @classmethod
     def from_config(
@@ -80,6 +82,7 @@ class CacheSchema:
         dtype=jnp.bfloat16,
         block_tokens: int = 128,
         max_query_tokens: int = 1,
+        split_context: bool = False,
     ) -> "CacheSchema":
         """A checked schema.
 
@@ -99,7 +102,15 @@ class CacheSchema:
             raise ValueError(f"{max_context=} exceeds the model's max_position_embeddings={limit}")
         fmt = as_kv_format(kv_format, dtype)
         schema = cls(
-            config, fmt, np.dtype(dtype), num_blocks, max_requests, max_context, block_tokens, max_query_tokens
+            config,
+            fmt,
+            np.dtype(dtype),
+            num_blocks,
+            max_requests,
+            max_context,
+            block_tokens,
+            max_query_tokens,
+            split_context,
         )
         for rate in sorted({group.compress_rate for group in schema.groups.values()}):
             if block_tokens % rate:
@@ -157,6 +168,11 @@ class CacheSchema:
     def entries_per_block(self, group: str) -> int:
         """Entries of a group that a block holds."""
         return self.block_tokens // self.groups[group].compress_rate
+
+    @property
+    def block_axis(self) -> tuple[str, ...]:
+        """Logical axes of the pools' blocks, as in `parallel.axis_rules.RULES`."""
+        return ("blocks", "context") if self.split_context else ("blocks",)
 
     # --- rings: the rows that must be there plus room to rewind max_query_tokens - 1 tokens ---
 

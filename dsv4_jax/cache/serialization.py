@@ -11,9 +11,9 @@ from dsv4_jax.quant import IndexRows, Rows
 
 
 def _parts(tree: Any) -> dict[str, Any]:
-    """The fields that hold arrays; the schema is the target's."""
+    """The fields that hold arrays; the schema and the mailboxes are the target's."""
     fields = (field.name for field in dataclasses.fields(tree) if not field.metadata.get("static"))
-    return {name: part for name in fields if (part := getattr(tree, name)) is not None}
+    return {name: part for name in fields if name != "mailboxes" and (part := getattr(tree, name)) is not None}
 
 
 def _to_state(tree):

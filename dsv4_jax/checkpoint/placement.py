@@ -61,7 +61,9 @@ def place(
         # One thread copies bytes slower than a disk may read them. Conversions take memory, and threads would keep it.
         run = threads.map if copy is None else map
         collections.deque(run(read, range(len(pieces)), np.ndindex(stack)), maxlen=0)
-    arrays = [jax.device_put(part, device) for bounds, part in parts.items() for device in devices[bounds]]
+        # Nor does one thread hand over as many bytes as several devices take.
+        puts = [(part, device) for bounds, part in parts.items() for device in devices[bounds]]
+        arrays = list(threads.map(jax.device_put, *zip(*puts, strict=True)))
     return arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
 
 

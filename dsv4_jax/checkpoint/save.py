@@ -53,26 +53,30 @@ def save_release(
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
-    folder, config = Path(folder), model.config
-    content = json.dumps(release_config(config), indent=2) + "\n"
-    parameters = parameter_readers(model)
-    table = list(weights(config, "release"))
+    table, parameters = list(weights(model.config, "release")), parameter_readers(model)
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path](), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
+    bar = track(table, "Saving weights", console=Console(stderr=True)) if progress else table
+    write_release(model.config, folder, _tensors(bar, parameters), shard_bytes=shard_bytes)
+
+
+def write_release(
+    config: DSV4Config, folder: str | Path, tensors: Iterable[np.ndarray], *, shard_bytes: int = 5 * 10**9
+) -> None:
+    """Writes config.json and what `release_tensors` lists; see `save_release`."""
+    folder = Path(folder)
+    content = json.dumps(release_config(config), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(content)
 
     shards: list[list[TensorHeader]] = [[]]
-    for weight in table:
-        for source in weight.sources:
-            entries = _entries(source, weight.source_shape)
-            if shards[-1] and sum(entry.nbytes for entry in shards[-1] + entries) > shard_bytes:
-                shards.append([])
-            shards[-1] += entries
-    count = len(shards)
+    for entries in release_tensors(config):
+        if shards[-1] and sum(entry.nbytes for entry in shards[-1] + entries) > shard_bytes:
+            shards.append([])
+        shards[-1] += entries
+    count, tensors = len(shards), iter(tensors)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
-    tensors = _tensors(track(table, "Saving weights", console=Console(stderr=True)) if progress else table, parameters)
     for name, entries in zip(names, shards, strict=True):
         _write_file(folder / name, entries, tensors)
     if count > 1:
@@ -80,6 +84,13 @@ def save_release(
         total = sum(entry.nbytes for entries in shards for entry in entries)
         index = dict(metadata=dict(total_size=total), weight_map=places)
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
+    """What the release's files hold, in our order: each weight, with its scales where it is quantised."""
+    for weight in weights(config, "release"):
+        for source in weight.sources:
+            yield _entries(source, weight.source_shape)
 
 
 def release_config(config: DSV4Config) -> dict[str, Any]:

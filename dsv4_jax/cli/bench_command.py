@@ -16,7 +16,8 @@ from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
 ]  # fmt: skip
-ALONE = ("step", "layer", "model", "serve")
+ALONE = ("step", "layer", "model", "prefill", "serve", "all_reduce")
+MESHED = tuple(name for name in ALONE if name != "prefill")
 OPS: tuple[Op, ...] = get_args(Op)
 
 
@@ -36,6 +37,12 @@ class BenchCommand:
     kernels take the time. `model` does the same with whole layers, experts and hyper-connections included, whose
     weights are random and stored as the release's are: as many layers as fit the device, if not told otherwise.
 
+    `all_reduce` times sums over the devices of a mesh in a loop on the devices, beside XLA's.
+    `prefill` runs an attention layer of each kind over chunks of one request's prompt, after so many tokens as
+    `--contexts` says. It reports milliseconds and tokens a second, the rate of the products, the floor (products at the
+    rate of a large one, or bytes read and written once), and which kinds of kernels take the time; last, for all layers
+    together, the sum of the layers' times.
+
     `serve` has the packaged model answer made-up conversations that share system prompts and send their history again
     with every turn, without and with a prefix cache. It reports throughput, time to the first token, the share of
     prompt tokens that the cache held, and how many programs were compiled.
@@ -49,10 +56,12 @@ class BenchCommand:
       dsv4-jax bench layer --only experts --batches 1 --contexts 4096
       dsv4-jax bench model --layers 8 --batches 1 8
       dsv4-jax bench model --mesh model=4
+      dsv4-jax bench all_reduce --mesh model=4
+      dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
 
     Attributes:
-      ops: which operations (default: all), or step, or layer, or model, or serve.
+      ops: which operations (default: all), or step, or layer, or model, or prefill, or serve, or all_reduce.
       shapes: the model whose shapes are used.
       cache_format: what the cache's bytes mean.
       only: only cases of operations whose op or shape contains one of these texts.
@@ -60,22 +69,26 @@ class BenchCommand:
       out: also write the results to this file.
       batches: step, layer, model: batch sizes, in requests. Default: 1 8 32, of whole layers 1 8 32 128; on a CPU 1 4
       contexts: step, layer, model: context lengths, in tokens a request. Default: 4096 65536 1048576, of whole layers
-        4096 65536; on a CPU 512 4096
+        4096 65536; on a CPU 512 4096. prefill: tokens before a chunk. Default: 0 65536 524288; on a CPU 0 256
+      chunks: prefill: tokens of a chunk. Default: 512 2048 8192; on a CPU 64
       layers: step, model: run only this many layers, the first ones; 0 = all, or of model as many as fit.
-      trace: step, layer, model: write a profile of the steps at the longest context to this folder, for TensorBoard or
-        Perfetto.
-      plot: step: plot time against context to this PNG file; layer, model: what takes a layer's time; serve: time to
-        the first token against tokens sent.
+      trace: step, layer, model, prefill: write a profile of the steps at the longest context to this folder, for
+        TensorBoard or Perfetto.
+      plot: step: plot time against context to this PNG file; layer, model: what takes a layer's time; prefill: tokens
+        a second against context; serve: time to the first token against tokens sent.
       conversations: serve: number of conversations.
       turns: serve: requests of each conversation.
       drafts: serve: tokens that prompt lookup may guess in a step. step, layer, model: also measure a step that
         verifies so many drafts of each request, and one that then makes as many with the multi-token-prediction block
         (step: its attention), and report tokens a second for assumed shares of right drafts. 0 = no speculative
         decoding.
-      mesh: step, model, serve: several devices, such as model=4, as for generate. Bytes are those of one device.
+      mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of
+        one device.
     """
 
-    ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "serve"], ...]] = OPS
+    ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "prefill", "serve", "all_reduce"], ...]] = (
+        OPS
+    )
     shapes: Literal["flash", "pro"] = "flash"
     cache_format: Literal["v4", "per_entry"] = "v4"
     only: tuple[str, ...] = ()
@@ -83,6 +96,7 @@ class BenchCommand:
     out: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE", help_behavior_hint="")] = None
     batches: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="N ...", help_behavior_hint="")] = None
     contexts: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="N ...", help_behavior_hint="")] = None
+    chunks: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="N ...", help_behavior_hint="")] = None
     layers: int = 0
     trace: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -100,12 +114,18 @@ class BenchCommand:
         if self.drafts < 0:
             raise ValueError(f"--drafts {self.drafts} must be at least 0")
         sizes = None if self.mesh is None else parse_mesh(self.mesh)
-        if sizes and self.ops[0] not in ("step", "model", "serve"):
-            raise ValueError(f"--mesh is for step, model and serve: dsv4-jax bench step --mesh {self.mesh}")
-        if self.plot is not None and self.ops[0] not in ALONE:
-            raise ValueError(f"--plot draws {', '.join(ALONE)}: dsv4-jax bench step --plot {self.plot}")
-        if self.ops == ("layer",) and self.layers:
-            raise ValueError(f"--layers {self.layers} is not for layer, which measures layers of one kind at a time")
+        if sizes and self.ops[0] not in MESHED:
+            raise ValueError(f"--mesh is for {', '.join(MESHED)}: dsv4-jax bench step --mesh {self.mesh}")
+        if self.ops == ("all_reduce",) and (sizes is None or sizes.get("model", 1) < 2):
+            raise ValueError("all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2")
+        if self.plot is not None and self.ops[0] not in ALONE[:-1]:
+            raise ValueError(f"--plot draws {', '.join(ALONE[:-1])}: dsv4-jax bench step --plot {self.plot}")
+        if self.ops[0] in ("layer", "prefill") and self.layers:
+            raise ValueError(
+                f"--layers {self.layers} is not for {self.ops[0]}, which measures layers of one kind at a time"
+            )
+        if self.chunks is not None and self.ops != ("prefill",):
+            raise ValueError("--chunks is for prefill: dsv4-jax bench prefill --chunks 8192")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
         if self.plot is not None and self.plot.suffix != ".png":
@@ -123,7 +143,7 @@ class BenchCommand:
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         import jax
 
-        from dsv4_jax.bench import decode_steps, op_times, plots, serving
+        from dsv4_jax.bench import decode_steps, op_times, plots, prefill, serving, sums
         from dsv4_jax.config import DSV4Config
         from dsv4_jax.quant import kv_format
 
@@ -135,6 +155,9 @@ class BenchCommand:
             workload = serving.Workload(self.conversations, self.turns, self.drafts)
             report["workload"] = dataclasses.asdict(workload)
             sections = dict(results=serving.run(workload, mesh))
+        elif self.ops == ("all_reduce",) and mesh is not None:
+            config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
+            sections = dict(results=sums.run(config.hidden_size, mesh, report))
         else:
             report |= dict(shapes=self.shapes, cache_format=self.cache_format)
             config = DSV4Config.v4_flash() if self.shapes == "flash" else DSV4Config.v4_pro()
@@ -144,8 +167,12 @@ class BenchCommand:
             cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
             options = decode_steps.StepOptions(*cases, whole=whole, mesh=mesh)
             if self.ops == ("layer",):
-                parts = op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
+                # Single ops run on one device.
+                parts = [] if mesh else op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)
                 sections = dict(parts=parts, results=decode_steps.run_kinds(*model, options, report))
+            elif self.ops == ("prefill",):
+                options = prefill.PrefillOptions(self.chunks, self.contexts, self.trace)
+                sections = dict(results=prefill.run(*model, options, report))
             elif self.ops[0] in ("step", "model"):
                 report["layers"] = "whole" if whole else "attention"
                 sections = dict(results=decode_steps.run(*model, options, report))
@@ -158,5 +185,6 @@ class BenchCommand:
                 if self.out is not None:  # after every row, because a run takes minutes
                     self.out.write_text(json.dumps(report, indent=1) + "\n")
         if self.plot is not None:
-            draw = dict(step=plots.plot_steps, serve=plots.plot_serving).get(self.ops[0], plots.plot_layers)
+            own = dict(step=plots.plot_steps, serve=plots.plot_serving, prefill=plots.plot_prefill)
+            draw = own.get(self.ops[0], plots.plot_layers)
             draw(report, self.plot)

@@ -71,8 +71,11 @@ class GenerateCommand:
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
         so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
-      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
-        the whole cache. Default: one device.
+      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
+        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
+        the whole model. Default: one device.
+      split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
+        many times more fit. There is no kernel for attention to them yet.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
@@ -99,6 +102,7 @@ class GenerateCommand:
     dtype: Dtype = "bfloat16"
     weights: Weights = None
     mesh: MeshText = None
+    split_context: bool = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -120,7 +124,7 @@ class GenerateCommand:
         self._check_search()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint, mtp=self.drafts > 0)
-        sizes = check_mesh_text(self.mesh, config)
+        sizes = check_mesh_text(self.mesh, config, self.split_context)
         notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
@@ -134,7 +138,10 @@ class GenerateCommand:
         option, prompt = self._read_prompt(tokenizer)
         # The last token is sampled, but never stored.
         tokens, slots = len(prompt) + self.max_new_tokens - 1, max(self.n_best, self.beams)
-        manager = make_manager(config, slots, tokens, self.cache_format, self.dtype, drafts=self.drafts, mesh=mesh)
+        # Answers to one prompt stay with it, in one part of the mesh.
+        cut = dict(mesh=mesh, split_context=self.split_context)
+        slots_in_all = slots * sizes.get("data", 1)
+        manager = make_manager(config, slots_in_all, tokens, self.cache_format, self.dtype, drafts=self.drafts, **cut)
         manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()

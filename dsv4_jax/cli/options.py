@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from dsv4_jax.data import block_tokens, packaged_checkpoint
-from dsv4_jax.parallel.mesh import check_cuts, parse_mesh
+from dsv4_jax.parallel.mesh import check_cuts, check_split, parse_mesh
 
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Weights = Annotated[
     Literal["stored", "bfloat16", "float32"] | None,
     tyro.conf.arg(metavar="{stored,bfloat16,float32}", help_behavior_hint=""),
 ]
-MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="model=N", help_behavior_hint="")]
+MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="data=M,model=N", help_behavior_hint="")]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
@@ -89,10 +89,15 @@ def load_model(
     return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, mesh=mesh)
 
 
-def check_mesh_text(text: str | None, config: "DSV4Config") -> dict[str, int]:
-    """Sizes of --mesh by axis, none without it; raises ValueError if it is no mesh or cannot cut the model."""
+def check_mesh_text(text: str | None, config: "DSV4Config", split_context: bool = False) -> dict[str, int]:
+    """Sizes of --mesh by axis, none without it.
+
+    Raises:
+      ValueError: it is no mesh, or cannot cut the model, or the context as --split-context says.
+    """
     sizes = {} if text is None else parse_mesh(text)
     check_cuts(config, sizes)
+    check_split(sizes, split_context)
     return sizes
 
 
@@ -105,8 +110,12 @@ def make_manager(
     *,
     drafts: int = 0,
     mesh: "Mesh | None" = None,
+    split_context: bool = False,
 ) -> "KVCacheManager":
     """A manager of a cache for `requests` requests of up to `tokens` tokens, `drafts` of which are guessed at once.
+
+    Where a mesh cuts requests, each part has as many slots as the others, and where it splits their context, each
+    device as many blocks.
 
     Raises:
       ValueError: the model's context is shorter, or the format does not fit the model.
@@ -121,11 +130,12 @@ def make_manager(
             f"a request of {tokens} tokens (prompt and new ones) is longer than the model's context: "
             f"max_position_embeddings={limit}"
         )
-    size = block_tokens(config)
-    blocks = -(-tokens // size)
+    size, parts = block_tokens(config), 1 if mesh is None else mesh.shape.get("data", 1)
+    requests, blocks = -(-requests // parts) * parts, -(-tokens // size)
+    devices = mesh.size if mesh is not None and split_context else 1
     return KVCacheManager(
         config,
-        num_blocks=requests * blocks,
+        num_blocks=-(-requests * blocks // devices) * devices,
         max_requests=requests,
         # Whole blocks, so that prompts of similar lengths share a compiled program.
         max_context=min(blocks * size, limit),
@@ -134,6 +144,7 @@ def make_manager(
         dtype=jnp.dtype(dtype),
         max_query_tokens=1 + drafts,
         mesh=mesh,
+        split_context=split_context,
     )
 
 

@@ -19,6 +19,7 @@ from dsv4_jax.cli.options import (
     check_positive,
 )
 from dsv4_jax.data import block_tokens
+from dsv4_jax.parallel.mesh import check_split
 from dsv4_jax.sizes import parse_bytes, readable_bytes
 
 
@@ -53,7 +54,9 @@ class PlanCommand:
       drafts: K, plan for drafts of the model's multi-token-prediction block: its window, the residual streams that it
         begins with, and room for steps of 1 + K tokens.
       weights: bytes of the memory that are already taken, for instance by the model's weights.
-      mesh: several devices, such as model=4: each holds the whole cache, so it has to fit one device's memory.
+      mesh: several devices, such as model=4 or data=2,model=2, each with that memory. Requests are shared out along
+        data; along model each device holds the whole cache of its requests.
+      split_context: the devices along model hold the compressed entries of their requests between them.
       as_json: print one JSON object instead.
     """
 
@@ -68,6 +71,7 @@ class PlanCommand:
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     weights: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     mesh: MeshText = None
+    split_context: bool = False
     as_json: JsonFlag = False
 
     def run(self) -> None:
@@ -81,9 +85,10 @@ class PlanCommand:
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = _read_config(self.config, mtp=self.drafts > 0)
-        check_mesh_text(self.mesh, config)
+        sizes = check_mesh_text(self.mesh, config, self.split_context)
         one = self.schema(config, self.context)
-        report = self._report(config, one, memory, weights)
+        share = _Share(memory - weights, sizes.get("data", 1), check_split(sizes, self.split_context))
+        report = self._report(config, one, memory, weights, share)
         if self.as_json:
             print(json.dumps(report))
         else:
@@ -107,17 +112,20 @@ class PlanCommand:
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
-    def _report(self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int) -> dict[str, Any]:
-        free = memory - weights
+    def _report(
+        self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int, share: "_Share"
+    ) -> dict[str, Any]:
         counts = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
-            # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
-            each = self.schema(config, context).memory_bytes()
-            fit = free // each if self.max_requests is None else min(free // each, self.max_requests)
-            counts.append(dict(context=context, bytes_per_request=each, requests=fit))
+            schema = self.schema(config, context)
+            fit = share.parts * share.requests(schema)
+            fit = fit if self.max_requests is None else min(fit, self.max_requests)
+            left = share.memory - share.used(schema, -(-fit // share.parts))
+            counts.append(dict(context=context, bytes_per_request=share.used(schema, 1), requests=fit, bytes_left=left))
         report: dict[str, Any] = dict(
             config=self.config,
             mesh=self.mesh,
+            split_context=self.split_context,
             cache_format=self.cache_format,
             memory_bytes=memory,
             weights_bytes=weights,
@@ -131,7 +139,7 @@ class PlanCommand:
             fits=counts,
         )
         if self.max_requests is not None:
-            longest = _longest_context(one, free // self.max_requests, config.max_position_embeddings)
+            longest = min(share.longest_context(one, self.max_requests), config.max_position_embeddings)
             report |= dict(max_requests=self.max_requests, longest_context=longest)
         return report
 
@@ -163,12 +171,38 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
     }
 
 
-def _longest_context(one: "CacheSchema", memory: int, limit: int) -> int:
-    """The most tokens of a request whose cache takes up to `memory` bytes; 0 if not even a block fits."""
-    table_entry = one.block_table_struct().dtype.itemsize
-    fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + table_entry)
-    blocks = max(0, memory - fixed) // (one.block_bytes + table_entry)
-    return min(blocks * one.block_tokens, limit)
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What a device has room for: `memory` bytes, for the requests of one of `parts`, whose blocks lie on `holders`."""
+
+    memory: int
+    parts: int
+    holders: int
+
+    def used(self, one: "CacheSchema", requests: int) -> int:
+        """Bytes that so many full requests of its part take on a device, each as `one` says."""
+        # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
+        slot = one.memory_bytes() - one.max_blocks * one.block_bytes
+        return requests * slot + -(-requests * one.max_blocks // self.holders) * one.block_bytes
+
+    def requests(self, one: "CacheSchema") -> int:
+        """The most full requests of a part."""
+        slots = one.memory_bytes() + (self.holders - 1) * (one.memory_bytes() - one.max_blocks * one.block_bytes)
+        count = self.holders * self.memory // slots
+        # Blocks are whole: a device may hold one more than its share.
+        while self.used(one, count) > self.memory:
+            count -= 1
+        return count
+
+    def longest_context(self, one: "CacheSchema", requests: int) -> int:
+        """The most tokens that each of so many requests can have; 0 if not even a block fits."""
+        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.parts)
+        fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + entry)
+        room = max(0, self.memory - requests * fixed)
+        blocks = room * self.holders // (requests * (one.block_bytes + entry * self.holders))
+        while blocks and requests * blocks * entry + -(-requests * blocks // self.holders) * one.block_bytes > room:
+            blocks -= 1
+        return blocks * one.block_tokens
 
 
 def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
@@ -194,13 +228,15 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         )
     free = report["memory_bytes"] - report["weights_bytes"]
     title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
+    if report["mesh"]:
+        title += f" on each device of {report['mesh']}" + ", context split" * report["split_context"]
     fits = Table(title=title, title_justify="left")
     for column in ("context", "bytes a request", "requests", "bytes left"):
         fits.add_column(column, justify="right")
     for row in report["fits"]:
-        each, count = row["bytes_per_request"], row["requests"]
+        each, count, left = row["bytes_per_request"], row["requests"], row["bytes_left"]
         style = "bold" if row["context"] == context else None
-        fits.add_row(f"{row['context']:,}", f"{each:,}", f"{count:,}", f"{free - count * each:,}", style=style)
+        fits.add_row(f"{row['context']:,}", f"{each:,}", f"{count:,}", f"{left:,}", style=style)
     console.print(fits)
     if "max_requests" in report:
         requests, longest = report["max_requests"], report["longest_context"]

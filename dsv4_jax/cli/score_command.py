@@ -57,8 +57,11 @@ class ScoreCommand:
       dtype: of activations, and of weights unless --weights says otherwise.
       weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
         so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
-      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
-        the whole cache. Default: one device.
+      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
+        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
+        the whole model. Default: one device.
+      split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
+        many times more fit. There is no kernel for attention to them yet.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
       window_only: attend to the sliding window only, and to no compressed entry, in any layer.
       drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,
@@ -78,6 +81,7 @@ class ScoreCommand:
     dtype: Dtype = "bfloat16"
     weights: Weights = None
     mesh: MeshText = None
+    split_context: bool = False
     index_topk: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
     window_only: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
@@ -95,7 +99,7 @@ class ScoreCommand:
         if self.index_topk is not None:
             check_positive(index_topk=self.index_topk)
             config = dataclasses.replace(config, index_topk=self.index_topk)
-        mesh_sizes = check_mesh_text(self.mesh, config)
+        mesh_sizes = check_mesh_text(self.mesh, config, self.split_context)
         notify(f"Starting JAX and reading {self.checkpoint} ...")
         import numpy as np
         from rich.progress import Progress
@@ -110,7 +114,8 @@ class ScoreCommand:
         prefill = total if self.decode_from is None else self.decode_from
         if not 0 <= prefill <= total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts, mesh=mesh)
+        cut = dict(mesh=mesh, split_context=self.split_context)
+        manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts, **cut)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
         model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, mesh=mesh)

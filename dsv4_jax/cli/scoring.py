@@ -15,12 +15,13 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
 from dsv4_jax.decode.drafts import draft, newest_tokens
-from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.host.forward import first_tokens
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.ops import CompressorWeights
+from dsv4_jax.parallel.on_mesh import on_mesh
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
@@ -83,7 +84,6 @@ def score_ids(
     Yields:
       What `score_step` returns for the n tokens of a step, each array [B, n, ...].
     """
-    rows = len(ids)
     slots = [manager.admit(row) for row in ids]
     cache, at = manager.init_cache(), 0
     if window_only:
@@ -91,8 +91,9 @@ def score_ids(
     for n in sizes:
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
         results, cache = score_step(model, cache, batch, layers=layers, drafts=drafts, per_row=n if drafts else 0)
-        # Requests stand one after another, padding last.
-        yield {name: np.asarray(x)[: rows * n].reshape(rows, n, *x.shape[1:]) for name, x in results.items()}
+        starts = first_tokens(manager.requests, dict.fromkeys(slots, n), len(batch.slots) // manager.requests.parts)
+        here = np.array([starts[slot] for slot in slots])[:, None] + np.arange(n)
+        yield {name: x[here] for name, x in manager.requests.get(results).items()}
         at += n
     for slot in slots:
         manager.release(slot)
@@ -172,7 +173,11 @@ class WindowOnlyHandle:
         return jnp.zeros((scores.shape[0], 0), jnp.int32)
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Int[Array, "T K"] | None = None
+        self,
+        q: Float[Array, "T H D"],
+        sinks: Float[Array, "H"],
+        indices: Int[Array, "T K"] | None = None,
+        inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "WindowOnlyHandle"]:
-        out, window = self.window.attend(q, sinks)
+        out, window = self.window.attend(q, sinks, None, inv_freq)
         return out, WindowOnlyHandle(window)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 from pathlib import Path
@@ -50,8 +51,11 @@ class ServeCommand:
       api_key: what clients must send as Authorization: Bearer KEY. Default: the environment variable DSV4_JAX_API_KEY,
         which other users of the machine do not see.
       insecure: listen at any address without an API key.
-      mesh: several devices, such as model=4: heads, experts and vocabulary are cut over 4 devices, each of which holds
-        the whole cache. Default: one device.
+      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
+        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
+        the whole model. Default: one device.
+      split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
+        many times more fit. There is no kernel for attention to them yet.
       model_name: what clients call the model. Default: the name of the checkpoint's folder.
       max_requests: requests that run at once; each has a slot in the cache.
       max_waiting: requests that wait for a slot at most; others get status 429.
@@ -74,6 +78,7 @@ class ServeCommand:
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
     insecure: bool = False
     mesh: MeshText = None
+    split_context: bool = False
     model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     max_requests: int = 16
     max_waiting: int = 256
@@ -151,10 +156,11 @@ class ServeCommand:
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        sizes = check_mesh_text(self.mesh, config)
+        sizes = check_mesh_text(self.mesh, config, self.split_context)
         mesh = make_mesh(sizes) if sizes else None
         size = block_tokens(config)
         full = self.max_requests * -(-context // size)
+        full += -full % math.prod(sizes.values())
         manager = KVCacheManager(
             config,
             memory=self.memory,
@@ -166,6 +172,7 @@ class ServeCommand:
             dtype=jnp.dtype(self.dtype),
             max_query_tokens=1 + self.drafts,
             mesh=mesh,
+            split_context=self.split_context,
         )
         model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, mesh=mesh)
         return Engine(

@@ -10,9 +10,9 @@ from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, newest_tokens
-from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.decode.sampling import GREEDY, LogprobRows, Sampling, TopLogprobs
 from dsv4_jax.decode.step import Model, draw, last_tokens
+from dsv4_jax.parallel.on_mesh import on_mesh
 
 
 @functools.partial(

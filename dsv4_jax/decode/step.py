@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftingModel, check_drafts, draft, forward_for_drafts, newest_tokens
-from dsv4_jax.decode.on_mesh import on_mesh
 from dsv4_jax.decode.sampling import LogprobRows, Sampling, SamplingRows, TopLogprobs, sample, top_logprobs
 from dsv4_jax.ops.views import run_bounds
+from dsv4_jax.parallel.on_mesh import on_mesh
 
 
 @runtime_checkable

@@ -6,7 +6,6 @@ import itertools
 import reprlib
 from collections.abc import Hashable, Iterator, Sequence
 
-import jax
 import numpy as np
 
 from dsv4_jax.arguments import check_whole
@@ -15,11 +14,12 @@ from dsv4_jax.decode.drafts import check_drafts
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, Sampling
 from dsv4_jax.decode.step import Model
-from dsv4_jax.engine.drafters import Drafter, accept
+from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, check_no_requests, check_request
-from dsv4_jax.engine.runner import StepResults, StepRunner
+from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
+from dsv4_jax.engine.updates import update
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.summary import Summarised, Summary
 
@@ -30,6 +30,9 @@ class Engine(Summarised):
     A step is one of two compiled programs: one for decode steps, which bring the newest token of each request and its
     drafts, and one of `token_budget` tokens for all others. Neither depends on which requests run. A request's tokens
     do not depend on the other requests, on waiting, on preemption or on drafts.
+
+    On a mesh with an axis "data" each part of it runs requests of its own, in steps of one program. A request goes
+    where it fits, to the part with the longest prefix of it, else to the one with the most free slots.
 
     If a step raises, whatever the error, the engine stays usable: the requests that ran are queued again and continue
     from the tokens they have. Not thread-safe.
@@ -58,7 +61,8 @@ class Engine(Summarised):
           model: the model.
           manager: must hold no request.
           cache: of the manager; None = an empty one. The engine donates it.
-          token_budget: how many tokens a step runs at most. More read prompts faster and delay running requests longer.
+          token_budget: how many tokens a step runs at most, in each part of a mesh's axis "data". More read prompts
+            faster and delay running requests longer.
           drafter: guesses tokens, on the host, such as `PromptLookup()`, or on the device: `MTPDrafter()`; None = no
             drafts.
           draft_tokens: how many drafts of a request a step verifies at most; by default what the manager's
@@ -91,11 +95,11 @@ class Engine(Summarised):
         drafts = draft_tokens if getattr(drafter, "on_device", False) else 0
         if drafts:
             check_drafts(schema, drafts)
-        decode_size = schema.max_requests * (1 + draft_tokens)
+        slots = manager.requests.slots_per_part
+        decode_size = slots * (1 + draft_tokens)
         if token_budget < decode_size:
             raise ValueError(
-                f"{token_budget=} must be at least {decode_size}: {1 + draft_tokens} for each of "
-                f"{schema.max_requests} requests"
+                f"{token_budget=} must be at least {decode_size}: {1 + draft_tokens} for each of {slots} requests"
             )
         self.max_logprobs = check_whole("max_logprobs", max_logprobs, 0, schema.config.vocab_size)
         self.manager, self.prefix, self.token_budget, self.draft_tokens = manager, prefix, token_budget, draft_tokens
@@ -338,55 +342,22 @@ class Engine(Summarised):
 
     def _execute(self, scheduled: list[ScheduledRequest]):
         """Runs a batch and gives each request what was drawn for it."""
-        scheduler, rows, given, at = self._scheduler, [], [], 0
+        scheduler = self._scheduler
         sampling, seeds, failed = self._runner.sampling_rows([item.request for item in scheduled])
         for request, error in failed.items():
             scheduler.finish(request, "error", error)
         scheduled = [item for item in scheduled if item.request not in failed]
         if not scheduled:
             return
-        for item in scheduled:
-            at += len(item.tokens)
-            rows += range(at - len(item.given), at)
-            given += item.given
         tokens = {item.request.slot: item.tokens for item in scheduled}
+        given = {item.request.slot: item.given for item in scheduled}
         top = any(item.given and item.request.num_top_logprobs for item in scheduled)
-        batch, found, scheduler.cache = self._runner(scheduler.cache, tokens, rows, sampling, seeds, given, top=top)
-        found, at = jax.device_get(found), 0
+        batch, found, rows, scheduler.cache = self._runner(scheduler.cache, tokens, given, sampling, seeds, top=top)
+        found = self.manager.requests.get(found)
         self._metrics.steps += 1
         self._metrics.mixed_steps += batch.prefill
         for item in scheduled:
-            self._update(item, found.rows(slice(at, at := at + len(item.given))))
-
-    def _update(self, item: ScheduledRequest, found: StepResults):
-        """Gives a request the accepted tokens, forgets rejected drafts, and finishes it if it is done."""
-        request, manager, metrics = item.request, self.manager, self._metrics
-        known, length, scored = len(request.tokens), manager.length(request.slot), item.num_scored
-        drafts = item.tokens[len(item.tokens) - item.num_drafts :].tolist()
-        new = accept(drafts, found.tokens[scored:].tolist()) if item.samples else []
-        bad = np.flatnonzero(~np.isfinite(found.logprobs[: scored + len(new)]))
-        if bad.size:
-            last = length - len(item.given) + bad[0]
-            error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
-            return self._scheduler.finish(request, "error", error)
-        if scored:
-            request.score(length - len(item.tokens) + 1, found.logprobs[:scored], found.top)
-        if item.samples:
-            drawn = found.rows(slice(scored, scored + len(new)))
-            if drawn.drafts is not None:
-                request.predicted = drawn.drafts[request.slot]
-            metrics.drafted_tokens += item.num_drafts
-            metrics.accepted_tokens += len(new) - 1
-            self._scheduler.pending_outputs.setdefault(request, known)
-            metrics.generated_tokens += len(request.extend(new, drawn.logprobs, item.num_drafts, drawn.top))
-            # The newest token is not in the cache yet; rejected drafts, and accepted ones after the end, are.
-            manager.rewind(request.slot, length - (len(request.tokens) - 1))
-        metrics.prompt_tokens += len(item.tokens) if item.is_prefill else 0
-        before, block = length - len(item.tokens), manager.schema.block_tokens
-        if self.prefix is not None and manager.length(request.slot) // block > before // block:
-            self.prefix.observe(self.cache, request.slot, request.tokens)
-        if request.finish_reason is not None:
-            self._scheduler.finish(request, request.finish_reason)
+            update(scheduler, item, found.rows(rows[item.request.slot]))
 
     def _next_order(self):
         """The next number that is not the id of a request: it may become one."""

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from dsv4_jax.decode.programs import CompiledModel
@@ -119,8 +118,8 @@ def generate_on_device(
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
         sizes = dict(steps=max_new_tokens, drafts=drafts)
-        *found, _ = model.decode_loop(engine.cache, batch, manager.requests.put(seeds), **sizes, **options)
-        tokens, *accepted = jax.device_get(found)
+        *found, _ = model.decode_loop(engine.cache, batch, manager.requests.put(seeds, "slots"), **sizes, **options)
+        tokens, *accepted = manager.requests.get(found)
         accepted = accepted[0] if drafts else np.where(tokens >= 0, 0, -1)
         rows = [(tokens[request.slot], accepted[request.slot]) for request in requests]
         return [(ids[ids >= 0].tolist(), kept[kept >= 0].tolist()) for ids, kept in rows]
@@ -132,7 +131,7 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
     if len(prompts) == 0:
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
-    budget = min(chunk, total) - 1 + manager.schema.max_requests * (1 + drafts)
+    budget = min(chunk, total) - 1 + manager.requests.slots_per_part * (1 + drafts)
     drafter = MTPDrafter() if drafts else None
     return contextlib.closing(Engine(model, manager, token_budget=budget, drafter=drafter, draft_tokens=drafts))
 
@@ -145,8 +144,11 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 
 def _check_room(manager, prompts, max_new_tokens):
     """Raises CacheFullError unless all requests fit at once."""
-    slots, blocks = manager.free_slots, manager.free_blocks
+    table = manager.requests
+    free = [[len(table.free_slots(part)), table.allocator.free_in(part)] for part in range(table.parts)]
     for fit, prompt in enumerate(prompts):
-        blocks -= manager.requests.blocks_for(len(prompt) + max_new_tokens - 1)
-        if fit == slots or blocks < 0:
+        need = table.blocks_for(len(prompt) + max_new_tokens - 1)
+        part = max(free, key=lambda part: (part[0] > 0 and part[1] >= need, *part))  # noqa: B023 (called here)
+        part[:] = part[0] - 1, part[1] - need
+        if min(part) < 0:
             raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({fit} do); use stream, or a larger cache")

@@ -239,8 +239,9 @@ def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, m
     check_positive(max_new_tokens=max_new_tokens)
     ids, schema = manager.check_ids(prompt, "prompt"), manager.schema
     # The last token is drawn, never stored.
-    need, blocks = len(ids) + max_new_tokens - 1, schema.num_blocks * schema.block_tokens
-    for name, limit in {"max_context": schema.max_context, "the whole cache's": blocks}.items():
+    need, table = len(ids) + max_new_tokens - 1, manager.requests
+    blocks = "the whole cache's" if table.parts == 1 else f"each of the cache's {table.parts} parts'"
+    for name, limit in {"max_context": schema.max_context, blocks: table.capacity}.items():
         if need > limit:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for {need}, more than {name} {limit}"

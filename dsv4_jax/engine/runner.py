@@ -10,15 +10,16 @@ from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, LogprobRows, SamplingRows, TopLogprobs
 from dsv4_jax.engine.requests import Request
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host.forward import first_tokens
 
 
 class StepResults(NamedTuple):
     """What a step found, on the device or the host.
 
     Attributes:
-      tokens: [decode_size] int32, drawn or given.
-      logprobs: [decode_size] float32 their log-probabilities.
-      top: the likeliest tokens [decode_size, max_logprobs]; None = not wanted.
+      tokens: [rows] int32, drawn or given; `decode_size` rows, in each part of a mesh's axis "data".
+      logprobs: [rows] float32 their log-probabilities.
+      top: the likeliest tokens [rows, max_logprobs]; None = not wanted.
       drafts: [slots, drafts] int32; None without drafts on the device.
     """
 
@@ -36,7 +37,8 @@ class StepResults(NamedTuple):
 class StepRunner:
     """Runs batches in two programs: one for decode steps (newest tokens and their drafts), one for all others.
 
-    They have `decode_size` tokens, which are also the most that any step draws, and `token_budget`. Where `uniform`,
+    They have `decode_size` tokens, which are also the most that any step draws, and `token_budget`; on a mesh with an
+    axis "data" in each part of it. Where `uniform`,
     decode steps run in the second one too. Where `drafts` is not 0, each makes that many drafts a slot for the next.
     Where `max_logprobs` is not 0, each can find so many of the likeliest tokens, and log-probabilities of known tokens.
     """
@@ -67,36 +69,40 @@ class StepRunner:
         self,
         cache: KVCache,
         tokens: Mapping[int, np.ndarray],
-        sampled_rows: Sequence[int],
+        given: Mapping[int, Sequence[int]],
         sampling: SamplingRows,
         seeds: np.ndarray,
-        given: Sequence[int] = (),
         top: bool = False,
-    ) -> tuple[Batch, StepResults, KVCache]:
+    ) -> tuple[Batch, StepResults, dict[int, slice], KVCache]:
         """Prepares a batch and launches its step; does not wait for it.
 
-        Each slot brings `tokens` [n]. A token is drawn after each of the batch's tokens at the indices `sampled_rows`,
-        as `sampling` and `seeds` say of its slot, or `given` has the one that is known to follow (otherwise -1). `top`
-        says whether the likeliest tokens are wanted. The cache is donated.
+        Each slot brings `tokens` [n]. As `given` [m] says of the slot, something is found after the last m of them: -1
+        = a token is drawn, as `sampling` and `seeds` say; else this one is known to follow. `top` says whether the
+        likeliest tokens are wanted. The cache is donated.
 
         Returns:
-          (the batch; what the step found, in the order of `sampled_rows` and padded; the cache).
+          (the batch; what the step found; {slot: which of its rows are the slot's}; the cache).
         """
         sizes = dict(prefill_size=self.token_budget, decode_size=0 if self.uniform else self.decode_size)
-        batch = self._manager.prepare_forward(tokens, **sizes)
-        rows = np.full((self.decode_size,), -1, np.int32)
-        rows[: len(sampled_rows)] = sampled_rows
+        table, batch = self._manager.requests, self._manager.prepare_forward(tokens, **sizes)
+        size = len(batch.slots) // table.parts
+        starts = first_tokens(table, {slot: len(new) for slot, new in tokens.items()}, size)
+        places = first_tokens(table, {slot: len(given[slot]) for slot in tokens}, self.decode_size)
+        where = {slot: slice(place, place + len(given[slot])) for slot, place in places.items()}
+        rows, known = np.full((2, table.parts * self.decode_size), -1, np.int32)
+        for slot, new in tokens.items():
+            # Where a token stands within its part.
+            end = starts[slot] % size + len(new)
+            rows[where[slot]], known[where[slot]] = range(end - len(given[slot]), end), given[slot]
         args = rows, sampling, seeds
         if self.max_logprobs:
-            known = np.full_like(rows, -1)
-            known[: len(given)] = given
             args += (LogprobRows(known, np.bool_(top), self.max_logprobs),)
-        inputs = self._manager.requests.put(args)
+        inputs = table.put(args, "tokens")
         if self.drafts:
-            tokens, logprobs, *found, drafts, cache = self._model.draft_step(cache, batch, *inputs, drafts=self.drafts)
+            ids, logprobs, *found, drafts, cache = self._model.draft_step(cache, batch, *inputs, drafts=self.drafts)
         else:
-            (tokens, logprobs, *found, cache), drafts = self._model.sample_step(cache, batch, *inputs), None
-        return batch, StepResults(tokens, logprobs, found[0] if top else None, drafts), cache
+            (ids, logprobs, *found, cache), drafts = self._model.sample_step(cache, batch, *inputs), None
+        return batch, StepResults(ids, logprobs, found[0] if top else None, drafts), where, cache
 
     def sampling_rows(self, requests: Sequence[Request]) -> tuple[SamplingRows, np.ndarray, dict[Request, Exception]]:
         """How each slot's tokens are drawn, their seeds [slots] uint32, and what is wrong with a request, if anything.
@@ -123,14 +129,15 @@ class StepRunner:
         sampling, seeds, _ = self.sampling_rows([])
         for count in (min(schema.max_query_tokens + 1, self.token_budget, schema.max_context), 1):
             slot = manager.admit(num_tokens=count)
-            batch, _, cache = self(cache, {slot: np.zeros((count,), np.int32)}, [count - 1], sampling, seeds)
+            batch, _, _, cache = self(cache, {slot: np.zeros((count,), np.int32)}, {slot: [-1]}, sampling, seeds)
             sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
             if count == 1:
                 offloaded, cache = offload(manager, cache, slot)
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
                     cache = prefix.warm_up(cache, slot)
-                if manager.free_slots and manager.free_blocks:  # otherwise no request can ever be forked
+                table, part = manager.requests, manager.requests.part(slot)
+                if table.free_slots(part) and table.room(part):  # otherwise no request can ever be forked
                     (child,), cache = manager.fork(cache, slot, 1)
                     manager.release(child)
             manager.release(slot)

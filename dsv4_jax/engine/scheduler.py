@@ -14,6 +14,7 @@ from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.offload import capture
+from dsv4_jax.host.placement import fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +43,10 @@ class Scheduler:
     """The requests of an engine and their cache.
 
     A request waits until there is a slot, and blocks for its tokens and one block more. It then takes blocks as it
-    grows. When none is left, the youngest request of the lowest priority is preempted: its bytes move to host memory
-    and come back unchanged, so its output does not depend on that. Running its tokens again would need no host memory,
-    but a token that was decoded alone and is then read in a chunk may differ in a last bit.
+    grows. When none is left, the youngest request of the lowest priority is preempted, of those in its part of the
+    cache: its bytes move to host memory and come back unchanged, to any part, so its output does not depend on that.
+    Running its tokens again would need no host memory, but a token that was decoded alone and is then read in a chunk
+    may differ in a last bit.
 
     Attributes:
       requests: unfinished requests by id. From these alone `restart` finds the two lists again.
@@ -90,7 +92,8 @@ class Scheduler:
         """
         offloaded, slots = request.offloaded, []
         if request.slot >= 0 and self.manager.length(request.slot):
-            room = min(len(children), self.manager.free_slots)
+            table = self.manager.requests
+            room = min(len(children), len(table.free_slots(table.part(request.slot))))
             if room < len(children):
                 offloaded = capture(self.manager, self.cache, request.slot)
             try:
@@ -144,7 +147,7 @@ class Scheduler:
             if self.running and not self._fits(request, num_tokens):
                 return
             try:
-                slot = self._admit(request)
+                slot = self._admit(request, num_tokens)
             except CacheCorruptionError as error:
                 self.finish(request, "error", error)
                 continue
@@ -161,40 +164,46 @@ class Scheduler:
         unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.running}
         newest = [request for request, count in unread.items() if count == 1]
         scheduled = [item for request in newest if decode and (item := self._schedule_decode(request))]
-        budget = self.token_budget - sum(len(item.tokens) for item in scheduled)
         readers = [request for request, count in unread.items() if count > 1 and request.slot >= 0]
-        # What is left of the places where a step finds tokens, when each may draw one.
-        rows = self.manager.schema.max_requests * (1 + self.draft_tokens) - len(readers)
-        rows -= sum(len(item.given) for item in scheduled)
+        table = self.manager.requests
+        # What is left in each part of the tokens, and of the places where a step finds some, when each may draw one.
+        budget = [self.token_budget] * table.parts
+        rows = [table.slots_per_part * (1 + self.draft_tokens)] * table.parts
+        for item in scheduled:
+            budget[table.part(item.request.slot)] -= len(item.tokens)
+            rows[table.part(item.request.slot)] -= len(item.given)
         for request in readers:
-            start, known = self.manager.length(request.slot), len(request.tokens)
-            most = min(budget, rows + 1) if request.scores_prompt else budget
+            rows[table.part(request.slot)] -= 1
+        for request in readers:
+            start, known, part = self.manager.length(request.slot), len(request.tokens), table.part(request.slot)
+            most = min(budget[part], rows[part] + 1) if request.scores_prompt else budget[part]
             end = min(start + most, self._chunk_end(start, known - (not decode)))
             if end > start:
                 given = request.tokens[start + 1 : end + 1].tolist() if request.scores_prompt else []
                 given += [-1] if end == known else []
-                rows -= max(len(given) - 1, 0)
+                rows[part] -= max(len(given) - 1, 0)
                 scheduled.append(ScheduledRequest(request, request.tokens[start:end], is_prefill=True, given=given))
-                budget -= end - start
+                budget[part] -= end - start
         self.current = tuple(item.request for item in scheduled)
         return scheduled
 
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens)
-        free = self.manager.free_blocks + (0 if self.prefix is None else self.prefix.evictable)
-        return self.manager.requests.blocks_for(num_tokens) <= free
+        table = self.manager.requests
+        return any(fits(table, part, num_tokens) for part in range(table.parts))
 
-    def _admit(self, request):
+    def _admit(self, request, num_tokens):
         """A slot for a request, which holds what is still known of it in the cache or in host memory."""
+        room = dict(num_tokens=num_tokens)
         if request.offloaded is not None:
-            slot, self.cache = resume(self.manager, self.cache, request.offloaded)
+            slot, self.cache = resume(self.manager, self.cache, request.offloaded, **room)
         elif self.prefix is not None and not request.scores_prompt:  # what it scores must run
-            slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens)
+            slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens, **room)
             if not request.generated:
                 request.cached_tokens = hit_tokens
         else:
-            slot = self.manager.admit(request.tokens)
+            slot = self.manager.admit(request.tokens, **room)
         return slot
 
     def _schedule_decode(self, request):
@@ -215,7 +224,8 @@ class Scheduler:
                 if len(drafts):
                     drafts = drafts[:0]  # no request is preempted for the sake of drafts
                 else:
-                    self._preempt(self.running[-1])
+                    part = self.manager.requests.part
+                    self._preempt([r for r in self.running if part(r.slot) == part(request.slot)][-1])
         return None
 
     def _draft(self, request):

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from dsv4_jax.decode.programs import CompiledModel
@@ -107,8 +106,8 @@ def beam_search(
     check_positive(beams=beams, max_new_tokens=max_new_tokens, chunk=chunk)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
-    if beams > manager.free_slots:
-        raise ValueError(f"{beams=} need a slot each, there are {manager.free_slots}: raise max_requests")
+    if beams > (slots_per_part := manager.requests.slots_per_part):
+        raise ValueError(f"{beams=} need a slot each, there are {slots_per_part}: raise max_requests")
     prompt = manager.check_ids(prompt, "prompt")
     model, cache = CompiledModel.of(model), manager.init_cache()
     k = min(2 * beams, manager.schema.config.vocab_size)
@@ -116,14 +115,14 @@ def beam_search(
     try:
         # The last token is drawn, never stored.
         slots.append(manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1))
-        size = min(chunk, len(prompt)) + manager.schema.max_requests
+        size = min(chunk, len(prompt)) + slots_per_part
         *parts, last = np.split(prompt, range(chunk, len(prompt), chunk))
         for part in parts:
             *_, cache = model.top_step(cache, manager.prepare_forward({slots[0]: part}, prefill_size=size), k=k)
         best, ids, cache = model.top_step(cache, manager.prepare_forward({slots[0]: last}, prefill_size=size), k=k)
         alive, ended = [Candidate([], 0.0)], []
         for length in range(1, max_new_tokens + 1):
-            best_of, ids_of = jax.device_get((best, ids))
+            best_of, ids_of = manager.requests.get((best, ids))
             ways = [
                 (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
                 for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))

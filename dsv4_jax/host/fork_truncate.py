@@ -4,6 +4,7 @@ Both launch one program that donates the cache; the manager says what they promi
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -20,14 +21,14 @@ def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[i
         raise ValueError(f"{n=} must be at least 1")
     if not parent.length:
         raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
-    slots = table.free_slots(n)
+    slots = table.find_slots(n, table.part(slot))
     full, partial = divmod(parent.length, table.schema.block_tokens)
     shared = parent.blocks[:full]
-    with table.transaction(n if partial else 0) as copies:
+    with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
         table.allocator.share(shared * n)
         states = {}
-        for i, child in enumerate(slots):
-            blocks = shared + copies[i : i + 1]
+        for child in slots:
+            blocks = shared + copies[child]
             states[child] = dataclasses.replace(parent, blocks=blocks, published_blocks=len(blocks))
         cache = _copy_request(table, cache, slot, states, parent.blocks[full] if partial else -1, copies)
         table.commit(states)
@@ -50,9 +51,9 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
     full, partial = divmod(start, table.schema.block_tokens)
     keep, drop = state.blocks[: full + bool(partial)], state.blocks[full + bool(partial) :]
     written = keep[full:]
-    with table.transaction(len(written) if table.is_shared(written) else 0) as copies:
+    with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
         if copies:
-            keep, drop = keep[:full] + copies, written + drop
+            keep, drop = keep[:full] + copies[slot], written + drop
         table.allocator.release(drop)
         state = RequestState(start, min_length, keep, len(keep), False, state.cached_blocks[:full])
         if copies:
@@ -65,10 +66,11 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
 
 
 def _copy_request(table, cache, source, states, block, copies):
-    """The cache after the slots of `states` became copies of `source`, and `copies`, if any, copies of `block`."""
+    """The cache after the slots of `states` became copies of `source`, and `copies` by slot copies of `block`."""
     max_requests = table.schema.max_requests
     slots, blocks = np.full((2, max_requests), -1, np.int32)
-    slots[: len(states)], blocks[: len(copies)] = list(states), copies
+    copied = list(itertools.chain.from_iterable(copies.values()))
+    slots[: len(states)], blocks[: len(copied)] = list(states), copied
     rows = np.full((max_requests, table.schema.max_blocks), -1, np.int32)
     for i, state in enumerate(states.values()):
         rows[i] = table.block_table_row(state.blocks)

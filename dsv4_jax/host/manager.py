@@ -1,7 +1,6 @@
 """The host side of the cache: admits requests, reserves their blocks and builds each step's `Batch`."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -12,8 +11,10 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host.fork_truncate import fork, truncate
-from dsv4_jax.host.request_table import RequestState, RequestTable
-from dsv4_jax.parallel.mesh import check_cuts, check_mesh
+from dsv4_jax.host.forward import prepare_forward
+from dsv4_jax.host.placement import find_slot
+from dsv4_jax.host.request_table import RequestState, RequestTable, count_parts
+from dsv4_jax.parallel.mesh import check_cuts, check_mesh, check_parts, check_split
 from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
 from dsv4_jax.summary import Summarised, Summary
@@ -47,12 +48,14 @@ class KVCacheManager(Summarised):
         dtype=jnp.bfloat16,
         max_query_tokens: int = 1,
         mesh: Mesh | None = None,
+        split_context: bool = False,
     ):
         """A manager without requests. Give either `memory` or `num_blocks`.
 
         Args:
           config: the model.
-          memory: for the whole cache, in bytes or as text ("20GiB"); no more is used than full slots need.
+          memory: for what a device holds of the cache, in bytes or as text ("20GiB"); no more is used than full slots
+            need.
           num_blocks: blocks of each compressed pool.
           max_requests: slots, and the smallest number of tokens a step is padded to.
           max_context: tokens a request may hold.
@@ -60,16 +63,22 @@ class KVCacheManager(Summarised):
           kv_format: what the cache's bytes mean: "v4", "per_entry", "plain" or a `KVFormat`.
           dtype: the model's dtype.
           max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
-          mesh: the devices that the cache lies on, with an axis "model": each holds all of it. For instance
-            `jax.make_mesh((4,), ("model",))`. `load_checkpoint` takes the same mesh. None = the default device.
+          mesh: the devices that the cache lies on, for instance `jax.make_mesh((2, 4), ("data", "model"))`. The axis
+            "data" cuts slots and blocks into parts, each with requests of its own; along "model" each device holds all
+            of a part. `load_checkpoint` takes the same mesh. None = the default device.
+          split_context: the devices along "model" hold the compressed entries of a part's requests between them, so
+            that there is room for as many times more; windows and compressor states they hold all.
 
         Raises:
           TypeError, ValueError: both or none of `memory` and `num_blocks`, sizes that make no cache, or a mesh that
-            does not divide the model.
+            does not divide the model, `max_requests` or `num_blocks`.
         """
+        parts = count_parts(mesh)
         if mesh is not None:
             check_mesh(mesh)
             check_cuts(config, mesh.shape)
+            check_parts(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        holders = check_split({} if mesh is None else mesh.shape, split_context, num_blocks or 0)
         sizes = dict(
             max_requests=max_requests,
             max_context=max_context,
@@ -77,10 +86,12 @@ class KVCacheManager(Summarised):
             kv_format=kv_format,
             dtype=dtype,
             max_query_tokens=max_query_tokens,
+            split_context=split_context,
         )
         if num_blocks is None and memory is not None:
-            budget = compute_block_budget(config, parse_bytes(memory), **sizes)
-            num_blocks = min(budget, max_requests * -(-max_context // block_tokens))
+            slots = max_requests // parts
+            budget = compute_block_budget(config, parse_bytes(memory), **sizes | dict(max_requests=slots))
+            num_blocks = parts * holders * min(budget, -(-slots * -(-max_context // block_tokens) // holders))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)
@@ -112,7 +123,10 @@ class KVCacheManager(Summarised):
 
     @property
     def block_table(self) -> np.ndarray:
-        """[max_requests, max_blocks] int32 copy of the device's block table for admitted slots; -1 = none."""
+        """[max_requests, max_blocks] int32 copy of the device's block table for admitted slots; -1 = none.
+
+        On a mesh with an axis "data" each part numbers its blocks from 0.
+        """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
             table[slot] = self.requests.block_table_row(state.blocks[: state.published_blocks])
@@ -169,13 +183,13 @@ class KVCacheManager(Summarised):
           num_tokens: how many tokens the request will hold in the end, instead of the prompt or besides it.
 
         Returns:
-          The slot: the lowest free one.
+          The slot: the lowest free one; on a mesh with an axis "data", of the emptiest part that has room.
 
         Raises:
           TypeError, ValueError: bad ids, or more tokens than `max_context` or all the blocks hold.
           CacheFullError: every slot is taken.
         """
-        slot = self.requests.find_slot(0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
+        slot = find_slot(self.requests, 0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
         self.requests.commit({slot: RequestState()})
         return slot
 
@@ -188,10 +202,10 @@ class KVCacheManager(Summarised):
         """
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
-        if missing := self._missing_blocks(slot, num_tokens):
+        if missing := self.requests.missing_blocks(slot, num_tokens):
             state = self.requests.state(slot)
-            with self.requests.transaction(missing) as new:
-                self.requests.commit({slot: dataclasses.replace(state, blocks=state.blocks + new)})
+            with self.requests.transaction({slot: missing}) as new:
+                self.requests.commit({slot: dataclasses.replace(state, blocks=state.blocks + new[slot])})
 
     def prepare_forward(
         self,
@@ -205,7 +219,8 @@ class KVCacheManager(Summarised):
 
         Sizes are padded so that few programs get compiled: T to `max_requests`, or beyond it to `prefill_size` or else
         the next power of two; the number of new blocks follows from T and `reserve`. The arrays reach the device in
-        one explicit transfer.
+        one explicit transfer. On a mesh with an axis "data" each of its parts has so many tokens and slots of its own,
+        those of one part after those of another; all sizes here are those of a part.
 
         Args:
           tokens: for each slot of the step, the ids [n] that follow what it holds.
@@ -217,7 +232,7 @@ class KVCacheManager(Summarised):
             tokens, 0 makes every step one of `prefill_size`.
 
         Returns:
-          The batch; the caller runs it. Requests stand in the order of `tokens`.
+          The batch; the caller runs it. Requests, of each part, stand in the order of `tokens`.
 
         Raises:
           TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, or more tokens than `max_context` in
@@ -229,47 +244,7 @@ class KVCacheManager(Summarised):
         if not tokens:
             raise ValueError("tokens is empty: a step needs at least one slot with tokens")
         ids = {slot: self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()}
-        schema, table = self.schema, self.requests
-        counts = [len(new) for new in ids.values()]
-        padded = schema.max_requests if decode_size is None else decode_size
-        prefill = max(counts) > schema.max_query_tokens
-        if prefill_size is None:
-            padded = padded if sum(counts) <= padded else 1 << (sum(counts) - 1).bit_length()
-        elif prefill or sum(counts) > padded:
-            padded, prefill = prefill_size, True
-            if sum(counts) > prefill_size:
-                raise ValueError(f"{prefill_size=} is less than the step's {sum(counts)} tokens")
-        missing = {slot: self._missing_blocks(slot, len(new) + reserve) for slot, new in ids.items()}
-        # Each request may open ceil(tokens / block_tokens) blocks: together at most one more each than their sum.
-        max_new_blocks = schema.max_requests * (1 + table.blocks_for(reserve)) + table.blocks_for(padded)
-        arrays = dict(
-            token_ids=np.zeros((padded,), np.int32),
-            positions=np.full((padded,), -1, np.int32),
-            slots=np.full((padded,), -1, np.int32),
-            new_blocks=np.full((max_new_blocks, 3), -1, np.int32),
-            reset_slots=np.full((schema.max_requests,), -1, np.int32),
-        )
-        start, new_blocks, reset_slots, states = 0, [], [], {}
-        with table.transaction(sum(missing.values())) as acquired:
-            unused = iter(acquired)
-            for slot, new in ids.items():
-                state = table.state(slot)
-                here = slice(start, start := start + len(new))
-                arrays["token_ids"][here] = new
-                arrays["positions"][here] = np.arange(state.length, state.length + len(new))
-                arrays["slots"][here] = slot
-                blocks = state.blocks + list(itertools.islice(unused, missing[slot]))
-                # Of a larger reservation only what this step can reach: that bounds the size of new_blocks.
-                published = max(state.published_blocks, table.blocks_for(state.length + len(new) + reserve))
-                new_blocks += [(slot, index, blocks[index]) for index in range(state.published_blocks, published)]
-                reset_slots += [slot] if state.is_new else []
-                state = dataclasses.replace(state, blocks=blocks, published_blocks=published, is_new=False)
-                states[slot] = self._extended(state, len(new))
-            arrays["new_blocks"][: len(new_blocks)] = np.reshape(new_blocks, (-1, 3))
-            arrays["reset_slots"][: len(reset_slots)] = reset_slots
-            batch = Batch(**table.put(arrays), prefill=prefill, schema=schema)
-            table.commit(states)
-        return batch
+        return prepare_forward(self.requests, ids, reserve, prefill_size, decode_size)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
         """One layer's view of the cache for a batch; allocates nothing and may be called inside a traced function."""
@@ -290,7 +265,7 @@ class KVCacheManager(Summarised):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        self.requests.commit({slot: self._extended(state, num_tokens)})
+        self.requests.commit({slot: state.extended(num_tokens, self.schema)})
 
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
@@ -331,7 +306,7 @@ class KVCacheManager(Summarised):
         Args:
           cache: the cache; donated.
           slot: the request to copy, after a step.
-          n: how many copies.
+          n: how many copies. On a mesh with an axis "data" all are in the request's part.
 
         Returns:
           (the new slots, the cache).
@@ -379,19 +354,3 @@ class KVCacheManager(Summarised):
         with self.requests.transaction():
             self.requests.remove(self.slots)
             self.requests.recount()
-
-    def _extended(self, state, num_tokens):
-        """A request's state after `num_tokens` more tokens."""
-        length = state.length + num_tokens
-        min_length = max(state.min_length, length - (self.schema.max_query_tokens - 1))
-        return dataclasses.replace(state, length=length, min_length=min_length)
-
-    def _missing_blocks(self, slot, num_tokens):
-        """How many blocks a request must acquire to hold `num_tokens` more tokens."""
-        state = self.requests.state(slot)
-        if (length := state.length + num_tokens) > self.schema.max_context:
-            raise ValueError(
-                f"slot {slot} holds {state.length} tokens and cannot take {num_tokens} more: "
-                f"max_context={self.schema.max_context}"
-            )
-        return max(0, self.requests.blocks_for(length) - len(state.blocks))

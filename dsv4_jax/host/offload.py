@@ -12,6 +12,7 @@ from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, 
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
+from dsv4_jax.host.placement import best_part
 from dsv4_jax.host.request_table import RequestState
 
 
@@ -81,7 +82,12 @@ def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[Offload
 
 
 def resume(
-    manager: KVCacheManager, cache: KVCache, offloaded: OffloadedRequest, *, key: str = ""
+    manager: KVCacheManager,
+    cache: KVCache,
+    offloaded: OffloadedRequest,
+    *,
+    key: str = "",
+    num_tokens: int | None = None,
 ) -> tuple[int, KVCache]:
     """Brings an offloaded request back, into any free slot and blocks of this cache or of one like it.
 
@@ -92,6 +98,7 @@ def resume(
       cache: the cache; donated.
       offloaded: from `offload` or `capture`; it stays valid.
       key: names the model's weights, as given to `capture`.
+      num_tokens: as in `KVCacheManager.admit`.
 
     Returns:
       (the slot, the cache).
@@ -106,9 +113,9 @@ def resume(
     check_identity(schema, key, offloaded.identity)
     if length > schema.max_context:
         raise ValueError(f"the request holds {length} tokens, max_context={schema.max_context}")
-    (slot,) = table.free_slots()
-    with table.transaction(table.blocks_for(length)) as blocks:
-        chunks = []
+    (slot,) = table.find_slots(1, best_part(table, max(length, num_tokens or 0)))
+    with table.transaction({slot: table.blocks_for(length)}) as acquired:
+        blocks, chunks = acquired[slot], []
         for first, ids in table.block_chunks(blocks):
             part = jax.tree.map(functools.partial(_slice, first=first, count=len(ids)), offloaded.blocks)
             chunks.append(table.put((ids, part)))

@@ -12,6 +12,7 @@ from dsv4_jax.cache.request_rows import read_request, write_request
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
+from dsv4_jax.host.placement import FoundPrefix, find_slot, fits
 from dsv4_jax.host.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import RequestState
 
@@ -101,7 +102,9 @@ class PrefixCache:
             raise ValueError("the manager has a prefix cache already")
         self.manager, self.every, self.max_bytes, self.debug = manager, every, max_bytes, debug
         self._table = manager.requests
-        self._root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
+        root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
+        # A part's blocks can be shared within it only.
+        self._roots = [root, *(_digest(root, repr(part).encode()) for part in range(1, self._table.parts))]
         self._tree = PrefixTree(self._table.allocator)
         self._snapshots: set[CachedBlock] = set()  # nodes that have one
         self._metrics = PrefixMetrics()
@@ -117,7 +120,7 @@ class PrefixCache:
     @property
     def evictable(self) -> int:
         """How many blocks `evict` could give up: no request holds them or a block after them."""
-        return self._tree.evictable
+        return sum(self._tree.evictable)
 
     def admit(self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None) -> tuple[int, int, KVCache]:
         """Admits a request that holds the longest known prefix of its prompt; at least one token is left to run.
@@ -137,9 +140,10 @@ class PrefixCache:
         """
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
-        path = self._find(ids)
+        paths, found = self._find(ids)
+        slot = find_slot(self._table, len(ids), num_tokens, found)
+        path = paths[self._table.part(slot)]
         hit = path[-1].length if path else 0
-        slot = self._table.find_slot(len(ids), num_tokens)
         if path:
             check_blocks(self._table, cache, path, f"slot {slot} (new)")
             check_snapshot(self.manager.schema, path[-1], f"slot {slot} (new)")
@@ -208,14 +212,15 @@ class PrefixCache:
         return write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
-        """Whether a request with the prompt [n] would find blocks for `num_tokens` tokens now. Does not count as a use.
+        """Whether a request with the prompt [n] would find a slot and blocks for `num_tokens` tokens now.
+
+        Does not count as a use.
 
         Raises:
           TypeError, ValueError: bad ids.
         """
-        path = self._find(self.manager.check_ids(prompt_ids))
-        missing = self._table.blocks_for(num_tokens) - len(path)
-        return missing <= self.manager.free_blocks + self.evictable - sum(not node.pins for node in path)
+        _, found = self._find(self.manager.check_ids(prompt_ids))
+        return any(fits(self._table, part, num_tokens, prefix) for part, prefix in enumerate(found))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """Compares everything that was cached under `debug` with its checksums, for callers who want it at any time.
@@ -248,11 +253,8 @@ class PrefixCache:
         count = min(n_blocks, self.evictable)
         with self._table.transaction():
             for _ in range(count):
-                node = self._tree.oldest
-                if node.snapshot is not None:
-                    self._drop_snapshot(node)
-                self._tree.remove(node)
-                self._metrics.evicted_blocks += 1
+                parts = [part for part, n in enumerate(self._tree.evictable) if n]
+                self._evict(min(map(self._tree.oldest, parts), key=lambda node: node.last_used))
         return count
 
     # --- BlockEvictor ---
@@ -261,10 +263,15 @@ class PrefixCache:
         """The blocks it holds; each counts as one reference."""
         return [node.block for node in self._tree.nodes.values() if node.alive]
 
-    def reclaim(self, n_blocks: int) -> None:
-        """Gives up `n_blocks` blocks that no request holds, or none if it has fewer."""
-        if n_blocks <= self.evictable:
-            self.evict(n_blocks)
+    def evictable_in(self, part: int) -> int:
+        """How many blocks of a part it could give up."""
+        return self._tree.evictable[part]
+
+    def reclaim(self, n_blocks: int, part: int) -> None:
+        """Gives up so many blocks of a part; it could give up as many."""
+        with self._table.transaction():
+            for _ in range(n_blocks):
+                self._evict(self._tree.oldest(part))
 
     def recount(self) -> None:
         """Rebuilds its counters from the nodes that are alive and the allocator's reference counts."""
@@ -274,8 +281,13 @@ class PrefixCache:
     # --- internals ---
 
     def _find(self, ids):
-        """The nodes of the longest known prefix of whole blocks that has a snapshot and leaves a token to run."""
-        path, digest, block_tokens = [], self._root, self.manager.schema.block_tokens
+        """By part, (the nodes of the longest known prefix of the ids that has a snapshot and leaves a token to run,
+        `FoundPrefix` of these)."""
+        paths = [self._find_in(root, ids) for root in self._roots]
+        return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
+
+    def _find_in(self, root, ids):
+        path, digest, block_tokens = [], root, self.manager.schema.block_tokens
         for end in range(block_tokens, len(ids), block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             if digest not in self._tree.nodes:
@@ -285,9 +297,16 @@ class PrefixCache:
             path.pop()
         return path
 
+    def _evict(self, node):
+        """Gives up a node, inside a transaction."""
+        if node.snapshot is not None:
+            self._drop_snapshot(node)
+        self._tree.remove(node)
+        self._metrics.evicted_blocks += 1
+
     def _cache_block(self, parent, ids, block):
         """The node of a full block with these token ids; a new one if the tree has none."""
-        digest = _digest(parent.digest if parent else self._root, ids.tobytes())
+        digest = _digest(parent.digest if parent else self._roots[self._table.allocator.part(block)], ids.tobytes())
         if (node := self._tree.nodes.get(digest)) is not None:
             self._tree.touch(node)
         else:

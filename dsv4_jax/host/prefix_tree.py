@@ -53,10 +53,11 @@ class PrefixTree:
 
     A block can be evicted when no request holds it and no block follows it. The parent of a block that must stay has
     to stay too, even if no request holds it: requests that ran side by side have their own blocks for the same tokens.
+    A block follows only blocks of its own part, so that each part has a tree of its own.
 
     Attributes:
       nodes: by digest. All counters follow from the nodes that are alive.
-      evictable: how many nodes can be evicted, one after the other.
+      evictable: how many nodes of each part can be evicted, one after the other.
     """
 
     def __init__(self, allocator: BlockAllocator):
@@ -66,10 +67,9 @@ class PrefixTree:
         self.recount()
         allocator.listener = self._listen
 
-    @property
-    def oldest(self) -> CachedBlock:
-        """The least recently used node that can be evicted now. There must be one: see `evictable`."""
-        return self._leaves[0]
+    def oldest(self, part: int) -> CachedBlock:
+        """The least recently used node of a part that can be evicted now. There must be one: see `evictable`."""
+        return self._leaves[part][0]
 
     def add(self, node: CachedBlock) -> None:
         """Adds a node whose parent is in the tree; the caller has added the reference to its block."""
@@ -81,7 +81,7 @@ class PrefixTree:
         """Removes a node that can be evicted, and drops the reference to its block."""
         node.alive = False
         del self.nodes[node.digest], self._by_block[node.block]
-        self.evictable -= 1
+        self.evictable[self._part(node)] -= 1
         self._remove_leaf(node)
         self._count(node.parent, children=-1)
         self._allocator.release([node.block])
@@ -92,14 +92,15 @@ class PrefixTree:
             self._remove_leaf(node)
         node.last_used = self._tick()
         if leaf:
-            self._leaves.append(node)
+            self._leaves[self._part(node)].append(node)
 
     def recount(self) -> None:
         """Rebuilds all counters from the nodes that are alive and the allocator's reference counts."""
         self.nodes = {digest: node for digest, node in self.nodes.items() if node.alive}
         self._by_block: dict[int, CachedBlock] = {}
-        self._leaves: list[CachedBlock] = []  # nodes that can be evicted now, the least recently used first
-        self.evictable = 0
+        # By part, nodes that can be evicted now, the least recently used first.
+        self._leaves: list[list[CachedBlock]] = [[] for _ in range(self._allocator.parts)]
+        self.evictable = [0] * self._allocator.parts
         for node in sorted(self.nodes.values(), key=operator.attrgetter("length")):
             node.in_use, node.children, node.pins = False, 0, 0
             self._place(node)
@@ -114,8 +115,8 @@ class PrefixTree:
 
     def _place(self, node):
         self._by_block[node.block] = node
-        self.evictable += 1
-        bisect.insort(self._leaves, node, key=_LAST_USED)
+        self.evictable[self._part(node)] += 1
+        self._add_leaf(node)
         self._count(node.parent, children=1)
         self._listen([node.block])
 
@@ -127,17 +128,24 @@ class PrefixTree:
             node.children += children
             is_pinned, is_leaf = node.pins > 0, self._is_leaf(node)
             if is_leaf and not was_leaf:
-                bisect.insort(self._leaves, node, key=_LAST_USED)
+                self._add_leaf(node)
             elif was_leaf and not is_leaf:
                 self._remove_leaf(node)
             if is_pinned == was_pinned:
                 return
-            self.evictable += was_pinned - is_pinned
+            self.evictable[self._part(node)] += was_pinned - is_pinned
             # A node that must stay pins its parent.
             node, pins, children = node.parent, is_pinned - was_pinned, 0
 
+    def _add_leaf(self, node):
+        bisect.insort(self._leaves[self._part(node)], node, key=_LAST_USED)
+
     def _remove_leaf(self, node):
-        del self._leaves[bisect.bisect_left(self._leaves, node.last_used, key=_LAST_USED)]
+        leaves = self._leaves[self._part(node)]
+        del leaves[bisect.bisect_left(leaves, node.last_used, key=_LAST_USED)]
+
+    def _part(self, node):
+        return self._allocator.part(node.block)
 
     def _tick(self):
         self._clock += 1

@@ -1,5 +1,6 @@
 """Which request holds which slot and blocks. Plain Python; keeps no arrays."""
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
-from dsv4_jax.parallel.axis_rules import named_sharding
+from dsv4_jax.parallel.axis_rules import DATA_AXIS, MODEL_AXIS, named_sharding
 from dsv4_jax.summary import Share
 
 
@@ -27,7 +28,7 @@ class RequestState:
     Attributes:
       length: tokens the cache holds.
       min_length: the shortest length the request can be rewound to; the rings hold no rows from further back.
-      blocks: ids of the reserved blocks, in order.
+      blocks: ids of the reserved blocks, all of the slot's part, in order.
       published_blocks: how many of them the device's block table holds.
       is_new: the request has been in no batch yet, so its slot still holds rows of the previous one.
       cached_blocks: the `CachedBlock`s of its full blocks that a `PrefixCache` knows, in order.
@@ -40,6 +41,12 @@ class RequestState:
     is_new: bool = True
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
 
+    def extended(self, num_tokens: int, schema: CacheSchema) -> "RequestState":
+        """The state after `num_tokens` more tokens."""
+        length = self.length + num_tokens
+        min_length = max(self.min_length, length - (schema.max_query_tokens - 1))
+        return dataclasses.replace(self, length=length, min_length=min_length)
+
 
 class BlockEvictor(Protocol):
     """Holds blocks that no request needs and gives them up on demand, as a `PrefixCache` does."""
@@ -48,13 +55,22 @@ class BlockEvictor(Protocol):
         """The blocks it holds; each counts as one reference."""
         ...
 
-    def reclaim(self, n_blocks: int) -> None:
-        """Gives up `n_blocks` blocks that no request holds, or none if it has fewer."""
+    def evictable_in(self, part: int) -> int:
+        """How many blocks of a part it could give up."""
+        ...
+
+    def reclaim(self, n_blocks: int, part: int) -> None:
+        """Gives up so many blocks of a part; it could give up as many."""
         ...
 
     def recount(self) -> None:
         """Rebuilds its counters from the blocks it holds and the allocator's reference counts."""
         ...
+
+
+def count_parts(mesh: Mesh | None) -> int:
+    """Into how many parts a mesh cuts slots and blocks."""
+    return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
 
 
 class RequestTable:
@@ -64,9 +80,15 @@ class RequestTable:
     fail, and then writes all states in one assignment (`commit`). The allocator's reference counts follow from the
     states and can be rebuilt from them at any time (`recount`).
 
+    Over the axis "data" of a mesh slots and blocks are cut into parts. They are numbered through, those of one part
+    after those of another; steps and block tables, of which each part gets its own, number them from 0 in each. A
+    request lives in one part.
+
     Attributes:
       schema: geometry of the cache.
       mesh: the devices that the cache lies on; None = the default device.
+      parts: how many parts there are; 1 without such an axis.
+      slots_per_part: slots of each.
       allocator: owner of the blocks.
       evictor: holds blocks besides the requests and gives some up before a request is refused; None = there is none.
       states: the state of each admitted request by slot.
@@ -75,7 +97,10 @@ class RequestTable:
     def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
         """A table without requests."""
         self.schema, self.mesh = schema, mesh
-        self.allocator = BlockAllocator(schema.num_blocks)
+        self.parts = count_parts(mesh)
+        self.slots_per_part = schema.max_requests // self.parts
+        devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.split_context else 1
+        self.allocator = BlockAllocator(schema.num_blocks, self.parts, devices)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}
 
@@ -103,33 +128,60 @@ class RequestTable:
         slots = set(slots)
         self.states = {slot: state for slot, state in self.states.items() if slot not in slots}
 
-    def put(self, tree: Any) -> Any:
-        """Arrays of the host on the devices of the cache, all of them on each, in one explicit transfer."""
-        where = None if self.mesh is None else named_sharding((), self.mesh)
-        if where is None or where.is_fully_addressable:
-            return jax.device_put(tree, where)
-        # Of several processes each brings what its devices get: `device_put` would compare all of it first.
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(where, x, np.shape(x)), tree)
+    def put(self, tree: Any, axis: str | None = None) -> Any:
+        """Arrays of the host on the devices of the cache, in one explicit transfer.
+
+        Args:
+          tree: NumPy arrays.
+          axis: the logical axis of their axis 0, as in `axis_rules.RULES`; None, and scalars: all on each device.
+        """
+        if self.mesh is None:
+            return jax.device_put(tree)
+        mesh = self.mesh
+        where = jax.tree.map(lambda x: named_sharding((axis,) if np.ndim(x) else (), mesh), tree)
+        if mesh.is_multi_process:
+            # Of several processes each brings what its devices get: `device_put` would compare all of it first.
+            return jax.tree.map(
+                lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda at: x[at]), tree, where
+            )
+        return jax.device_put(tree, where)
+
+    def get(self, tree: Any) -> Any:
+        """The arrays of a step's results, on the host."""
+        if self.mesh is not None and self.mesh.is_multi_process:
+            tree = jax.reshard(tree, named_sharding((), self.mesh))
+        return jax.device_get(tree)
 
     @contextlib.contextmanager
-    def transaction(self, num_blocks: int = 0) -> Iterator[list[int]]:
+    def transaction(self, blocks: Mapping[int, int] | None = None) -> Iterator[dict[int, list[int]]]:
         """Guards an operation that acquires or releases blocks: if it fails, all reference counts match the states.
 
         The operation transfers its arrays, launches the one program that donates the cache, and commits, in this order.
         A block that is in no state is free, so nothing has to be undone.
 
+        Args:
+          blocks: how many blocks to acquire for each slot.
+
         Yields:
-          `num_blocks` acquired blocks. If too few are free, cached ones are evicted first, for good.
+          {slot: these blocks}. If too few are free, cached ones are evicted first, for good.
 
         Raises:
           CacheFullError: there are not enough blocks.
         """
-        lacking = num_blocks - self.allocator.num_free
-        if lacking > 0 and self.evictor is not None:
-            self.evictor.reclaim(lacking)
-        self.allocator.check_free(num_blocks)
+        blocks, needed = blocks or {}, collections.Counter[int]()
+        for slot, count in blocks.items():
+            needed[self.part(slot)] += count
+        for part, count in needed.items():
+            if self.room(part) < count:
+                self.allocator.check_free(count, part)
+        for part, count in needed.items():
+            if self.evictor is not None and (lacking := count - self.allocator.free_in(part)) > 0:
+                self.evictor.reclaim(lacking, part)
         try:
-            yield self.allocator.acquire(num_blocks)
+            acquired = {}
+            for slot, count in blocks.items():
+                acquired[slot] = self.allocator.acquire(count, self.part(slot))
+            yield acquired
         except BaseException:
             self.recount()
             raise
@@ -141,38 +193,46 @@ class RequestTable:
         if evictor is not None:
             evictor.recount()
 
-    def free_slots(self, n: int = 1) -> list[int]:
-        """The lowest `n` free slots; CacheFullError if fewer are free."""
-        slots = [slot for slot in range(self.schema.max_requests) if slot not in self.states]
-        if n > len(slots):
+    def part(self, slot: int) -> int:
+        """The part that a slot belongs to."""
+        return slot // self.slots_per_part
+
+    def free_slots(self, part: int) -> list[int]:
+        """The free slots of a part, the lowest first."""
+        first = part * self.slots_per_part
+        return [slot for slot in range(first, first + self.slots_per_part) if slot not in self.states]
+
+    def find_slots(self, n: int, part: int) -> list[int]:
+        """The lowest `n` free slots of a part; CacheFullError if fewer are free."""
+        if n > len(slots := self.free_slots(part)):
+            where = "" if self.parts == 1 else f" in part {part} of {self.parts}"
             raise CacheFullError(
-                f"{n} slot{'s are' if n > 1 else ' is'} needed, {len(slots)} of {self.schema.max_requests} are "
-                "free: release a request, or raise max_requests"
+                f"{n} slot{'s are' if n > 1 else ' is'} needed, {len(slots)} of {self.slots_per_part} are "
+                f"free{where}: release a request, or raise max_requests"
             )
         return slots[:n]
 
-    def find_slot(self, prompt_length: int, num_tokens: int | None = None) -> int:
-        """The slot that a new request would get: the lowest free one. `num_tokens` is as in `KVCacheManager.admit`.
+    def room(self, part: int) -> int:
+        """Blocks of a part that are free, or that the evictor could give up."""
+        return self.allocator.free_in(part) + (0 if self.evictor is None else self.evictor.evictable_in(part))
 
-        Raises:
-          ValueError: it could never run, since it needs more tokens than `max_context` or all the blocks hold.
-          CacheFullError: every slot is taken.
-        """
-        if num_tokens is not None and num_tokens < 1:
-            raise ValueError(f"{num_tokens=} must be at least 1")
-        needed, schema = max(prompt_length, num_tokens or 0), self.schema
-        if needed > schema.max_context:
-            raise ValueError(f"the request needs {needed} tokens, max_context={schema.max_context}")
-        if needed > (capacity := schema.num_blocks * schema.block_tokens):
-            raise ValueError(
-                f"the request needs {needed} tokens, the whole cache holds {capacity}: make it larger "
-                "(memory or num_blocks)"
-            )
-        return self.free_slots()[0]
+    @property
+    def capacity(self) -> int:
+        """Tokens that all blocks of a part hold."""
+        return self.schema.num_blocks // self.parts * self.schema.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.schema.block_tokens)
+
+    def missing_blocks(self, slot: int, num_tokens: int) -> int:
+        """How many blocks a request must acquire to hold `num_tokens` more tokens."""
+        state, max_context = self.state(slot), self.schema.max_context
+        if (length := state.length + num_tokens) > max_context:
+            raise ValueError(
+                f"slot {slot} holds {state.length} tokens and cannot take {num_tokens} more: {max_context=}"
+            )
+        return max(0, self.blocks_for(length) - len(state.blocks))
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
         """Whether anybody else, a request or the evictor, holds one of a request's blocks too."""
@@ -182,7 +242,7 @@ class RequestTable:
         """[max_blocks] int32 row of the block table for a request's blocks; -1 = none."""
         row = np.full((self.schema.max_blocks,), -1, np.int32)
         row[: len(blocks)] = blocks
-        return row
+        return np.where(row >= 0, row % (self.schema.num_blocks // self.parts), row)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Splits blocks into chunks of one size, which move with one program and bounded memory on the device.
@@ -197,3 +257,7 @@ class RequestTable:
             chunk = blocks[first : first + size]
             ids[: len(chunk)] = chunk
             yield first, ids
+
+
+def _from_processes(x, where):
+    return jax.make_array_from_callback(np.shape(x), where, lambda at: x[at])

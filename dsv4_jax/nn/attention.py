@@ -100,10 +100,8 @@ class Attention(nnx.Module):
             indices = query.select(of_latent[f"{path}.q_b_proj"], of_x[f"{path}.scorer.weights_proj"], handle)
             carry = carry.with_selection(self.layer, indices)
         indices = None if spec.selection is None else carry.selections[spec.selection]
-        out, handle = handle.attend(q, self.sinks[...], indices)
-
         # Values carry their own RoPE; turning back at the query's position leaves the relative one.
-        out = apply_rope(out, positions, inv_freq, inverse=True)
+        out, handle = handle.attend(q, self.sinks[...], indices, inv_freq)
         heads_a_group = config.num_attention_heads // config.o_groups
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1, heads_a_group * config.head_dim)))
         return all_reduce(y), carry, handle.cache

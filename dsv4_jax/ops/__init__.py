@@ -1,6 +1,6 @@
 """Operations of the cache and what feeds it: public functions, their jnp references, the choice of implementation."""
 
-from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index
+from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_mailboxes
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import use_implementation
 from dsv4_jax.ops.experts import experts

@@ -1,27 +1,58 @@
 """Sums and joins over the devices that cut a model between them."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
+from dsv4_jax.ops.dispatch import LeftToXla, run
 from dsv4_jax.quant import round_to
+from pallas_kernels.all_reduce import MOST_VALUES, all_reduce as all_reduce_kernel
 
 
 MODEL_AXIS = "model"
+# Of the program that is being traced: what `with_mailboxes` was given.
+_mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 
-def all_reduce(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
     """The sum of what each device of the "model" axis has; x itself outside of `jax.shard_map` over such a mesh.
 
     The sum is taken in float32 and rounded once. All devices get the same bits.
 
     Args:
       x: [...] of each device, any floating dtype.
+      implementation: None (best available), "xla" (`jax.lax.psum`) or "mosaic_gpu": the GPUs of one process store into
+        each other's memory, within `with_mailboxes`; bfloat16, up to 524,288 values. Then the order of the sum is that
+        of the devices.
 
     Returns:
       [...] in x's dtype.
     """
-    return round_to(jax.lax.psum(x.astype(jnp.float32), MODEL_AXIS), x.dtype) if _is_cut() else x
+    if not _is_cut():
+        return x
+    implementations = dict(xla=_all_reduce_xla, mosaic_gpu=_all_reduce_kernel)
+    return run("all_reduce", implementations, implementation, x, _mailboxes.get())
+
+
+@contextlib.contextmanager
+def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
+    """Within it, the program that is being traced adds up through mailboxes.
+
+    The devices tell each other their addresses. They might know them, but have to meet before the first sum: until all
+    have begun, CUDA cannot load the program's kernels where another device waits in one.
+
+    Args:
+      row: this device's row of `parallel.mailboxes.make_mailboxes`; None = there are none.
+    """
+    token = _mailboxes.set(None if row is None else _table(row.reshape(2, 2)))
+    try:
+        yield
+    finally:
+        _mailboxes.reset(token)
 
 
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
@@ -43,3 +74,19 @@ def model_index() -> jax.Array | int:
 
 def _is_cut():
     return MODEL_AXIS in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _table(row):
+    return jnp.concatenate([row, jax.lax.all_gather(row[1], MODEL_AXIS)]).reshape(-1)
+
+
+def _all_reduce_xla(x, table):
+    return round_to(jax.lax.psum(x.astype(jnp.float32), MODEL_AXIS), x.dtype)
+
+
+def _all_reduce_kernel(x, table):
+    if table is None:
+        raise LeftToXla("the devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
+    if x.size > MOST_VALUES:
+        raise LeftToXla(f"{x.size} values are added up faster by XLA; the kernel takes up to {MOST_VALUES}")
+    return all_reduce_kernel(x, table)

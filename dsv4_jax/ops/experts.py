@@ -30,13 +30,13 @@ def experts(
 
     Args:
       x: [T, D].
-      selected: [T, k] int32 in [0, E).
+      selected: [T, k] int32; those outside of [0, E) add nothing, as of experts that another device has.
       weights: [T, k] float32.
       gate_up: [E, 2 * I, D], the gate's rows first, or these matrices in the release's storage.
       down: [E, D, I], likewise.
       limit: of SwiGLU.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
-        weights stored as FP4: one takes up to 1024 pairs of a token and an expert, another one more.
+        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more.
 
     Returns:
       [T, D] float32; each linear map is rounded to x's dtype, the sum is not.
@@ -51,33 +51,48 @@ def experts(
 
 
 def _experts_kernel(interpret, limit, *arrays):
-    if not all(isinstance(weight, StoredWeight) and weight.kind == "FP4" for weight in arrays[3:]):
-        raise NotImplementedError("the kernel takes weights stored as FP4")
-
     def kernel(x, selected, weights, gate_up, down):
-        pairs = (gate_up.codes, gate_up.scale), (down.codes, down.scale)
         chosen = experts_kernel if selected.size <= MOST_PAIRS else grouped_experts
-        y = chosen(x, selected, weights, *pairs, limit=limit, interpret=interpret)
-        return jnp.sum(y.astype(jnp.float32), axis=1)
+        matrices = _for_kernel(gate_up), _for_kernel(down)
+        y = chosen(x, selected, weights, *matrices, limit=limit, interpret=interpret)
+        return _sum_of_experts(y, selected, gate_up.shape[0])
 
     return with_gradient_of(functools.partial(_experts_xla, limit), kernel)(*arrays)
 
 
+def _for_kernel(weight):
+    """Codes and scales, or bfloat16; the kernel refuses arrays of other dtypes."""
+    if not isinstance(weight, StoredWeight):
+        return weight
+    if weight.kind != "FP4":
+        raise NotImplementedError(f"the kernel takes weights stored as FP4 or in bfloat16, got {weight.kind}")
+    return weight.codes, weight.scale
+
+
+def _sum_of_experts(y, selected, number):
+    """[T, k, D] to [T, D] float32, in routing order; as elementwise sums, which XLA fuses with what follows."""
+    here = (selected >= 0) & (selected < number)
+    y = jnp.where(here[..., None], y.astype(jnp.float32), 0.0)
+    return functools.reduce(jnp.add, [y[:, j] for j in range(y.shape[1])])
+
+
 def _experts_xla(limit, x, selected, weights, gate_up, down):
     tokens, k = selected.shape
-    by_expert = selected.reshape(-1)
-    if by_expert.size < gate_up.shape[0]:
+    number = gate_up.shape[0]
+    here = (selected >= 0) & (selected < number)
+    by_expert = jnp.where(here, selected, number).reshape(-1)
+    if by_expert.size < number:
         # Fewer (token, expert) pairs than experts, as in decoding: only the matrices of these experts are read, and
         # dequantised where they are stored so.
         order = jnp.arange(by_expert.size, dtype=jnp.int32)
 
         def linear(x, weight):
-            return _paired_linear(x, weight[by_expert])
+            return _paired_linear(x, weight[jnp.minimum(by_expert, number - 1)])
 
     else:
         # Sorted by expert, each expert is one group of a ragged matmul.
         order = jnp.argsort(by_expert)
-        sizes = jnp.bincount(by_expert, length=gate_up.shape[0])
+        sizes = jnp.bincount(by_expert, length=number)
 
         def linear(x, weight):
             return _ragged_linear(x, weight[...], sizes)
@@ -86,7 +101,7 @@ def _experts_xla(limit, x, selected, weights, gate_up, down):
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = linear(round_to(inner, x.dtype), down)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
-    return jnp.sum(y.astype(jnp.float32), axis=1)
+    return _sum_of_experts(y, selected, number)
 
 
 def _paired_linear(x, weight):

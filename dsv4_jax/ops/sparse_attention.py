@@ -1,19 +1,30 @@
 """Decode attention over the sliding window and compressed entries, one softmax with a sink."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from dsv4_jax.ops.dense_rows import dense_rows, max_runs
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
+from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.common.layouts import quantised
-from pallas_kernels.sparse_attention import HEADS, Paged, sparse_attention as kernel
+from pallas_kernels.sparse_attention import HEADS, Paged, many_queries, sparse_attention as kernel
 
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
 QUERY_BLOCK = 32
+# Below every score, and finite: differences of two are not NaN.
+LOWEST = -1e30
+# From so many tokens on, rows are dequantised once for all of them, if there are at most so many rows: 272 MB, and so
+# many for a token that writing them takes less time than they save.
+MANY_TOKENS = 128
+MOST_DENSE_ROWS = (1 << 18) + (1 << 12)
+DENSE_ROWS_A_TOKEN = 512
 
 
 def sparse_attention(
@@ -26,6 +37,7 @@ def sparse_attention(
     positions: Int[Array, "T"],
     *,
     new_kv: Float[Array, "T D"] | None = None,
+    inv_freq: Float[Array, "P"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
     """Attention of each token over its window and its compressed entries (dsv4.md 2, 5).
@@ -42,6 +54,8 @@ def sparse_attention(
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
+      inv_freq: [P] radians per token, with which the last 2 * P channels of results, rounded, are rotated back at the
+        token's position (dsv4.md 2.2), and rounded again; None: they are not.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries, rows
         of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64 tokens; it computes a multiple
         of 64 heads. It adds in another order than "xla", which depends on T and K (or the block table's width), never
@@ -49,14 +63,51 @@ def sparse_attention(
         one part in 2 ** 8.
 
     Returns:
-      [T, H, D] in `q.dtype`, before the inverse RoPE; zeros for padding tokens.
+      [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
     choices = implementations(_sparse_attention_xla, _sparse_attention_kernel)
-    args = q, sinks, window, compressed, indices, slots, positions, new_kv
+    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq
     return run("sparse_attention", choices, implementation, *args)
 
 
-def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv):
+def attention_part(
+    q: Float[Array, "T H D"],
+    window: SWAView,
+    compressed: ClassicalView,
+    indices: Int[Array, "T K"] | None,
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    new_kv: Float[Array, "T D"] | None,
+    with_window: Bool[Array, ""],
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Float[Array, "T H"]]:
+    """What `sparse_attention` adds up, for a device that has only some of the entries: there is no kernel for this yet.
+
+    Args:
+      q, window, compressed, indices, slots, positions, new_kv: as in `sparse_attention`.
+      with_window: scalar, whether window rows count.
+
+    Returns:
+      float32 sums [T, H, D] of weights times values; the largest scores [T, H], of which weights are
+      `exp(score - largest)`, and -1e30 where there is no row; sums [T, H] of weights.
+    """
+    return _by_token(_part, q, window, compressed, indices, slots, positions, new_kv, with_window)
+
+
+def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq):
+    attend = functools.partial(_attend_dense, sinks=sinks)
+    out = _by_token(attend, q, window, compressed, indices, slots, positions, new_kv, True)
+    return turned_back(out, positions, inv_freq)
+
+
+def turned_back(
+    out: Float[Array, "T H D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"] | None
+) -> Float[Array, "T H D"]:
+    """What attention adds up, with the inverse RoPE of the query's position; as it is where `inv_freq` is None."""
+    return out if inv_freq is None else apply_rope(out, jnp.maximum(positions, 0), inv_freq, inverse=True)
+
+
+def _by_token(attend_dense, q, window, compressed, indices, slots, positions, new_kv, with_window):
+    """`attend_dense(q [H, D], kv [N, D], valid [N])` of each token and the rows that it sees."""
     if new_kv is not None:
         new_kv = fake_quantise(window, new_kv, q.dtype)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -64,13 +115,14 @@ def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, position
     def attend(token):
         q, slots, positions, tokens, starts, indices = jax.tree.map(lambda x: x[None], token)
         kv, valid = _window(window, slots, positions, tokens, starts, new_kv, q.dtype)
+        valid = valid & with_window
         if compressed is not None:
             if indices is None:
                 more = gather_all_compressed_kv(compressed, slots, positions, dtype=q.dtype, implementation="xla")
             else:
                 more = gather_compressed_kv(compressed, indices, slots, dtype=q.dtype, implementation="xla")
             kv, valid = (jnp.concatenate(pair, axis=1) for pair in zip((kv, valid), more, strict=True))
-        return _attend_dense(q[0], kv[0], valid[0], sinks)
+        return attend_dense(q[0], kv[0], valid[0])
 
     return jax.lax.map(
         attend,
@@ -81,22 +133,35 @@ def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, position
 
 def _attend_dense(q, kv, valid, sinks):
     """One token: q [H, D] over kv [N, D]; probabilities rounded to q's dtype before the values, as released."""
+    # With the sink in the maximum a token that sees no row divides 0 by 1, whatever the sink's value.
+    out, top, total = _part(q, kv, valid, sinks)
+    return round_to(out / (total + jnp.exp(sinks - top))[:, None], q.dtype)
+
+
+def _part(q, kv, valid, least=LOWEST):
+    """(sums [H, D], largest scores [H], at least `least`, sums [H] of weights) of one token."""
     kv = kv.astype(jnp.float32)
     scores = jnp.einsum("hd,nd->hn", q.astype(jnp.float32), kv, precision="highest") * q.shape[-1] ** -0.5
     scores = jnp.where(valid[None, :], scores, -jnp.inf)
-    # With the sink in the maximum a token that sees no row divides 0 by 1, whatever the sink's value.
-    top = jnp.maximum(jnp.max(scores, axis=1, initial=-jnp.inf), sinks)[:, None]
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(sinks[:, None] - top)
+    top = jnp.maximum(jnp.max(scores, axis=1, initial=-jnp.inf), least)
+    weights = jnp.exp(scores - top[:, None])
     out = jnp.einsum("hn,nd->hd", round_to(weights, q.dtype).astype(jnp.float32), kv, precision="highest")
-    return round_to(out / total, q.dtype)
+    return out, top, jnp.sum(weights, axis=1)
 
 
-def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, *, interpret):
+def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, interpret):
     # A block of the kernel has 64 heads, of which a device that shares a layer with others may have fewer.
     heads, missing = q.shape[1], -q.shape[1] % HEADS
     q, sinks = jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
     layout = quantised(window.layout)
+    if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
+        name = "interpret" if interpret else "mosaic_gpu"
+        rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
+        angles = None
+        if inv_freq is not None:
+            angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
+            angles = jnp.cos(angle), jnp.sin(angle)
+        return many_queries(q, sinks, rows, angles, interpret=interpret)[:, :heads]
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
         rows, places = _windows_in_a_row(window, new_kv, slots, positions)
@@ -124,7 +189,13 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         layout=layout,
         interpret=interpret,
     )
-    return out[:, :heads]
+    return turned_back(out[:, :heads], positions, inv_freq)
+
+
+def _dense_rows(window, compressed, tokens):
+    """Whether a call's rows may be dequantised: there could be as many as all its requests could ever have."""
+    most = min(MOST_DENSE_ROWS, DENSE_ROWS_A_TOKEN * tokens)
+    return compressed is None or max_runs(window, tokens) * compressed.max_entries <= most
 
 
 def _windows_in_a_row(view, new_kv, slots, positions):

@@ -10,12 +10,13 @@ from dsv4_jax.config import DSV4Config
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-# "model" cuts each layer's heads and experts; every device of it runs all tokens.
-AXES = ("model",)
+# "data" cuts requests, with their slots and blocks; "model" each layer's heads and experts, and every device along it
+# runs the same tokens. Devices along the last axis are neighbours.
+AXES = ("data", "model")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of a mesh by axis, from text such as "model=4".
+    """Sizes of a mesh by axis, in the order of `AXES`, from text such as "model=4" or "data=2,model=2".
 
     Raises:
       ValueError: an unknown axis, one that is named twice, or a size that is no whole number above 0.
@@ -26,7 +27,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"mesh {text!r} must be AXIS=DEVICES with axes of {', '.join(AXES)}, such as model=4")
         sizes[axis] = int(size)
-    return sizes
+    return {axis: sizes[axis] for axis in AXES if axis in sizes}
 
 
 def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
@@ -67,3 +68,26 @@ def check_cuts(config: DSV4Config, sizes: Mapping[str, int]) -> None:
         raise ValueError(
             f"mesh axis model={parts} does not divide {listed}; this model can be cut in {', '.join(map(str, fitting))}"
         )
+
+
+def check_split(sizes: Mapping[str, int], split_context: bool, num_blocks: int = 0) -> int:
+    """How many devices of a mesh of these sizes hold the blocks of a part of the cache between them.
+
+    Raises:
+      ValueError: there are no others to share them with, or they do not divide `num_blocks`.
+    """
+    if not split_context:
+        return 1
+    if (devices := sizes.get("model", 1)) == 1:
+        raise ValueError(f"{split_context=} needs a mesh with more than one device along the axis model")
+    if num_blocks % (every := math.prod(sizes.values())):
+        raise ValueError(f"{split_context=}: the mesh's {every} devices do not divide {num_blocks=}")
+    return devices
+
+
+def check_parts(sizes: Mapping[str, int], **counts: int) -> None:
+    """Raises ValueError, which names what does not divide, unless a mesh of these sizes can cut these counts."""
+    parts = sizes.get("data", 1)
+    if odd := {name: count for name, count in counts.items() if count % parts}:
+        listed = ", ".join(f"{name}={count}" for name, count in odd.items())
+        raise ValueError(f"mesh axis data={parts} does not divide {listed}: give multiples of {parts}")

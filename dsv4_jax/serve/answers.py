@@ -247,8 +247,7 @@ class Answer:
     def _check_limit(self) -> int:
         """How many tokens each request may get."""
         manager, longest = self._service.engine.engine.manager, max(map(len, self._prompts))
-        schema = manager.schema
-        context = min(schema.max_context, schema.num_blocks * schema.block_tokens)
+        context = min(manager.schema.max_context, manager.requests.capacity)
         # The last token is drawn, never stored.
         room = context + 1 - longest
         limit = self._max_tokens(room)

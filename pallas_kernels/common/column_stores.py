@@ -79,15 +79,17 @@ def _(out, sums, column, first, end, staging, rows=None):
 
 
 @primitive
-def store_swiglu(out, sums: jax.Array, column, first, end, staging, limit: float, weights: Any = None) -> None:
+def store_swiglu(
+    out, sums: jax.Array, column, first, end, staging, limit: float, weights: Any = None, permuted: bool = False
+) -> None:
     """32 channels of SwiGLU, rounded, of 2**-32 times gate and up in the same threads.
 
-    `weights`: [..] float32 in global memory, with which each row of `out` is multiplied first, whose columns are then
-    permuted for FP4; None: ones, and columns in their order. See `store_columns` for the other arguments, and
-    `mixed_products` for the order of the sums' rows.
+    `weights`: [..] float32 in global memory, with which each row of `out` is multiplied first; None: ones. `permuted`:
+    columns are in FP4's order. See `store_columns` for the other arguments, and `mixed_products` for the order of the
+    sums' rows.
     """
     values = swiglu(sums, limit)
-    values = values if weights is None else permute_columns(values)
+    values = permute_columns(values) if permuted else values
 
     @pl.loop(0, values.shape[0])
     def _(n):
@@ -99,7 +101,7 @@ def store_swiglu(out, sums: jax.Array, column, first, end, staging, limit: float
 
 
 @store_swiglu.mosaic
-def _(out, sums, column, first, end, staging, limit, weights=None):
+def _(out, sums, column, first, end, staging, limit, weights=None, permuted=False):
     def emit(out, sums, column, first, end, staging, *weights):
         column, first, end = (U32(mlir.scalar(x)) for x in (column, first, end))
         held, f32 = mlir.values(sums), mlir.f32_type()
@@ -108,8 +110,8 @@ def _(out, sums, column, first, end, staging, limit, weights=None):
             thread = U32(mlir.thread())
             warp, row = thread >> 5, thread % 32 >> 2
             # Where `permute_columns` puts channel 8 * warp + row.
-            permuted = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2)
-            position = permuted if weights else warp * 8 + row
+            in_order = warp * 8 + row
+            position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
             for n in range(start, min(start + COLUMNS, 2 * len(held)), 8):
                 for i in range(2):
                     inner = (thread & 3) * 2 + (n + i)

@@ -1,18 +1,21 @@
-"""Products of stored weights with many inputs: unpacked in registers, as the left operand of `wgmma`.
+"""Products of stored weights with many inputs: in registers, where they are unpacked, the left operand of `wgmma`.
 
 A tile of weights is 64 or 128 bytes of each row, in shared memory. A thread has the bytes of two rows that it
 multiplies: of FP8 those of the columns which `wgmma` wants, in order; of FP4 four bytes of 16, so that a word is 8
-columns with one scale, and inputs lie in the order of `permute_columns`.
+columns with one scale, and inputs lie in the order of `permute_columns`. bfloat16 weights are loaded as they are.
 
-As in `stored_weights`, unpacked weights are 2**-32 of their values: exact for E8M0 scales from 2**-85 to 2**33.
+As in `stored_weights`, weights unpacked from FP8 and FP4 are 2**-32 of their values: exact for E8M0 scales from 2**-85
+to 2**33.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
@@ -26,9 +29,9 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 CHUNK = 64  # columns of `wgmma`'s operands in shared memory
 
 
-def code_transforms(bytes: int) -> tuple:
+def code_transforms(layout: WeightLayout, bytes: int) -> tuple:
     """Of a tile of codes with so many bytes of a row."""
-    return plgpu.TilingTransform((8, bytes)), plgpu.SwizzleTransform(bytes)
+    return plgpu.TilingTransform((8, layout.elements(layout.columns(bytes)))), plgpu.SwizzleTransform(bytes)
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
@@ -52,12 +55,12 @@ def multiply_tile(
     gated: bool,
     complete: bool = True,
 ) -> jax.Array:
-    """acc + weights @ inputs of a tile: [64, N] float32, 2**-32 of the products.
+    """acc + weights @ inputs of a tile: [64, N] float32, 2**-32 of the products of FP8 and FP4.
 
     Args:
-      codes: [1, R, bytes], or where `gated` [2, R / 2, bytes], uint8 in shared memory with `code_transforms`, rows of
-        all warpgroups that multiply.
-      scales: of FP4 [.., .., 16] uint8 in shared memory, among them the tile's. Of FP8 None.
+      codes: [1, R, n], or where `gated` [2, R / 2, n], of the layout's dtype in shared memory with `code_transforms`,
+        rows of all warpgroups that multiply; of bfloat16 128 bytes of each.
+      scales: of FP4 [.., .., 16] uint8 in shared memory, among them the tile's: 16 of a row or 8. Otherwise None.
       at: int32 scalar; of FP4 the place of the tile's first scale in a row, of FP8 the tile's scale; where `gated` that
         of the other rows times 256 is added to it.
       inputs: [N, columns] bfloat16 in shared memory with TRANSFORMS.
@@ -76,7 +79,9 @@ def multiply_tile(
         return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, half) for start in starts])
 
     values = own(codes[...])
-    if layout.bits == 4:
+    if layout.bits == 16:
+        values = values.astype(jnp.float32)
+    elif layout.bits == 4:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
         factors = lax.dynamic_slice_in_dim(own(scales[...]), at, values.shape[1] // 32, axis=1).astype(jnp.int32)
@@ -94,19 +99,25 @@ def multiply_tile(
 
 @multiply_tile.mosaic
 def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
-    chunks, (parts, rows, bytes) = inputs.shape[1] // CHUNK, codes.shape
-    rows *= parts
-    unpacker = _fp4_unpacker if layout.bits == 4 else _fp8_unpacker
+    chunks, (parts, rows, width) = inputs.shape[1] // CHUNK, codes.shape
+    rows, bytes = rows * parts, width * codes.dtype.itemsize
+    unpacker = {4: _fp4_unpacker, 8: _fp8_unpacker, 16: _bf16_loader}[layout.bits]
 
     def emit(acc, codes, at, inputs, group, *scales):
         thread, at = U32(mlir.thread()), U32(mlir.scalar(at))
-        line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
+        other, lane = rows // 2 if gated else 8, thread % 32
+        row, part = lane >> 2, (lane & 3) * layout.columns(2)
+        if layout.bits == 16:  # of `ldmatrix`, whose threads have other values than those whose places they give
+            row, part = (lane & 7) + (lane >> 3 & 1) * other, lane >> 4 << 4
+        line = (thread >> 5) * (8 if gated else 16) + row
         line = line + U32(mlir.scalar(group)) * (ROWS // 2 if gated else ROWS)
         # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
         swizzle = line * bytes >> 7 & (bytes // 16 - 1)
-        place = thread_ops.shared(codes) + line * bytes + (swizzle << 4) + (thread & 3) * layout.columns(2)
-        other = rows // 2 if gated else 8
-        scale_place = [(thread_ops.shared(table) + line * 16 + at, other * 16) for table in scales]
+        place = thread_ops.shared(codes) + line * bytes + (swizzle << 4 ^ part)
+        scale_place = []
+        for table in scales:
+            size = math.prod(ir.MemRefType(table.type).shape) // rows  # of a row
+            scale_place = [(thread_ops.shared(table) + line * size + at, other * size)]
         factors = [at & 255, at >> (8 if gated else 0) & 255]
         unpack = unpacker(place, other * bytes, *(scale_place or [factors]))
         sums = mlir.values(acc)
@@ -119,7 +130,7 @@ def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
         return _wait(sums, pending=0) if complete else sums
 
     operands = [] if scales is None else [scales]
-    places = (codes, plgpu.RefType(code_transforms(bytes))), at, (inputs, plgpu.RefType(TRANSFORMS)), group
+    places = (codes, plgpu.RefType(code_transforms(layout, bytes))), at, (inputs, plgpu.RefType(TRANSFORMS)), group
     return mlir.inline(emit, acc, *places, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
 
 
@@ -194,6 +205,17 @@ def _fp4_unpacker(place, other, scales):
         return steps
 
     return unpack
+
+
+def _bf16_loader(place, *_):
+    """See `_fp8_unpacker`; `place`: of 16 bytes that `ldmatrix` takes from this thread."""
+    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+
+    def load(chunk):
+        places = (place ^ (4 * chunk + step << 5) for step in range(4))
+        return [[U32(x) for x in mlir.ptx(code, at.value, results=[mlir.int_type()] * 4)] for at in places]
+
+    return load
 
 
 def _multiply(sums, weights, inputs, chunk, chunks):

@@ -18,14 +18,13 @@ from jax import lax
 from pallas_kernels.common import column_stores, mixed_products
 from pallas_kernels.common.mixed_products import code_transforms
 from pallas_kernels.common.primitive import interpreting
-from pallas_kernels.common.stored_weights import ROWS, WeightLayout
+from pallas_kernels.common.stored_weights import ROWS, SCALE_BYTES, SHIFT, WeightLayout
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
 SHARED_BYTES = 225 << 10  # of tiles and what turns sums around
 MOST_STAGES = 8
 MOST_WIDE = 80  # inputs with which three steps of wide tiles fit
-SCALES = 16  # of a row, which travel together, the fewest of a bulk copy
 SCALES_STAGES = 3
 # Registers of a thread that copies, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
 # has 512 for each thread of a warpgroup.
@@ -54,7 +53,7 @@ class StoredGemm:
 
     Attributes:
       layout: of the weights.
-      depth: columns of the weights, a multiple of 64, of FP4 of 512.
+      depth: columns of the weights, a multiple of 64, of FP4 of 512, or 256.
       inputs: of a tile, a multiple of 16 up to 256.
       warpgroups: that multiply, 64 rows each: 2 or 4.
       gated: half of a tile's rows are the gate's, the others those of up, for the same channels.
@@ -76,12 +75,17 @@ class StoredGemm:
     @property
     def bytes(self) -> int:
         """Of a row of codes, in a step: where inputs are few a whole line of the L2 cache, which took 6% less time."""
-        return 128 if self.layout.bits == 4 and self.inputs <= MOST_WIDE else 64
+        return 128 if self.layout.bits == 16 or self.layout.bits == 4 and self.inputs <= MOST_WIDE else 64
 
     @property
     def steps(self) -> int:
         """Of a tile, over its columns."""
         return self.depth // self.layout.columns(self.bytes)
+
+    @property
+    def scales(self) -> int:
+        """FP4's of a row that travel together."""
+        return min(SCALE_BYTES, self.depth // 32)
 
     @property
     def overlaps(self) -> bool:
@@ -94,7 +98,7 @@ class StoredGemm:
         other = self.warpgroups * column_stores.STAGING_BYTES
         tables: dict[str, Any] = dict(scales_tile=None, scales_full=None, scales_free=None)
         if self.layout.bits == 4:
-            shape = (SCALES_STAGES, parts, self.rows // parts, SCALES)
+            shape = (SCALES_STAGES, parts, self.rows // parts * self.scales // SCALE_BYTES, SCALE_BYTES)
             other += math.prod(shape)
             tables = dict(
                 scales_tile=plgpu.SMEM(shape, jnp.uint8),
@@ -107,9 +111,10 @@ class StoredGemm:
             free = plgpu.ClusterBarrier(collective_axes=("block",), **free)
         else:
             free = plgpu.Barrier(**free)
-        codes = (stages, parts, self.rows // parts, self.bytes)
+        codes = (stages, parts, self.rows // parts, self.layout.elements(width))
+        transforms = code_transforms(self.layout, self.bytes)
         return tables | dict(
-            codes_tile=plgpu.SMEM(codes, jnp.uint8, transforms=code_transforms(self.bytes)),
+            codes_tile=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
             inputs_tile=plgpu.SMEM((stages, self.inputs, width), jnp.bfloat16, transforms=TRANSFORMS),
             staging=plgpu.SMEM((self.warpgroups, column_stores.STAGING_BYTES), jnp.uint8),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -140,16 +145,18 @@ class StoredGemm:
           warpgroup: this one's number: 0 and up multiply, the last one copies.
           tiles: how many; as many in the other block of the cluster.
           inputs: [.., width] bfloat16 in global memory; for FP4 with permuted columns.
-          codes: [matrices, R, bytes of a row] uint8 in global memory. Rows and inputs past the end count as zeros.
-          scales: in global memory; FP4: [matrices, R, columns / 32], FP8: [matrices, R / 128, columns / 128] uint8.
+          codes: [matrices, R, elements of a row] of the layout's dtype in global memory. Rows and inputs past the end
+            count as zeros.
+          scales: in global memory; FP4: [matrices, R, columns / 32], or, of 256 columns, those of two rows in 16
+            bytes; FP8: [matrices, R / 128, columns / 128] uint8; bfloat16: None.
           locate: tile -> its place.
           finish: (tile, sums [64, inputs] float32, 2**-32 of the products), in each warpgroup that multiplies.
           codes_tile, inputs_tile, full, free, scales_tile, scales_full, scales_free: `scratch`.
         """
-        stages, parts, rows, _ = codes_tile.shape
+        stages, parts, rows, elements = codes_tile.shape
         width, steps = inputs_tile.shape[-1], self.steps
         # Of FP4, with a scale for 32 columns.
-        shared = SCALES * 32 // width
+        shared = self.scales * 32 // width
         copying, multiplying = REGISTERS[self.warpgroups]
         together = "block" if self.blocks > 1 else None
 
@@ -183,7 +190,7 @@ class StoredGemm:
                     columns = pl.ds(place.column + step * width, width)
                     values = inputs.at[pl.ds(place.input, self.inputs), columns]
                     plgpu.copy_gmem_to_smem(values, inputs_tile.at[stage], full.at[stage], collective_axes=together)
-                    values = source.at[:, :, pl.ds(step * self.bytes, self.bytes)]
+                    values = source.at[:, :, pl.ds(step * elements, elements)]
                     plgpu.copy_gmem_to_smem(values, codes_tile.at[stage], full.at[stage])
                     if scales_tile is None:
                         return
@@ -196,8 +203,10 @@ class StoredGemm:
                         def _():
                             plgpu.barrier_wait(scales_free.at[slot])
 
-                        columns = pl.ds(lax.div(step, jnp.int32(shared)) * SCALES, SCALES)
-                        values = scales.at[pl.ds(place.matrix, parts), pl.ds(place.row, rows), columns]
+                        columns = pl.ds(lax.div(step, jnp.int32(shared)) * SCALE_BYTES, SCALE_BYTES)
+                        lines = scales_tile.shape[2]
+                        first = lax.div(place.row, jnp.int32(rows)) * lines
+                        values = scales.at[pl.ds(place.matrix, parts), pl.ds(first, lines), columns]
                         plgpu.copy_gmem_to_smem(values, scales_tile.at[slot], scales_full.at[slot])
 
             # The interpreter wants every arrival waited for, and no block may end before the other of its cluster.
@@ -220,13 +229,14 @@ class StoredGemm:
                 def add(step, acc):
                     i = n * steps + step
                     stage, slot = turn(i, stages), turn(lax.div(i, jnp.int32(shared)), SCALES_STAGES)
-                    if scales_tile is None:
+                    at, table = jnp.int32(0), None
+                    if self.layout.bits == 8:
                         row = jnp.minimum(lax.div(place.row, jnp.int32(128)), scales.shape[1] - 1)
                         column = lax.div(step * self.bytes, jnp.int32(128))
                         own = [scales[place.matrix + i, row, column].astype(jnp.int32) for i in range(parts)]
-                        at, table = own[0] if parts == 1 else own[0] | own[1] << 8, None
-                    else:
-                        at, table = turn(i, shared) * (SCALES // shared), scales_tile.at[slot]
+                        at = own[0] if parts == 1 else own[0] | own[1] << 8
+                    elif self.layout.bits == 4:
+                        at, table = turn(i, shared) * (self.scales // shared), scales_tile.at[slot]
 
                         @pl.when(turn(i, shared) == 0)
                         def _():
@@ -252,4 +262,5 @@ class StoredGemm:
                 if self.overlaps:
                     sums = mixed_products.complete_sums(sums)
                     release((n + 1) * steps - 1)
-                finish(n, sums)
+                # One scale for what finishes tiles of any layout.
+                finish(n, sums * 2.0**-SHIFT if self.layout.bits == 16 else sums)

@@ -37,7 +37,7 @@ COLUMNS = 8  # of a product of `mma`
 MULTIPLIERS = 4  # warpgroups that multiply
 SHIFT = 32
 SCALED = 128  # columns, and rows, of FP8 with the same scale
-SCALE_BYTES = 16  # of FP4's scales that travel together, the fewest of a bulk copy
+SCALE_BYTES = 16  # of FP4's scales that travel together, the fewest of a bulk copy: a row's, or those of two short rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +135,8 @@ def multiply_add(
       acc: in layout WGMMA.
       codes: [64, n] of the layout's dtype in shared memory, with its transforms, up to 256 bytes a row, which are a
         multiple of the least segments.
-      scales: of FP4 [64, 16] uint8 in shared memory, those of up to 256 bytes among which the step's are; of FP8 what
-        `load_scales` found for all steps; of bfloat16 anything.
+      scales: of FP4 [64, 16] uint8 in shared memory, those of up to 256 bytes among which the step's are, or [32, 16]
+        where a row has 8; of FP8 what `load_scales` found for all steps; of bfloat16 anything.
       inputs: what `stream_inputs.load_inputs` left.
       step: which one, counted from the first column of the inputs.
       layout: of the weights.
@@ -151,8 +151,9 @@ def multiply_add(
     elif layout.bits == 4:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
-        first = lax.rem(step * (size // 32), jnp.int32(SCALE_BYTES))
-        exponents = lax.dynamic_slice_in_dim(scales[...], first, size // 32, axis=1).astype(jnp.int32)
+        table = scales[...].reshape(ROWS, -1)
+        first = lax.rem(step * (size // 32), jnp.int32(table.shape[1]))
+        exponents = lax.dynamic_slice_in_dim(table, first, size // 32, axis=1).astype(jnp.int32)
         factors = _power(jnp.repeat(exponents, 32, axis=1))
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -242,15 +243,14 @@ def _weights_bf16(late, segment, places):
 
 def _factors_fp4(scales, thread, step, segments, gated):
     line, inner = thread % 32 >> 2, thread & 3
-    row = (thread >> 5) * (8 if gated else 16) + line
-    first = step * (4 * segments) & SCALE_BYTES - 1
-    place = thread_ops.shared(scales) + row * SCALE_BYTES + inner + first
+    row, size = (thread >> 5) * (8 if gated else 16) + line, ir.MemRefType(scales.type).shape[0] * SCALE_BYTES // ROWS
+    place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
         found = []
         for half in range(2):
-            below = half * SCALE_BYTES * (HALF if gated else 8)
+            below = half * size * (HALF if gated else 8)
             found.append(_factor(thread_ops.ptx(code, place + (segment << 2) + below) + (126 - SHIFT)))
         return found
 

@@ -45,7 +45,8 @@ class Product:
     Attributes:
       layout: how it is stored.
       codes: [R, elements of a row] of the layout's dtype in global memory.
-      scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8; bfloat16: None.
+      scales: in global memory; FP4: [R, columns / 32], or, of 256 columns, those of two rows in 16 bytes; FP8:
+        [R / 128, columns / 128] uint8; bfloat16: None.
       tiles: how many.
       depth: columns that this block multiplies.
       first: of these.
@@ -96,7 +97,7 @@ class WeightStream:
 
     @property
     def parts(self) -> int:
-        """Stages of a step. A tile has a multiple of four steps of as many segments as possible."""
+        """Stages of a step. A tile has a multiple of four steps of as many segments as possible, or one or two."""
         return most_segments(*self.matrices) // self.segments
 
     @property
@@ -212,19 +213,25 @@ class WeightStream:
                     product.load_inputs(tile, load)
                     following = self._scales(product, jnp.minimum(tile + 1, product.tiles - 1))
 
+                    # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
+                    own, count, table = warpgroup, steps // MULTIPLIERS, ROWS * _scale_bytes(product) // SCALE_BYTES
+                    if steps < MULTIPLIERS:
+                        own = (warpgroup - before - tile * steps) & (MULTIPLIERS - 1)
+                        count = (own < steps).astype(jnp.int32)
+
                     def add(i, acc):
                         parts = jnp.int32(self.parts)
-                        step = (lax.div(i, parts) * MULTIPLIERS + warpgroup) * parts + lax.rem(i, parts)
+                        step = (lax.div(i, parts) * MULTIPLIERS + own) * parts + lax.rem(i, parts)
                         stage = lax.rem(before + tile * steps + step, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[stage])
-                        operand = scales if scales_tile is None else scales_tile.at[stage]
+                        operand = scales if scales_tile is None else scales_tile.at[stage, pl.ds(0, table)]
                         operands = codes.at[stage], operand, inputs, step
                         acc = stored_weights.multiply_add(acc, *operands, layout, product.gated)
                         _release(free.at[stage])
                         return acc
 
                     zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
-                    acc = lax.fori_loop(0, steps // MULTIPLIERS, add, zeros)
+                    acc = lax.fori_loop(0, count, add, zeros)
                     slot = lax.rem(done + tile, jnp.int32(slots))
 
                     @pl.when(done + tile >= slots)
@@ -274,7 +281,9 @@ class WeightStream:
             if scales_tile is not None:
                 # A scale for 16 bytes.
                 columns = pl.ds(lax.div(lax.div(at, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
-                there = scales_tile.at[stage, target]
+                lines = HALF * _scale_bytes(product) // SCALE_BYTES
+                source = pl.ds(pl.multiple_of(lax.div(row, jnp.int32(HALF)) * lines, lines), lines)
+                there = scales_tile.at[stage, pl.ds(half * lines, lines)]
                 plgpu.copy_gmem_to_smem(product.scales.at[source, columns], there, full)
 
     def _scales(self, product, tile):
@@ -324,7 +333,18 @@ def _meet(barrier):
     plgpu.barrier_wait(barrier)
 
 
+def _scale_bytes(product):
+    """FP4's scales of a row that travel together."""
+    return min(SCALE_BYTES, product.depth // 32)
+
+
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """The most segments of a step with which matrices, layout and columns, have a multiple of four steps."""
-    fits = (n for n in (4, 2, 1) if not any(depth % (layout.segment * n * MULTIPLIERS) for layout, depth in matrices))
-    return next(fits)
+    """The most segments of a step with which matrices, layout and columns, have a multiple of four steps.
+
+    Or, where one has too few columns, whole steps.
+    """
+    for together in (MULTIPLIERS, 1):
+        for n in (4, 2, 1):
+            if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
+                return n
+    raise ValueError(f"columns in multiples of a segment's are streamed, got {matrices}")

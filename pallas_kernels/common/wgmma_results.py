@@ -38,6 +38,22 @@ def _(acc, a, b):
 
 
 @primitive
+def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
+    """`multiply_add` of one left operand and several right ones; waits for all products together."""
+    return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
+
+
+@multiply_add_all.mosaic
+def _(accs, a, bs):
+    def multiply(refs):
+        for ref, b in zip(refs, bs, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    run: Any = pl.run_state(multiply)
+    return run(tuple(plgpu.ACC.init(acc) for acc in accs))
+
+
+@primitive
 def put(inbox, values: jax.Array, block: jax.Array | int | None) -> None:
     """Writes values to `inbox`, or to its place in the shared memory of a block of the cluster, for `add` to read.
 
@@ -76,6 +92,29 @@ def _(values, inbox):
             yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
 
     return mlir.inline(emit, values, inbox, layout=_layout, returns=values)
+
+
+@primitive
+def put_shared(ref, values: jax.Array) -> None:
+    """Writes values to shared memory, bfloat16 [64, columns] with `TRANSFORMS`, or one a row, [64] float32.
+
+    Unlike an assignment it waits for no other thread: what was read or written there before has to be known to be done,
+    and a barrier at which every thread arrives has to follow, for `wgmma` a fence before it.
+    """
+    ref[...] = values
+
+
+@put_shared.mosaic
+def _(ref, values):
+    def emit(ref, values):
+        if len(values.shape) == 1:
+            values.store_untiled(ref, optimized=False)
+        else:
+            values.store_tiled(ref, swizzle=128)
+
+    whole = len(values.shape) > 1
+    layout = plgpu.Layout.WGMMA if whole else plgpu.Layout.WGMMA.reduce(1)
+    mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, layout))
 
 
 @primitive

@@ -1,5 +1,7 @@
 """Which tokens an expert has: blocks of up to 8 (token, expert) pairs of one expert."""
 
+import functools
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ def assign(selected: jax.Array, experts: int, *, interpret: bool = False) -> tup
     """Groups pairs by expert, in ascending order of experts and pairs. One block of threads runs it.
 
     Args:
-      selected: [P] int32, the expert of each pair, 0 .. E - 1.
+      selected: [P] int32, the expert of each pair; pairs with none in 0 .. E - 1 are left out.
       experts: E.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -37,7 +39,7 @@ def assign(selected: jax.Array, experts: int, *, interpret: bool = False) -> tup
     blocks = most_blocks(selected.size, experts)
     numbers = -(-experts // mlir.THREADS) * mlir.THREADS
     run = kernel(
-        _body,
+        functools.partial(_body, experts),
         out_type=(
             jax.ShapeDtypeStruct((blocks * WORDS,), jnp.int32),
             jax.ShapeDtypeStruct((1 + blocks,), jnp.int32),
@@ -52,30 +54,30 @@ def assign(selected: jax.Array, experts: int, *, interpret: bool = False) -> tup
     return table.reshape(blocks, WORDS), counts
 
 
-def _body(selected, table, counts, *, scratch):
-    group_pairs(selected, table, counts, scratch)
+def _body(experts, selected, table, counts, *, scratch):
+    group_pairs(selected, table, counts, experts, scratch)
 
 
 @primitive
-def group_pairs(selected, table, counts, scratch) -> None:
+def group_pairs(selected, table, counts, experts: int, scratch) -> None:
     """`assign` of [P] to [blocks * 16] and [1 + blocks], all in global memory.
 
-    `scratch`: [5 * E + 4] int32 in shared memory, E a multiple of 128, at least the number of experts.
+    `scratch`: [5 * N + 4] int32 in shared memory, N a multiple of 128, at least the number of experts.
     """
-    blocks, number = counts.shape[0] - 1, (scratch.shape[0] - _WARPS) // (_WARPS + 1)
-    chosen = selected[...]
+    blocks, chosen = counts.shape[0] - 1, selected[...]
+    here = (chosen >= 0) & (chosen < experts)
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
-    sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, number)[:, None], axis=1)
+    sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, experts)[:, None], axis=1)
     filled = (sizes + SIZE - 1) // SIZE
-    place = (jnp.cumsum(filled) - filled)[chosen] + rank // SIZE
-    rows = jnp.full((blocks, WORDS), -1, jnp.int32).at[place, 0].set(chosen)
-    table[...] = rows.at[place, FIRST_PAIR + rank % SIZE].set(pairs).reshape(-1)
+    place = jnp.where(here, (jnp.cumsum(filled) - filled)[jnp.where(here, chosen, 0)] + rank // SIZE, blocks)
+    rows = jnp.full((blocks, WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
+    table[...] = rows.at[place, FIRST_PAIR + rank % SIZE].set(pairs, mode="drop").reshape(-1)
     counts[...] = jnp.zeros((1 + blocks,), jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
 
 
 @group_pairs.mosaic
-def _(selected, table, counts, scratch):
+def _(selected, table, counts, experts, scratch):
     pairs, blocks = selected.shape[0], counts.shape[0] - 1
     number = (scratch.shape[0] - _WARPS) // (_WARPS + 1)
     threads = mlir.THREADS
@@ -107,11 +109,11 @@ def _(selected, table, counts, scratch):
         # A thread's pairs stay in its registers, also where it has none in the last turns.
         for turn in range(turns):
             pair = warp * (turns * mlir.WARP) + lane + turn * mlir.WARP
-            inside = pair < pairs
             expert = ops.load_global(selected, pair.minimum(pairs - 1))
+            inside = (pair < pairs) & (expert < experts)
             same = ops.ptx("match.any.sync.b32 $0, $1, 0xffffffff;", inside.where(expert, 0xFFFFFFFF))
             below = ops.count_bits(same & ((U32(1) << lane) - 1))
-            there = own_sizes + (expert << 2)
+            there = own_sizes + (expert.minimum(experts - 1) << 2)
             before = ops.load(there)
             mgpu.utils.warp_barrier()
             with ops.when(inside & below.equals(0)):

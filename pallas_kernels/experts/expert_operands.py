@@ -1,30 +1,60 @@
 """What both kernels of experts take."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.checks import check_array
+from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.stored_weights import BF16, FP4, SCALE_BYTES, WeightLayout
+
+
+class ExpertOperands(NamedTuple):
+    """The weights of `number` experts, whose maps have `inner` channels between them.
+
+    Attributes:
+      gate_up: weights or codes [2 * number, inner, ..], and scales, or None: [2 * number, .., at least 16].
+      down: [number, D, ..] and scales, likewise.
+    """
+
+    layout: WeightLayout
+    number: int
+    inner: int
+    gate_up: tuple[Any, Any]
+    down: tuple[Any, Any]
 
 
 def check_operands(
     x: jax.Array,
     selected: jax.Array,
     weights: jax.Array,
-    gate_up: tuple[jax.Array, jax.Array],
-    down: tuple[jax.Array, jax.Array],
-) -> tuple[dict[str, bool], int, int]:
-    """Refuses arrays of other dtypes and shapes than `experts` documents.
-
-    Returns:
-      rules for `check_rules`, the number of experts, and the width between an expert's maps.
-    """
+    gate_up: jax.Array | tuple[jax.Array, jax.Array],
+    down: jax.Array | tuple[jax.Array, jax.Array],
+) -> ExpertOperands:
+    """Refuses arrays of other dtypes and shapes than `experts` documents."""
     tokens, depth = x.shape
     check_array("x", x, jnp.bfloat16, None, None)
     check_array("selected", selected, jnp.int32, tokens, None)
     check_array("weights", weights, jnp.float32, *selected.shape)
-    number, inner = gate_up[0].shape[0], 2 * down[0].shape[-1]
-    for name, (codes, scales), rows, columns in (("gate_up", gate_up, 2 * inner, depth), ("down", down, depth, inner)):
-        check_array(f"{name}'s codes", codes, jnp.uint8, number, rows, columns // 2)
-        check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
-    rules = {f"channels in multiples of 512, got {depth} and {inner}": not (depth % 512 or inner % 512)}
-    return rules, number, inner
+    layout = FP4 if isinstance(gate_up, tuple) else BF16
+    pairs: list[tuple[Any, Any]] = [w if isinstance(w, tuple) else (w, None) for w in (gate_up, down)]
+    number, _, columns = pairs[1][0].shape
+    inner, found = layout.columns(columns * layout.dtype.itemsize), []
+    for name, (codes, scales), parts, shape in zip(
+        ("gate_up", "down"), pairs, (2, 1), ((2 * inner, depth), (depth, inner)), strict=True
+    ):
+        rows, columns = shape
+        check_array(name, codes, layout.dtype, number, rows, layout.elements(columns))
+        if layout == FP4:
+            check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
+            # Bulk copies take 16 bytes: of two rows where these have fewer.
+            scales = scales.reshape(number * parts, -1, max(columns // 32, SCALE_BYTES))
+        found.append((codes.reshape(number * parts, -1, codes.shape[-1]), scales))
+    whole = 512 if layout == FP4 else 256
+    check_rules(
+        {
+            f"channels in multiples of {whole}, got {depth}": depth % whole == 0,
+            f"256 channels of an expert, or multiples of {whole}, got {inner}": inner == 256 or inner % whole == 0,
+        }
+    )
+    return ExpertOperands(layout, number, inner, *found)

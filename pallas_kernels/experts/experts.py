@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels.common import clusters, stream_stores, weight_stream
 from pallas_kernels.common.checks import check_rules
 from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.stored_weights import COLUMNS, FP4, HALF, ROWS
+from pallas_kernels.common.stored_weights import COLUMNS, HALF, ROWS, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 from pallas_kernels.experts import assignment
@@ -34,8 +34,8 @@ def experts(
     x: jax.Array,
     selected: jax.Array,
     weights: jax.Array,
-    gate_up: tuple[jax.Array, jax.Array],
-    down: tuple[jax.Array, jax.Array],
+    gate_up: jax.Array | tuple[jax.Array, jax.Array],
+    down: jax.Array | tuple[jax.Array, jax.Array],
     *,
     limit: float,
     interpret: bool = False,
@@ -44,43 +44,39 @@ def experts(
 
     Args:
       x: [T, D] bfloat16.
-      selected: [T, k] int32, each token's experts, 0 .. E - 1; T * k up to 1024.
+      selected: [T, k] int32, each token's experts, 0 .. E - 1; T * k up to 1024. A pair with another number has no
+        expert here.
       weights: [T, k] float32, what w is.
-      gate_up: codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a byte, and scales [E, 2 * I, D / 32] uint8, E8M0; the
-        gate's rows first. D and I are multiples of 512.
-      down: codes [E, D, I / 2] and scales [E, D, I / 32].
+      gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a
+        byte, and scales [E, 2 * I, D / 32] uint8, E8M0. D and I are multiples of 512, of bfloat16 of 256; I may be 256.
+      down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
       limit: of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. The order of a sum
-      depends on D and I alone.
+      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Unspecified for pairs
+      that have no expert. The order of a sum depends on the weights' shapes and storage alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
     tokens, depth = x.shape
-    rules, number, inner = check_operands(x, selected, weights, gate_up, down)
+    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
     pairs = selected.size
-    check_rules(
-        rules
-        | {
-            f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS,
-        }
-    )
+    check_rules({f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS})
     selected, weights = selected.reshape(-1), weights.reshape(-1)
-    p = ExpertsProblem(pairs, pairs // tokens, number, depth, inner, limit)
+    p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, limit)
     table, counts = assignment.assign(selected, number, interpret=interpret)
-    operands = [array.reshape(-1, array.shape[-1]) for array in (*gate_up, *down)]
+    operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices)
     hidden, y = (jax.ShapeDtypeStruct((pairs, width), jnp.bfloat16) for width in (inner, depth))
     if interpret or not runs_all_blocks_at_once():
         # Blocks that may run one after the other do not wait for each other.
         up, down_ = (True, False), (False, True)
-        (hidden,) = _launch(p, up, (hidden,), table, counts, weights, x, *operands, interpret=interpret)
-        (y,) = _launch(p, down_, (y,), table, counts, weights, hidden, *operands, interpret=interpret)
+        (hidden,) = _launch(p, up, (hidden,), table, counts, weights, x, operands, interpret=interpret)
+        (y,) = _launch(p, down_, (y,), table, counts, weights, hidden, operands, interpret=interpret)
     else:
         counts = jax.new_ref(counts)
-        _, y = _launch(p, (True, True), (hidden, y), table, counts, weights, x, *operands, interpret=False)
+        _, y = _launch(p, (True, True), (hidden, y), table, counts, weights, x, operands, interpret=False)
     return y.reshape(tokens, -1, depth)
 
 
@@ -88,6 +84,7 @@ def experts(
 class ExpertsProblem:
     """What is static about a call: `chosen` experts of a token, `depth` channels of it, `inner` ones of an expert."""
 
+    layout: WeightLayout
     pairs: int
     chosen: int
     experts: int
@@ -97,7 +94,7 @@ class ExpertsProblem:
 
     @property
     def stream(self) -> WeightStream:
-        matrices = (FP4, self.depth), (FP4, self.inner)
+        matrices = (self.layout, self.depth), (self.layout, self.inner)
         return WeightStream(matrices, COLUMNS, weight_stream.most_segments(*matrices))
 
     @property
@@ -106,7 +103,7 @@ class ExpertsProblem:
         return self.inner // HALF, self.depth // ROWS
 
 
-def _launch(p, maps, out_type, table, counts, weights, x, *operands, interpret):
+def _launch(p, maps, out_type, table, counts, weights, x, operands, interpret):
     """`maps`: whether it multiplies with gate and up, and with down."""
     workers = 3 if interpret else MULTIPROCESSORS
     # The most blocks of pairs of which a block of threads has tiles.
@@ -127,12 +124,10 @@ def _launch(p, maps, out_type, table, counts, weights, x, *operands, interpret):
         ),
         interpret=interpret,
     )
-    return run(table.reshape(-1), counts, weights, x, *operands)
+    return run(table.reshape(-1), counts, weights, x, operands)
 
 
-def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, stream):
-    *matrices, first_out = refs[:5]
-    outs = (first_out, *refs[5:])
+def _body(p, maps, table, counts, weights, x, matrices, *outs, tables, factors, ready, stream):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers, blocks, both = lax.axis_size("worker"), counts[0], all(maps)
     todo = [i for i in range(2) if maps[i]]
@@ -190,9 +185,8 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, str
             if both and gated:
                 assignment.announce(counts, first_block + block_of(n))
 
-        codes, scales = matrices[2 * i : 2 * i + 2]
-        depth = p.inner if i else p.depth
-        return Product(FP4, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+        depth, (codes, scales) = p.inner if i else p.depth, matrices[i]
+        return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
     sources = (x, outs[0]) if both else (x,)
     products = [

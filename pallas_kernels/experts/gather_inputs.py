@@ -1,4 +1,4 @@
-"""Rows of the inputs in the order of their experts, with the columns in the order in which FP4 is unpacked."""
+"""Rows of the inputs in the order of their experts, with the columns in the order in which weights are unpacked."""
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,20 @@ from pallas_kernels.common.thread_ops import U32
 ROWS = 2  # of a block
 
 
-def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, *, interpret: bool) -> jax.Array:
-    """`permute_columns(x)[pairs // divisor]`.
+def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, *, interpret: bool) -> jax.Array:
+    """`x[pairs // divisor]`, or with `permute_columns`.
 
     Args:
       x: [T, D] bfloat16, D a multiple of 256.
       pairs: [P] int32, P a multiple of 2.
       divisor: pairs that share a row.
+      permuted: whether columns are, as FP4 wants it.
       interpret: run on the CPU, interpreted.
     """
 
     def body(x, pairs, out):
         for i in range(ROWS):
-            copy_row(out, x, lax.axis_index("block") * ROWS + i, pairs, divisor)
+            copy_row(out, x, lax.axis_index("block") * ROWS + i, pairs, divisor, permuted)
 
     run = kernel(
         body,
@@ -41,39 +42,43 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, *, interpret: bo
 
 
 @primitive
-def copy_row(out, x, row: jax.Array, pairs, divisor: int) -> None:
-    """out[row] = permute_columns(x[pairs[row] // divisor]), by one warpgroup."""
-    source = lax.div(pairs[row], jnp.int32(divisor))
-    out[row] = permute_columns(x[source][None])[0]
+def copy_row(out, x, row: jax.Array, pairs, divisor: int, permuted: bool) -> None:
+    """out[row] = x[pairs[row] // divisor], its columns permuted or not, by one warpgroup."""
+    values = x[lax.div(pairs[row], jnp.int32(divisor))]
+    out[row] = permute_columns(values[None])[0] if permuted else values
 
 
 @copy_row.mosaic
-def _(out, x, row, pairs, divisor):
+def _(out, x, row, pairs, divisor, permuted):
     def emit(out, x, row, pairs):
         thread, row, width = U32(mlir.thread()), U32(mlir.scalar(row)), ir.MemRefType(x.type).shape[1]
         source = thread_ops.load_global(pairs, row) // divisor
         for first in range(0, width // 8, mlir.THREADS):
             eight = thread + first
             if first + mlir.THREADS <= width // 8:
-                _copy_eight(out, x, row, source, width, eight)
+                _copy_eight(out, x, row, source, width, eight, permuted)
             else:  # whole warps
                 with thread_ops.when(eight < width // 8):
-                    _copy_eight(out, x, row, source, width, eight)
+                    _copy_eight(out, x, row, source, width, eight, permuted)
 
     mlir.inline(emit, out, x, row, pairs)
 
 
-def _copy_eight(out, x, row, source, width, eight):
-    """8 columns of a thread; of 32 each of four threads has two of its columns in a word of another's."""
+def _copy_eight(out, x, row, source, width, eight, permuted):
     load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-    a, b, c, d = (U32(w) for w in mlir.ptx(load, _place(x, source, width, eight), results=[mlir.int_type()] * 4))
+    words = [U32(w) for w in mlir.ptx(load, _place(x, source, width, eight), results=[mlir.int_type()] * 4)]
+    values = (w.value for w in (_permute(words) if permuted else words))
+    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", _place(out, row, width, eight), *values)
+
+
+def _permute(words):
+    """8 columns of a thread; of 32 each of four threads has two of its columns in a word of another's."""
+    a, b, c, d = words
     # Columns i and i + 4.
     words = [_halves(*pair, high) for pair in ((a, c), (b, d)) for high in (False, True)]
     words = _by_lane(words)
     shuffle = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, 0xffffffff;"
-    words = [words[0], *(thread_ops.ptx(shuffle.format(i), words[i]) for i in (1, 2, 3))]
-    values = (w.value for w in _by_lane(words))
-    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", _place(out, row, width, eight), *values)
+    return _by_lane([words[0], *(thread_ops.ptx(shuffle.format(i), words[i]) for i in (1, 2, 3))])
 
 
 def _by_lane(words):

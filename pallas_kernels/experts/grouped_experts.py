@@ -34,8 +34,8 @@ def grouped_experts(
     x: jax.Array,
     selected: jax.Array,
     weights: jax.Array,
-    gate_up: tuple[jax.Array, jax.Array],
-    down: tuple[jax.Array, jax.Array],
+    gate_up: jax.Array | tuple[jax.Array, jax.Array],
+    down: jax.Array | tuple[jax.Array, jax.Array],
     *,
     limit: float,
     interpret: bool = False,
@@ -46,38 +46,32 @@ def grouped_experts(
       x: [T, D] bfloat16.
       selected: [T, k] int32, each token's experts, 0 .. E - 1. A pair with another number has no expert here.
       weights: [T, k] float32, what w is.
-      gate_up: codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a byte, and scales [E, 2 * I, D / 32] uint8, E8M0; the
-        gate's rows first. D and I are multiples of 512.
-      down: codes [E, D, I / 2] and scales [E, D, I / 32].
+      gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a
+        byte, and scales [E, 2 * I, D / 32] uint8, E8M0. D and I are multiples of 512, of bfloat16 of 256; I may be 256.
+      down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
       limit: of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Zeros for pairs that
-      have no expert. The order of a sum depends on the weights' shapes alone.
+      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Unspecified for pairs
+      that have no expert. The order of a sum depends on the weights' shapes and storage alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
     tokens, depth = x.shape
-    rules, number, inner = check_operands(x, selected, weights, gate_up, down)
-    check_rules(
-        rules
-        | {
-            "at least one token": tokens > 0,
-            f"up to {MOST_EXPERTS} experts, got {number}": number <= MOST_EXPERTS,
-        }
-    )
+    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
+    rules = {"at least one token": tokens > 0, f"up to {MOST_EXPERTS} experts, got {number}": number <= MOST_EXPERTS}
+    check_rules(rules)
     count = _inputs(selected.size, number)
     order, *tiles = sort_pairs(selected.reshape(-1), number, count, interpret=interpret)
-    x = gather_inputs(x, order, selected.shape[1], interpret=interpret)
+    x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
     warpgroups = 4 if count <= MOST_INPUTS // 2 else 2
-    gemm = StoredGemm(FP4, depth, count, warpgroups, gated=True)
-    hidden = _launch(gemm, limit, inner, tiles, weights.reshape(-1)[order], x, gate_up, order.size, interpret)
-    gemm = StoredGemm(FP4, inner, count, warpgroups)
-    y = _launch(gemm, limit, depth, tiles, order, hidden, down, selected.size, interpret)
-    here = (selected >= 0) & (selected < number)
-    return jnp.where(here[..., None], y.reshape(*selected.shape, depth), jnp.bfloat16(0))
+    gemm = StoredGemm(layout, depth, count, warpgroups, gated=True)
+    hidden = _launch(gemm, limit, inner, tiles, weights.reshape(-1)[order], x, matrices[0], order.size, interpret)
+    gemm = StoredGemm(layout, inner, count, warpgroups)
+    y = _launch(gemm, limit, depth, tiles, order, hidden, matrices[1], selected.size, interpret)
+    return y.reshape(*selected.shape, depth)
 
 
 def _inputs(pairs, number):
@@ -120,8 +114,6 @@ def _launch(gemm, limit, width, tiles, table, x, weight, rows, interpret):
         scratch_types=gemm.scratch(),
         interpret=interpret,
     )
-    matrices = 1 + gemm.gated
-    weight = (array.reshape(len(array) * matrices, -1, array.shape[-1]) for array in weight)
     return run(*tiles, table, x, *weight)
 
 
@@ -145,7 +137,7 @@ def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
         place = column, blocks[1, block], blocks[2, block], staging.at[warpgroup]
         if p.gemm.gated:
-            column_stores.store_swiglu(out, sums, *place, p.limit, table)
+            column_stores.store_swiglu(out, sums, *place, p.limit, table, permuted=p.gemm.layout == FP4)
         else:
             column_stores.store_columns(out, sums, *place, table)
 

@@ -22,11 +22,13 @@ from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, WARP_KEYS, load_words
-from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share
+from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
 CHUNK = 8  # tokens whose queries fit into shared memory
+# Of more tokens than this XLA works out the shares: a block takes 6 us to look at 32 tokens.
+MOST_SEARCHED = 256
 
 
 @traced_once("compress_rate", "layout")
@@ -84,9 +86,17 @@ def indexer_scores(
     # Interpreted, one warpgroup: several that wait for each other would block the CPU's few threads.
     multiprocessors, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, WARPGROUPS)
 
+    shares = None
+    if tokens > MOST_SEARCHED:
+        first, count = _chunks(slots, chunk)
+        keys = jnp.clip((positions[jnp.minimum(first + count, tokens) - 1] + 1) // compress_rate, 0, entries)
+        costs = jnp.where(slots >= 0, count * -(-keys // KEYS), 0)
+        shares = planned_shares(costs, multiprocessors)
+
     def body(
-        layer, slots, positions, q, weights, block_table, codes, scales, out, *, queries, query_weights, filled, freed
-    ):
+        layer, slots, positions, q, weights, block_table, codes, scales, shares, out,
+        *, queries, query_weights, filled, freed
+    ):  # fmt: skip
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         score = functools.partial(key_tiles.score, queries=queries, weights=query_weights, out=out, factor=factor)
 
@@ -114,7 +124,10 @@ def indexer_scores(
             keys = jnp.clip(lax.div(position + 1, jnp.int32(compress_rate)), 0, entries)
             return lax.div(keys + (KEYS - 1), jnp.int32(KEYS))
 
-        begin, end, token, base = my_share(cost, tokens, block, multiprocessors)
+        if shares is None:
+            begin, end, token, base = my_share(cost, tokens, block, multiprocessors)
+        else:
+            begin, end, token, base = (shares[4 * block + i] for i in range(4))
 
         def next_chunk(state):
             """Scores this block's share of the chunk that starts at a token; `base` is the work before the chunk."""
@@ -210,4 +223,14 @@ def indexer_scores(
         ),
         interpret=interpret,
     )
-    return run(layer.reshape(1), slots, positions, q, weights, block_table, codes, scales)
+    return run(layer.reshape(1), slots, positions, q, weights, block_table, codes, scales, shares)
+
+
+def _chunks(slots, chunk):
+    """[T] int32 twice: each token, and how many tokens, up to `chunk`, the chunk has that starts there; else 0."""
+    tokens = slots.shape[0]
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    changes, edge = slots[1:] != slots[:-1], jnp.ones((1,), bool)
+    start = lax.cummax(jnp.where(jnp.concatenate([edge, changes]), token, 0))
+    end = lax.cummin(jnp.where(jnp.concatenate([changes, edge]), token + 1, tokens), reverse=True)
+    return token, jnp.where((token - start) % chunk == 0, jnp.minimum(end - token, chunk), 0)

@@ -5,6 +5,8 @@ are apart, so that several units are on their way at once. A store leaves the va
 of 8 x 64 values with the 128-byte swizzle.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -129,14 +131,7 @@ def store_unit(tile, bias, first: int, unit: list[jax.Array], row: jax.Array, la
 def _(tile, bias, first, unit, row, layout):
     def emit(tile, bias, codes, rope, *per_row):
         *scales, row = map(mlir.scalar, per_row)
-        thread = U32(mlir.thread())
-        warp, lane = thread // 32, thread % 32
-        chunk = lane % 8
-        # This thread's row of the unit. The unit's first row only adds a constant to addresses.
-        at = warp * 4 + lane // 8
-        line = at % 8
-        offset = at // 8 * (2 * 8 * ROW_DIM) + line * (2 * GROUP) + (chunk ^ line) * 16
-        start = mlir.at(mlir.shared_pointer(tile), offset.value)
+        chunk, start, at = unit_places(tile, ROW_DIM)
 
         def put(values, group):
             place = mlir.at(start, 2 * (first * ROW_DIM + 8 * GROUP * group))
@@ -148,14 +143,32 @@ def _(tile, bias, first, unit, row, layout):
             put(decode(mlir.values(register), scales, group), group)
         for group, register in enumerate(rope.registers.flat, start=groups):
             put(mlir.values(register), group)
-        exists = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0))
-        value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
-        with mgpu.utils.when(chunk.equals(0).value):
-            llvm.store(value, mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), 4 * first))
+        store_bias(bias, first, at, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)))
 
     codes, rope, *scales = unit
     per_row = [(x, PER_ROW) for x in (*scales, row)]
     mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, (codes, _CODES), (rope, _ROPE), *per_row)
+
+
+def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
+    """Of this thread: which 16 bytes of every group it holds, where those of group 0 are in a unit, and its row of it.
+
+    `tile` is a memref [rows, columns] with `TRANSFORMS`. A unit's first row only adds a constant to addresses.
+    """
+    thread = U32(mlir.thread())
+    warp, lane = thread // 32, thread % 32
+    chunk = lane % 8
+    at = warp * 4 + lane // 8
+    line = at % 8
+    offset = at // 8 * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16
+    return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), at
+
+
+def store_bias(bias, first: int, at: U32, chunk: U32, exists) -> None:
+    """Writes 0 to `bias` [rows], a memref, for this thread's row of a unit, or -inf where it does not exist."""
+    value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
+    with mgpu.utils.when(chunk.equals(0).value):
+        llvm.store(value, mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), 4 * first))
 
 
 @primitive

@@ -43,14 +43,14 @@ def test_measures_and_writes_json_and_a_picture(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_mesh_halves_what_a_device_reads(run, tmp_path):
-    """Two devices: half of the heads' maps each, and the whole cache."""
+    """Four devices: one of two requests, half of the heads' maps each."""
     floors = []
-    for options in ([], ["--mesh", "model=2"]):
+    for options in (["--batches", 1], ["--batches", 2, "--mesh", "data=2,model=2"]):
         file = tmp_path / f"{len(options)}.json"
-        run("bench", "step", "--batches", 1, "--contexts", 256, "--layers", 1, "--json", file, *options)
+        run("bench", "step", "--contexts", 256, "--layers", 1, "--json", file, *options)
         report = json.loads(file.read_text())
         floors.append(report["results"][0]["floor_bytes"])
-    assert report["mesh"] == {"model": 2}
+    assert report["mesh"] == {"data": 2, "model": 2}
     # Queries 640 x 128, groups 2 * 128 x 320 and output 256 x 256 in bfloat16, and four float32 sinks.
     assert floors[0] - floors[1] == (640 * 128 + 256 * 320 + 256 * 256) * 2 // 2 + 4 * 4 // 2
 
@@ -88,12 +88,17 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["append", "--plot", "x.png"], "--plot draws step, layer, model, serve: dsv4-jax bench step --plot x.png"),
+        (
+            ["append", "--plot", "x.png"],
+            "--plot draws step, layer, model, prefill, serve: dsv4-jax bench step --plot x.png",
+        ),
         (["layer", "--layers", "2"], "--layers 2 is not for layer, which measures layers of one kind at a time"),
         (
             ["append", "--mesh", "model=2"],
-            "--mesh is for step, model and serve: dsv4-jax bench step --mesh model=2",
+            "--mesh is for step, layer, model, serve, all_reduce: dsv4-jax bench step --mesh model=2",
         ),
+        (["step", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide batches=3"),
+        (["all_reduce"], "all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2"),
         (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
         (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),

@@ -28,11 +28,13 @@ class Life:
         self.manager = manager
         self.schema = manager.schema
         self.tables = Tables(self.schema, seed=11)
-        self.device_tables = jax.device_put((self.tables.inputs, self.tables.weights))
+        self.device_tables = manager.requests.put((self.tables.inputs, self.tables.weights))
         probe = PrefixCache(manager, key="life", max_bytes=MUCH)
         manager.requests.evictor = None
         self.prefix = PrefixCache(manager, key="life", every=every, max_bytes=snapshots * probe.bytes_per_snapshot)
         self.cache = poisoned_cache(self.schema)
+        if manager.mesh is not None:
+            self.cache = jax.device_put(self.cache, self.cache.shardings(manager.mesh))
         self.lengths = np.full(self.schema.max_requests, -7, np.int32)
         self.rng = np.random.default_rng(seed)
         self.texts = self.rng.integers(0, self.schema.config.vocab_size, (3, self.schema.max_context))
@@ -52,7 +54,7 @@ class Life:
         """One operation, then every byte of every request."""
         before = self.host_state()
         # Nothing may read the device's lengths: a rewind leaves them behind.
-        self.cache = dataclasses.replace(self.cache, lengths=jax.device_put(self.lengths))
+        self.cache = dataclasses.replace(self.cache, lengths=self.manager.requests.put(self.lengths, "slots"))
         try:
             if getattr(self, name)(a, b) is not False:
                 self.done[name] += 1
@@ -216,7 +218,7 @@ class Life:
         if not tokens:
             return False
         batch = self.manager.prepare_forward(tokens, prefill_size=PREFILL)
-        self.cache = run_step(self.cache, batch, *self.device_tables)
+        (self.cache,) = run_step(self.device_tables, self.cache, batch)
         for slot, ids in tokens.items():
             self.requests[slot].extend(ids)
             self.pending[slot] = self.pending[slot][len(ids) :]
@@ -246,7 +248,9 @@ class Life:
         for slot, request in self.requests.items():
             assert (self.manager.length(slot), self.manager.min_length(slot)) == (len(request.ids), request.min_length)
             assert not request.ids or pools.block_table[slot].tolist() == table[slot].tolist()
-            wrong, compared = request.differing_bytes(pools, slot, table[slot])
+            # Each part of a mesh numbers its blocks from 0.
+            first = self.manager.requests.part(slot) * self.schema.num_blocks // self.manager.requests.parts
+            wrong, compared = request.differing_bytes(pools, slot, table[slot] + first)
             self.compared += compared
             self.differing += sum(wrong.values())
             assert not wrong, f"after {name}: slot {slot} at {len(request.ids)} tokens differs: {wrong}"

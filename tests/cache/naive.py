@@ -6,12 +6,14 @@ slots that move, shared blocks, snapshots or files.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.parallel.on_mesh import on_mesh
 from tests.cache.reference import Inputs, random_token, random_weights, store_entry, store_row
 
 
@@ -99,9 +101,10 @@ def _store(kv, gate, firsts, weights, schema, group, index):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def run_step(cache: KVCache, batch, inputs: list[Inputs], weights) -> KVCache:
+@on_mesh
+def run_step(tables: tuple[list[Inputs], Any], cache: KVCache, batch) -> tuple[KVCache]:
     """Writes every layer as a model would. Padding tokens bring NaN."""
-    cache = cache.begin_step(batch)
+    cache, (inputs, weights) = cache.begin_step(batch), tables
     real = (batch.slots >= 0)[:, None]
     for layer, (table, parts) in enumerate(zip(inputs, weights, strict=True)):
         x = jax.tree.map(lambda rows: jnp.where(real, rows[batch.token_ids], jnp.nan), table)
@@ -110,7 +113,7 @@ def run_step(cache: KVCache, batch, inputs: list[Inputs], weights) -> KVCache:
             index = (x.index_kv, x.index_gate, parts[1]) if len(parts) == 2 else None
             handle = handle.flush(x.kv, x.gate, parts[0], index=index)
         cache = handle.cache
-    return cache
+    return (cache,)
 
 
 @dataclasses.dataclass

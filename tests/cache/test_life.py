@@ -7,8 +7,12 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.parallel.mesh import make_mesh
 from tests.cache.life import MUCH, OPERATIONS, Life, random_operations
 from tests.cache.test_state_machine import CONFIG, SMALL, config_of
+
+
+LARGER = dict(max_requests=6, num_blocks=20)
 
 
 def manager(config=SMALL, **changes):
@@ -21,9 +25,12 @@ class LifeMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.life = Life(manager(), every=self.every)
+        self.life = Life(manager(**self.changes()), every=self.every)
 
     every: int | None = 1
+
+    def changes(self):
+        return {}
 
     @rule(name=st.sampled_from(sorted(OPERATIONS)), a=st.integers(0, MUCH), b=st.integers(0, MUCH))
     def operation(self, name, a, b):
@@ -49,19 +56,34 @@ LifeMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=24
 TestAnyLife = LifeMachine.TestCase
 
 
+class MeshLifeMachine(LifeMachine):
+    """The same over four devices, on two of which each request lives."""
+
+    def changes(self):
+        return dict(mesh=make_mesh({"data": 2, "model": 2}))
+
+
+TestAnyLifeOnAMesh = pytest.mark.slow(MeshLifeMachine.TestCase)
+TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, deadline=None)
+
+
 @pytest.mark.parametrize(
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
+        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2)), marks=pytest.mark.slow),
+        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2), split_context=True), marks=pytest.mark.slow),
         pytest.param(SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1), marks=pytest.mark.slow),
         pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
         pytest.param(config_of(CSA, SLIDING), dict(max_query_tokens=6), marks=pytest.mark.slow),
         pytest.param(config_of(HCA), dict(), marks=pytest.mark.slow),
         pytest.param(config_of(SLIDING), dict(), marks=pytest.mark.slow),
     ],
-    ids=["per_entry", "plain", "v4", "no HCA", "only HCA", "only windows"],
+    ids=["per_entry", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "only windows"],
 )
 def test_a_life_of_every_operation(config, changes):
+    if "mesh" in changes:
+        changes = changes | dict(mesh=make_mesh(changes["mesh"]))
     life = Life(manager(config, **changes), every=None if config is CONFIG else 1)
     for name, a, b in random_operations(5, 300):
         life.apply(name, a, b)

@@ -11,7 +11,7 @@ from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.cli.options import load_model
 from dsv4_jax.config import DSV4Config
-from tests.paths import DATA, PACKAGED, TINY
+from tests.paths import DATA, TINY
 
 
 IDS = ["--checkpoint", TINY, "--max-new-tokens", "32"]
@@ -38,17 +38,21 @@ def test_chunks_of_a_prompt_do_not_change_the_text(run, layer_of_each_kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["model=2"])
-def test_a_mesh_writes_the_same_text(run, tmp_path, mesh):
+def test_a_mesh_writes_the_same_text(run):
     options = ["--dtype", "float32", "--max-new-tokens", "40", "--json"]
     alone = json.loads(run("generate", *options))
-    for more in ([], ["--on-device-loop", "--drafts", "2"]):
-        assert json.loads(run("generate", *options, "--mesh", mesh, *more))["tokens"] == alone["tokens"]
-    np.save(tmp_path / "ids.npy", [[256, *alone["tokens"]]])
+    more = ["--mesh", "data=2,model=2", "--on-device-loop", "--drafts", "2"]
+    assert json.loads(run("generate", *options, *more))["tokens"] == alone["tokens"]
+
+
+@pytest.mark.slow
+def test_a_mesh_finds_the_same_likelihoods(run, layer_of_each_kind, tmp_path):
+    """Of three rows, an odd number for two parts, whose context four devices split."""
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 256, (3, 192)))
     scores = []
-    for more in ([], ["--mesh", mesh]):
-        files = ["--checkpoint", PACKAGED, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "out.npz"]
-        run("score", *files, "--dtype", "float32", *more)
+    for more in ([], ["--mesh", "data=2,model=2", "--split-context"]):
+        files = ["--checkpoint", layer_of_each_kind, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "out.npz"]
+        run("score", *files, "--dtype", "float32", "--chunk", "96", *more)
         scores.append(np.load(tmp_path / "out.npz")["log_likelihoods"])
     # float32 sums in other orders, and now and then the next FP8 code of a value.
     np.testing.assert_allclose(*scores, rtol=0, atol=1e-2)
@@ -57,7 +61,7 @@ def test_a_mesh_writes_the_same_text(run, tmp_path, mesh):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("4", "mesh '4' must be AXIS=DEVICES with axes of model, such as model=4"),
+        ("4", "mesh '4' must be AXIS=DEVICES with axes of data, model, such as model=4"),
         ("model=4", "mesh axis model=4 does not divide o_groups=2, vocab_size=258; this model can be cut in 1, 2"),
     ],
 )

@@ -6,9 +6,11 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.cache import CacheSchema
+from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cli.options import make_manager
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.parallel.mesh import make_mesh
 from tests.paths import DATA, TINY
 
 
@@ -93,6 +95,31 @@ def test_longest_context_of_so_many_requests(run, requests, memory):
     assert memory_of(config, requests, longest + 128) > memory
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("sizes", [dict(data=2), dict(data=2, model=2), dict(model=8)], ids=str)
+def test_a_mesh_has_room_on_each_device(run, sizes, split):
+    """As many requests as its devices hold, whose arrays are cut; a multiple of the parts more is too many."""
+    if split and "model" not in sizes:
+        return
+    config, memory, context, mesh = CONFIGS["v4_flash"], 10 * GIB, 16384 + 128, make_mesh(sizes)
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    given = ["--config", "v4_flash", "--memory", "10GiB", "--context", context, "--mesh", text, "--json"]
+    report = json.loads(run("plan", *given, *["--split-context"] * split))
+    (row,) = (row for row in report["fits"] if row["context"] == context)
+
+    def on_a_device(requests):
+        holders, blocks = sizes.get("model", 1) if split else 1, requests * (context // 128)
+        each = -(-blocks // sizes.get("data", 1) // holders) * sizes.get("data", 1) * holders
+        given = dict(num_blocks=each, max_requests=requests, max_context=context, split_context=split)
+        return tree_bytes(KVCache.abstract(CacheSchema.from_config(config, **given), mesh))
+
+    requests, parts = row["requests"], sizes.get("data", 1)
+    assert on_a_device(requests) == memory - row["bytes_left"] <= memory < on_a_device(requests + parts)
+    most = [*given, "--max-requests", requests + parts, *["--split-context"] * split]
+    longest = json.loads(run("plan", *most))["longest_context"]
+    assert context - 1024 <= longest < context
+
+
 def test_tables_show_the_numbers(run):
     out = run("plan", "--config", "v4_flash", "--memory", "80GiB", "--context", "1048576", "--max-requests", "64")
     assert "448 (nope) + 128 (rope) + 8 (scale) = 584 bytes" in out
@@ -116,6 +143,8 @@ def test_tables_show_the_numbers(run):
         (["--block-tokens", "0"], "block_tokens=0 must be at least 1"),
         (["--max-query-tokens", "0"], "max_query_tokens=0 must be at least 1"),
         (["--max-requests", "-1"], "--max-requests -1 must be at least 1"),
+        (["--mesh", "data=2,model=3"], "model=3 does not divide num_attention_heads=64, o_groups=8"),
+        (["--mesh", "data=2", "--split-context", ""], "split_context=True needs a mesh with more than one device"),
         (["--config", "v4_mini"], "--config v4_mini is neither v4_flash nor v4_pro nor an existing folder"),
         (["--config", DATA], "cannot read the configuration"),
         (["--config", DATA / "hf_tiny", "--context", "99"], "24"),
@@ -125,7 +154,7 @@ def test_mistakes_are_explained(refused, options, message):
     given = {"--config": "v4_flash", "--memory": "80GiB", "--context": "65536"} | dict(
         zip(options[::2], options[1::2], strict=True)
     )
-    assert message in refused("plan", *(text for option in given.items() for text in option))
+    assert message in refused("plan", *(text for option in given.items() for text in option if text != ""))
 
 
 @pytest.mark.parametrize(

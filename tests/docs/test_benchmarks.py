@@ -14,12 +14,19 @@ COST = FILES.pop("cache_cost.json")
 SERVE = FILES.pop("serve.json")
 LOAD = FILES.pop("serve_load.json")
 DRAFTS = FILES.pop("drafts.json")
+SUMS = FILES.pop("h200_all_reduce.json")
 CARD = (PACKAGED / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_run_says_where_it_was_taken(name):
     assert all(FILES[name][key] for key in ("device", "jax", "commit", "clock", "shapes", "cache_format", "results"))
+
+
+def test_sums_over_gpus_are_sooner_there_through_mailboxes():
+    assert all(SUMS[key] for key in ("device", "jax", "commit", "clock", "mesh"))
+    assert [row["shape"] for row in SUMS["results"]] == [f"[{tokens}, 4096]" for tokens in (1, 8, 32, 128)]
+    assert all(row["implementation"] == "mosaic_gpu" and row["times_xla"] > 2 for row in SUMS["results"])
 
 
 def test_peers_and_ours_are_timed_by_one_method():

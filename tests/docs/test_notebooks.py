@@ -14,8 +14,8 @@ def read(path):
     return json.loads(path.read_text())["cells"]
 
 
-def test_all_five_are_there():
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+def test_all_six_are_there():
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -158,10 +158,10 @@ def test_the_engine_says_which_requests_a_step_ran(monkeypatch):
     assert engine.last_scheduled == (first,) and engine.waiting == (first, second, third)
     admit, fails = engine.manager.admit, [False, True]
 
-    def failing(*args):
+    def failing(*args, **options):
         if fails.pop(0):
             raise MemoryError
-        return admit(*args)
+        return admit(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.manager, "admit", failing)

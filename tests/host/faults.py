@@ -10,7 +10,9 @@ import dsv4_jax.host
 
 
 HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.glob("*.py"))
-ENGINE = tuple(str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py")) for n in ("scheduler", "engine", "requests"))
+ENGINE = tuple(
+    str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py")) for n in ("scheduler", "engine", "requests", "updates")
+)
 
 
 class Fault(BaseException):
@@ -74,8 +76,11 @@ def consistent(manager, prefix=None):
     assert [n.children for n in nodes] == [sum(m.parent is n for m in nodes) for n in nodes]
     assert len({n.last_used for n in nodes}) == len(nodes)
     order = by_age(manager, nodes)
-    assert prefix.evictable == len(order) and tree._leaves == [n for n in sorted(order, key=age) if not n.children]
-    assert not order or tree.oldest is order[0]
+    for part in range(allocator.parts):
+        mine = [n for n in order if allocator.part(n.block) == part]
+        assert tree.evictable[part] == len(mine)
+        assert tree._leaves[part] == [n for n in sorted(mine, key=age) if not n.children]
+        assert not mine or tree.oldest(part) is mine[0]
     snapshots = sum(n.snapshot is not None for n in nodes)
     assert (prefix.metrics.blocks, prefix.metrics.snapshots) == (len(nodes), snapshots)
     assert prefix.metrics.snapshot_bytes <= prefix.max_bytes

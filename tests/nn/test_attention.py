@@ -13,6 +13,7 @@ from dsv4_jax.checkpoint import keys
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, join_projections
+from dsv4_jax.ops import apply_rope
 from tests.nn.reference import f64, rms_norm, rope
 
 
@@ -57,9 +58,9 @@ class RecordingHandle(LayerCacheHandle):
         self.calls["indexer_topk"] = scores
         return self.chosen
 
-    def attend(self, q, sinks, indices=None):
+    def attend(self, q, sinks, indices=None, inv_freq=None):
         self.calls["attend"] = q, sinks, indices
-        return q, self
+        return apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq, inverse=True), self
 
 
 def run(config, kind, x, dtype=jnp.float32):

@@ -25,6 +25,14 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
+def h100_mesh(devices):
+    """A mesh ("model",) of so many H100 of one host, which are not there."""
+    links = _H100.replace("  name:", "  device_interconnect_info { active_links: 18 }\n  name:")
+    topology = topologies.get_topology_desc("h100", "cuda", target_config=links, topology=f"1x1x{devices}")
+    found = topologies.make_mesh(topology, (devices,), ("model",)).devices
+    return jax.sharding.Mesh(found, ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
 def compile_for_h100(name, function, *args, **jit_options):
     """The compiled executable of a jitted function of arrays or ShapeDtypeStructs; prints `kernel NAME` first."""
     topology = topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology="1x1x1")

@@ -15,14 +15,17 @@ from tests.pallas_kernels.kernels import registers
 LIMIT = 7.0
 
 
-def random_experts(seed, number, rows, columns):
+def random_experts(seed, number, rows, columns, kind="FP4"):
+    """Matrices as stored: "FP4" or "BF16"."""
     keys = jax.random.split(jax.random.key(seed))
+    if kind == "BF16":
+        return jax.random.normal(keys[0], (number, rows, columns), jnp.bfloat16) * jnp.bfloat16(2.0**-5)
     codes = jax.random.bits(keys[0], (number, rows, columns // 2), jnp.uint8)
     scale = jax.random.randint(keys[1], (number, rows, columns // 32), 118, 123).astype(jnp.uint8)
     return StoredWeight(codes, scale, "FP4", jnp.dtype(jnp.bfloat16))
 
 
-def operands(tokens, chosen, number, depth, inner, *, shared=None):
+def operands(tokens, chosen, number, depth, inner, kind="FP4", *, shared=None):
     """Arguments of `ops.experts`; every token has the expert `shared`, if there is one."""
     rng = np.random.default_rng(tokens)
     selected = np.stack([rng.permutation(number)[:chosen] for _ in range(tokens)])
@@ -31,7 +34,7 @@ def operands(tokens, chosen, number, depth, inner, *, shared=None):
         selected[:, 1:] = np.where(selected[:, 1:] == shared, (shared + 1) % number, selected[:, 1:])
     x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
     weights = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
-    matrices = random_experts(1, number, 2 * inner, depth), random_experts(2, number, depth, inner)
+    matrices = random_experts(1, number, 2 * inner, depth, kind), random_experts(2, number, depth, inner, kind)
     return x, jnp.asarray(selected, jnp.int32), weights, *matrices
 
 
@@ -47,7 +50,7 @@ def rounded(x):
 def reference(x, selected, weights, gate_up, down):
     """float64, rounded to bfloat16 where the model rounds."""
     out = np.zeros((*selected.shape, x.shape[1]))
-    for expert in np.unique(selected):
+    for expert in set(np.unique(selected)) & set(range(gate_up.shape[0])):
         t, j = np.nonzero(np.asarray(selected) == expert)
         both = rounded(np.asarray(x, np.float64)[t] @ np.asarray(gate_up[expert], np.float64).T)
         gate, up = np.split(both, 2, axis=1)
@@ -58,7 +61,10 @@ def reference(x, selected, weights, gate_up, down):
 
 
 def check(implementation, *args, **kwargs):
-    arrays = operands(*args, **kwargs)
+    compare(implementation, *operands(*args, **kwargs))
+
+
+def compare(implementation, *arrays):
     got, want = np.float64(run(*arrays, implementation=implementation)), reference(*arrays)
     # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are. See also
     # `test_stored_linear` for single sums.
@@ -70,21 +76,47 @@ def check(implementation, *args, **kwargs):
         assert not interpret_pallas_call.get_races().races_found
 
 
-# Some pairs of one expert, and more than fit into one block; steps of two sizes.
-@pytest.mark.parametrize(("tokens", "depth", "inner"), [(2, 512, 512), (11, 512, 1024)])
-def test_interpreted(tokens, depth, inner):
-    check("interpret", tokens, 2, 3, depth, inner, shared=1)
+# Some pairs of one expert, and more than fit into one block; steps of two sizes; an expert's 256 channels.
+@pytest.mark.parametrize(
+    ("tokens", "depth", "inner", "kind"),
+    [(2, 512, 512, "FP4"), (11, 512, 1024, "FP4"), (9, 512, 256, "FP4"), (9, 512, 256, "BF16")],
+)
+def test_interpreted(tokens, depth, inner, kind):
+    check("interpret", tokens, 2, 3, depth, inner, kind, shared=1)
+
+
+def without_some_experts(selected):
+    """A pair, and all of a token's, have no expert here."""
+    return selected.at[0, 1].set(-1).at[2].set(2**20)
+
+
+# XLA sorts pairs where there are as many as experts.
+@pytest.mark.parametrize(
+    ("implementation", "number"),
+    [("xla", 3), ("xla", 9), ("interpret", 3), pytest.param("mosaic_gpu", 3, marks=pytest.mark.gpu)],
+)
+def test_pairs_without_an_expert_here_add_nothing(implementation, number):
+    x, selected, *others = operands(3, 2, number, 512, 256)
+    compare(implementation, x, without_some_experts(selected), *others)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_on_gpu(tokens):
-    check("mosaic_gpu", tokens, 6, 64, 4096, 2048, shared=5)
+def test_on_gpu(tokens, kind):
+    check("mosaic_gpu", tokens, 6, 64, 4096, 2048, kind, shared=5)
 
 
 @pytest.mark.gpu
-def test_on_gpu_small():
-    check("mosaic_gpu", 8, 2, 130, 512, 512)
+@pytest.mark.parametrize(("inner", "kind"), [(512, "FP4"), (256, "FP4"), (256, "BF16")])
+def test_on_gpu_small(inner, kind):
+    check("mosaic_gpu", 8, 2, 130, 512, inner, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_an_eighth_of_each_expert_on_gpu(kind):
+    check("mosaic_gpu", 32, 6, 64, 4096, 256, kind)
 
 
 @pytest.mark.aot
@@ -93,8 +125,12 @@ def test_compiles_for_h100_without_spills():
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import experts
 S, pairs = jax.ShapeDtypeStruct, lambda rows, columns: tuple(S((256, rows, columns // n), jnp.uint8) for n in (2, 32))
-args = S((8, 4096), jnp.bfloat16), S((8, 6), jnp.int32), S((8, 6), jnp.float32), pairs(4096, 4096), pairs(4096, 2048)
-compile_for_h100("experts", functools.partial(experts, limit=7.0), *args)
+args = S((8, 4096), jnp.bfloat16), S((8, 6), jnp.int32), S((8, 6), jnp.float32)
+run = functools.partial(experts, limit=7.0)
+for inner in 2048, 256:
+    compile_for_h100(f"experts{inner}", run, *args, pairs(2 * inner, 4096), pairs(4096, inner))
+weights = S((256, 4096, 4096), jnp.bfloat16), S((256, 4096, 2048), jnp.bfloat16)
+compile_for_h100("experts_bf16", run, *args, *weights)
 """)
     # One block of 640 threads a multiprocessor.
     assert max(used.values()) <= 96, used
@@ -103,7 +139,7 @@ compile_for_h100("experts", functools.partial(experts, limit=7.0), *args)
 def test_what_the_kernel_does_not_take_is_refused():
     x, selected, weights, gate_up, down = operands(3, 3, 4, 512, 512)
     call = functools.partial(ops.experts, limit=LIMIT, implementation="interpret")
-    with pytest.raises(NotImplementedError, match="takes weights stored as FP4"):
-        call(x, selected, weights, gate_up[...], down)
+    with pytest.raises(NotImplementedError, match="takes gate_up as bfloat16"):
+        call(x, selected, weights, gate_up[...].astype(jnp.float32), down[...])
     with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
         call(x.astype(jnp.float32), selected, weights, gate_up, down)

@@ -8,59 +8,52 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_experts
+from dsv4_jax import ops
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.test_experts import LIMIT, check, operands, reference, run
+from tests.pallas_kernels.test_experts import check, compare, operands, without_some_experts
 
 
 MODULE = sys.modules["pallas_kernels.experts.grouped_experts"]
 
 
-def pairs_of(*weights):
-    """Codes and scales of each."""
-    return tuple((weight.codes, weight.scale) for weight in weights)
-
-
-def agree(got, want):
-    # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are.
-    assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
-    np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
-
-
-def test_interpreted(monkeypatch):
+@pytest.fixture(autouse=True)
+def many_tokens(monkeypatch):
     monkeypatch.setattr(sys.modules["dsv4_jax.ops.experts"], "MOST_PAIRS", 0)
+
+
+@pytest.mark.parametrize(("inner", "kind"), [(512, "FP4"), (256, "FP4"), (256, "BF16")])
+def test_interpreted(monkeypatch, inner, kind):
     monkeypatch.setattr(MODULE, "MOST_INPUTS", 16)
-    x, _, *others = operands(18, 1, 3, 512, 512)
+    x, _, *others = operands(18, 1, 3, 512, inner, kind)
     # One has more pairs than a tile, and one none.
-    selected = jnp.asarray([[1]] * 17 + [[2]], jnp.int32)
-    agree(np.float64(run(x, selected, *others, implementation="interpret")), reference(x, selected, *others))
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    compare("interpret", x, jnp.asarray([[1]] * 17 + [[2]], jnp.int32), *others)
 
 
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
-def test_pairs_without_an_expert_here(interpret):
-    x, _, weights, *matrices = operands(4, 1, 1, 512, 512)
-    selected = jnp.asarray([[-1], [0], [1], [0]], jnp.int32)
-    call = functools.partial(grouped_experts, limit=LIMIT, interpret=interpret)
-    got = np.asarray(call(x, selected, weights, *pairs_of(*matrices)), np.float64).sum(axis=1)
-    assert not got[::2].any()
-    agree(got[1::2], reference(x[1::2], selected[1::2], weights[1::2], *matrices))
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_pairs_without_an_expert_here_add_nothing(implementation):
+    x, selected, *others = operands(4, 2, 2, 512, 512)
+    compare(implementation, x, without_some_experts(selected), *others)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
 @pytest.mark.parametrize("tokens", [9, 100, 700, 3000])
-def test_on_gpu(monkeypatch, tokens):
-    monkeypatch.setattr(sys.modules["dsv4_jax.ops.experts"], "MOST_PAIRS", 0)
-    check("mosaic_gpu", tokens, 6, 32, 1024, 512, shared=5)
+def test_on_gpu(tokens, kind):
+    check("mosaic_gpu", tokens, 6, 32, 1024, 512, kind, shared=5)
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time_on_gpu():
-    arrays = operands(500, 6, 32, 1024, 512)
-    call = jax.jit(functools.partial(grouped_experts, limit=LIMIT))
-    first, second = (np.asarray(call(*arrays[:3], *pairs_of(*arrays[3:])), np.float32) for _ in range(2))
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_an_eighth_of_each_expert_on_gpu(kind):
+    check("mosaic_gpu", 300, 6, 32, 1024, 256, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_the_same_bits_every_time_on_gpu(kind):
+    arrays = operands(500, 6, 32, 1024, 512, kind)
+    call = jax.jit(functools.partial(ops.experts, limit=7.0, implementation="mosaic_gpu"))
+    first, second = (np.asarray(call(*arrays), np.float32) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
@@ -74,6 +67,16 @@ for tokens in 64, 2048, 4096, 8192:
     args = S((tokens, 4096), jnp.bfloat16), S((tokens, 6), jnp.int32), S((tokens, 6), jnp.float32)
     run = functools.partial(grouped_experts, limit=7.0)
     compile_for_h100(f"experts{tokens}", run, *args, pairs(4096, 4096), pairs(4096, 2048))
+    if tokens in (2048, 8192):
+        weights = S((256, 4096, 4096), jnp.bfloat16), S((256, 4096, 2048), jnp.bfloat16)
+        compile_for_h100(f"bf16_experts{tokens}", run, *args, *weights)
 """)
     # Five or three warpgroups start with as many registers each, and may not hold more together.
-    assert used == {"experts64": 96, "experts2048": 96, "experts4096": 96, "experts8192": 168}, used
+    assert used == {
+        "experts64": 96,
+        "experts2048": 96,
+        "experts4096": 96,
+        "experts8192": 168,
+        "bf16_experts2048": 96,
+        "bf16_experts8192": 168,
+    }, used

@@ -76,8 +76,8 @@ S = jax.ShapeDtypeStruct
 args = S((8, 64, 512), jnp.bfloat16), S((8, 512), jnp.bfloat16), S((512,), jnp.float32), S((8,), jnp.int32)
 compile_for_h100("norm_rope", functools.partial(norm_rope, eps=1e-6), *args, S((32,), jnp.float32))
 """)
-    # 16 warpgroups on a multiprocessor.
-    assert len(used) == 1 and max(used.values()) <= 32, used
+    # Four warpgroups on a multiprocessor, each with enough rows on their way.
+    assert len(used) == 1 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from dsv4_jax.bench.attention_stack import stack_step
-from dsv4_jax.bench.model_stack import abstract_stack
+from dsv4_jax.bench import attention_stack
+from dsv4_jax.bench.attention_stack import StackDecoder, stack_step
+from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import CompiledModel, forward
@@ -19,10 +20,12 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import join_projections, shardings
 from dsv4_jax.ops import all_gather, all_reduce, model_index, use_implementation
 from dsv4_jax.ops.dispatch import REQUIRE_KERNELS
+from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.mesh import check_cuts, check_mesh, make_mesh, parse_mesh
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.host.managers import make, random_cache
 from tests.ops.pools import same_bytes
+from tests.pallas_kernels.kernels import compile_in_process
 from tests.parallel.conftest import run_engine
 from tests.paths import PACKAGED
 
@@ -189,7 +192,7 @@ def test_meshes_of_devices_that_are_not_there():
     assert dict(make_mesh({"model": 4}).shape) == {"model": 4}
     with pytest.raises(ValueError, match=r"mesh model=99 needs 99 devices, there are \d+ \(cpu\)"):
         make_mesh({"model": 99})
-    with pytest.raises(ValueError, match=r"axes \['tensor'\]; known: model"):
+    with pytest.raises(ValueError, match=r"axes \['tensor'\]; known: data, model"):
         check_mesh(jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
     auto = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=r"must be Explicit: make it with jax\.make_mesh\(\(2,\), \('model',\)\)"):
@@ -248,8 +251,72 @@ def test_four_devices_take_every_kernel(monkeypatch):
         flash, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
     )
     manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=1024, mesh=mesh)
-    args = KVCache.abstract(manager.schema, mesh), manager.prepare_forward({manager.admit(): [1]})
+    table = jax.ShapeDtypeStruct((4, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
+    cache = dataclasses.replace(KVCache.abstract(manager.schema, mesh), mailboxes=table)
+    batch = manager.prepare_forward({manager.admit(): [1]})
     x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
     monkeypatch.setenv(REQUIRE_KERNELS, "1")
     with use_implementation("mosaic_gpu"):
-        stack_step.trace(CompiledModel(abstract_stack(config, mesh)), *args, x, requests=8, drafts=0)
+        traced = stack_step.trace(CompiledModel(abstract_stack(config, mesh)), cache, batch, x, tokens=1, drafts=0)
+    # The devices tell each other their mailboxes' addresses once; their sums are kernels.
+    text = str(traced.jaxpr)
+    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 1, 6)
+
+
+@pytest.mark.aot
+def test_a_step_of_two_gpus_adds_up_through_mailboxes_in_place():
+    text = compile_in_process("""
+import dataclasses, jax, jax.numpy as jnp
+from dsv4_jax.bench.attention_stack import stack_step
+from dsv4_jax.bench.model_stack import abstract_stack
+from dsv4_jax.cache import Batch, CacheSchema, KVCache
+from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.decode import CompiledModel
+from dsv4_jax.ops import use_implementation
+from dsv4_jax.parallel.mailboxes import mailbox_sharding
+from tests.pallas_kernels.h100 import h100_mesh
+mesh = h100_mesh(2)
+config = dataclasses.replace(
+    DSV4Config.v4_flash(), num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",), num_nextn_predict_layers=0
+)
+schema = CacheSchema.from_config(config, num_blocks=512, max_requests=1, max_context=65536)
+table = jax.ShapeDtypeStruct((2, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
+cache = dataclasses.replace(KVCache.abstract(schema, mesh), mailboxes=table)
+def ints(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+batch = Batch(ints(1), ints(1), ints(1), ints(1, 3), ints(1), prefill=False)
+with use_implementation("mosaic_gpu"):
+    args = CompiledModel(abstract_stack(config, mesh)), cache, batch, ints(1, 4096, dtype=jnp.bfloat16)
+    text = stack_step.trace(*args, tokens=1, drafts=0).lower().compile().as_text()
+leaves = jax.tree.leaves_with_path(cache)
+print("cache", len(leaves), "aliased", text.split("entry_computation_layout")[0].count("-alias)"))
+print("sums", text.count('all_reduce/mpmd_map"'), "by XLA", text.count(" all-reduce"))
+""")
+    cache, aliased = map(int, re.search(r"cache (\d+) aliased (\d+)", text).groups())
+    assert cache == aliased
+    assert "sums 2 by XLA 0" in text
+
+
+@pytest.mark.gpu
+def test_a_whole_layer_on_two_gpus(monkeypatch):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    mesh, flash = make_mesh({"model": 2}), DSV4Config.v4_flash()
+    config = dataclasses.replace(
+        flash, num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",), num_nextn_predict_layers=0
+    )
+    stack = CompiledModel(random_stack(config, mesh))
+
+    def decoder_with(mailboxes):
+        monkeypatch.setattr(attention_stack, "make_mailboxes", make_mailboxes if mailboxes else lambda mesh: None)
+        manager = KVCacheManager(config, num_blocks=8, max_requests=1, max_context=1024, mesh=mesh)
+        decoder = StackDecoder(stack, manager, 1)
+        decoder.start_requests(300)
+        return decoder, [np.asarray(decoder.step(decoder.batch())) for _ in range(3)]
+
+    decoder, through_mailboxes = decoder_with(True)
+    last = decoder.loop(decoder.batch(reserve=31), 32)
+    parts = [np.asarray(shard.data) for shard in last.addressable_shards]
+    assert parts[0].tobytes() == parts[1].tobytes() and np.all(np.isfinite(parts[0].astype(np.float32)))
+    # Of two values there is only one sum.
+    same_bytes(through_mailboxes, decoder_with(False)[1])

@@ -1,6 +1,7 @@
 """The scores' kernel against float64 and the reference: interpreted, on a GPU, and compiled for one."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.quant import IndexRows, kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
+from pallas_kernels.indexer_scores.work_partition import planned_shares
 from tests.ops.pools import indexer_view, ints, poison
 from tests.pallas_kernels.kernels import registers
 
@@ -92,6 +94,30 @@ def test_interpreted(name, step):
     # An odd number of blocks: the last tile reaches past the end of a row.
     view = paged(FORMATS[name], rng, lengths=[96, 64, 65], max_blocks=3, per_block=(32, 64, 16)[step])
     check(view, *queries(rng, len(slots)), slots, positions, "interpret")
+
+
+def test_planned_interpreted(monkeypatch):
+    """As for many tokens, the shares come from outside of the kernel."""
+    kernel = importlib.import_module("pallas_kernels.indexer_scores.indexer_scores")
+    monkeypatch.setattr(kernel, "MOST_SEARCHED", 0)
+    rng = np.random.default_rng(3)
+    slots, positions = [1] * 10 + [-1, 0], [*range(330, 340), -1, 63]
+    check(paged(FORMATS["v4"], rng, lengths=[40, 90], max_blocks=3), *queries(rng, 12), slots, positions, "interpret")
+
+
+@pytest.mark.parametrize("costs", [[3, 0, 5, 0, 0, 7, 1], [0, 0], [0, 100, 0], [1] * 300], ids=str)
+def test_planned_shares(costs):
+    """Every unit is in one share, and begins in the item that the share names."""
+    shares = np.asarray(planned_shares(ints(costs), 5)).reshape(5, 4)
+    ends = np.cumsum(costs)
+    assert shares[0, 0] == 0
+    assert shares[-1, 1] == ends[-1]
+    np.testing.assert_array_equal(shares[1:, 0], shares[:-1, 1])
+    assert np.ptp(shares[:, 1] - shares[:, 0]) <= 1
+    for begin, end, item, before in shares:
+        if end > begin:
+            assert before <= begin < ends[item]
+            assert before == ends[item] - costs[item]
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from pallas_kernels.sparse_attention import Paged, sparse_attention
+from dsv4_jax.ops.dense_rows import dense_rows
+from pallas_kernels.sparse_attention import Paged, many_queries, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
@@ -147,6 +148,37 @@ def test_rows_of_this_call_interpreted():
     check("interpret", *args, new_kv=values(rng, 4, DIM))
 
 
+INV_FREQ = jnp.asarray(1e4 ** -(np.arange(32) / 32), jnp.float32)
+
+
+def attend_many(args, new_kv, implementation):
+    """The kernel for many tokens, of however many there are."""
+    q, sinks, window, compressed, indices, slots, positions = args
+    rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=implementation)
+    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * INV_FREQ[None, :]
+    angles = jnp.cos(angle), jnp.sin(angle)
+    return many_queries(q, sinks, rows, angles, blocks=2, interpret=implementation == "interpret")
+
+
+@pytest.mark.parametrize("count", [70, None, 0])
+def test_many_tokens_interpreted(count):
+    """Several tokens for a block; two requests, one of them new, and padding."""
+    rng = np.random.default_rng(4)
+    slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
+    args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
+    if count == 0:
+        args = *args[:3], None, None, *args[5:]
+    new_kv = values(rng, 6, DIM)
+    expected = jitted("xla")(*args, new_kv=new_kv, inv_freq=INV_FREQ)
+    run = jax.jit(functools.partial(attend_many, implementation="interpret"))
+    got = run(args, new_kv)
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+    assert not np.asarray(got, np.float32)[3].any(), "padding gives zeros"
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
 @pytest.mark.parametrize("splits", [3, 17])
 def test_parts_are_added_up(splits):
     """Parts without rows hold NaN; a token all of whose parts are empty gives zeros."""
@@ -208,7 +240,20 @@ def test_rows_of_this_call_on_gpu(fmt):
     slots = np.repeat([4, 0, 2], counts).tolist() + [-1] * 7
     positions = np.concatenate([s + np.arange(n) for n, s in zip(counts, starts, strict=True)]).tolist() + [-1] * 7
     args = call(fmt, rng, slots, positions, heads=64, rate=4, count=512, layers=3, **REAL)
-    check("mosaic_gpu", *args, new_kv=values(rng, len(slots), DIM))
+    check("mosaic_gpu", *args, new_kv=values(rng, len(slots), DIM), inv_freq=INV_FREQ)
+
+
+@pytest.mark.gpu
+def test_chunks_of_many_tokens_on_gpu():
+    """A token's bits do not depend on where its call begins: its window lies among the call's rows, or before."""
+    rng = np.random.default_rng(13)
+    args = call(FORMATS["v4"], rng, [1] * 512, [*range(3000, 3512)], heads=64, rate=4, count=512, **REAL)
+    new_kv, run = values(rng, 512, DIM), jitted("mosaic_gpu")
+    whole = run(*args, new_kv=new_kv)
+    q, sinks, window, compressed, indices, slots, positions = args
+    part = run(q[200:], sinks, window, compressed, indices[200:], slots[200:], positions[200:], new_kv=new_kv[200:])
+    # The rings hold other rows before token 200 than the first call's.
+    same_bytes(part[127:], whole[327:])
 
 
 @pytest.mark.gpu
@@ -231,7 +276,8 @@ def test_compiles_for_h100_with_hardly_a_spill():
 import jax, jax.numpy as jnp
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.sparse_attention.combine import combine
-from pallas_kernels.sparse_attention import Paged, sparse_attention
+from dsv4_jax.ops.dense_rows import dense_rows
+from pallas_kernels.sparse_attention import DenseRows, Paged, many_queries, sparse_attention
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jnp.float32)):
@@ -253,6 +299,10 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
         return sparse_attention(q, sinks, slots, positions, layer, rings, None, **options)
     args = S((2048, 64, 512), jnp.bfloat16), S((64,), jnp.float32), ints(2048), ints(2048), ints()
     compile_for_h100(f"{name}-prefill", prefill, *args, pools(1, 4000), ints(2048))
+def bfloats(*shape): return S(shape, jnp.bfloat16)
+rows = DenseRows(bfloats(2175, 512), bfloats(16384, 512), ints(2048, 512), ints(2048, 4), ints(2048), 128)
+angles = S((2048, 32), jnp.float32), S((2048, 32), jnp.float32)
+compile_for_h100("many", many_queries, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, angles)
 """)
     spills = dict.fromkeys(re.findall(r"^kernel (\S+)", printed, re.MULTILINE), 0)
     name = None
@@ -261,7 +311,8 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
             name = match[1]
         elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spills[name] = max(spills[name], *map(int, match.groups()))
-    assert len(spills) == 8
+    assert len(spills) == 9
+    assert spills["many"] == 0
     # A few addresses of the loading warpgroup, which stay in the L1 cache.
     assert max(spills.values()) <= 64, spills
 

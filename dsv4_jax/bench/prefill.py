@@ -1,0 +1,234 @@
+"""`dsv4-jax bench prefill`: attention layers over chunks of a prompt, and what takes their time."""
+
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsv4_jax.bench import timing
+from dsv4_jax.bench.attention_stack import AttentionStack, begin_step, random_cache, stack_step
+from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, longest
+from dsv4_jax.bench.model_stack import random_stack
+from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
+from dsv4_jax.decode import CompiledModel
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.quant import KVFormat
+
+
+CALLS = 4  # of a chunk, that a mean is taken over
+# Tokens of a chunk, and tokens before it, that are measured by default, with a GPU and without.
+DEFAULTS = dict(gpu=((512, 2048, 8192), (0, 65536, 524288)), cpu=((64,), (0, 256)))
+STACK = "stack"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillOptions:
+    """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`."""
+
+    chunks: tuple[int, ...] | None
+    contexts: tuple[int, ...] | None
+    trace: Path | None = None
+
+    def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(chunks, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
+        chunks, contexts = DEFAULTS[device]
+        chunks = chunks if self.chunks is None else self.chunks
+        contexts = contexts if self.contexts is None else self.contexts
+        if not chunks or not contexts:
+            raise ValueError("--chunks and --contexts need at least one number each")
+        for chunk in chunks:
+            if chunk < 2:
+                raise ValueError(f"--chunks {chunk} must be at least 2 tokens")
+        for context in contexts:
+            if not 0 <= context <= config.max_position_embeddings - max(chunks):
+                most = config.max_position_embeddings - max(chunks)
+                raise ValueError(f"--contexts {context} must be from 0 to {most} tokens before the longest chunk")
+        return chunks, contexts
+
+
+def run(
+    config: DSV4Config, kv_format: KVFormat, options: PrefillOptions, report: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Measures an attention layer of each kind, weights as released, prints and yields results, last of all layers.
+
+    The last are the measured times of each kind, as often as the model has layers of it. Where there is no GPU, the
+    packaged model takes the place of `config`. The rates of a copy and of a large matrix product are added to
+    `report`.
+
+    Raises:
+      ValueError: an option is out of range.
+    """
+    small = jax.default_backend() != "gpu"
+    if small:
+        config, report["shapes"] = read_config(packaged_checkpoint()), "tiny"
+    chunks, contexts = options.cases(config, "cpu" if small else "gpu")
+    report["clock"] = "wall clock" if small else "kernel time from CUPTI"
+    report["copy_bytes_per_second"] = timing.copy_bandwidth()
+    report["matmul_operations_per_second"] = timing.matmul_rate()
+    print(
+        f"{report['device']}, jax {report['jax']}. Attention layers, chunks of one request. Milliseconds; floor: "
+        f"products at {report['matmul_operations_per_second'] / 1e12:,.0f} TFLOP/s, or bytes at "
+        f"{report['copy_bytes_per_second'] / 1e9:,.0f} GB/s.\n\n{_header()}",
+        flush=True,
+    )
+    layers = collections.Counter(config.layer_types[: config.num_hidden_layers])
+    totals: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for kind, count in layers.items():
+        rate = config.compress_rate_hca if kind == HCA else 0
+        alone = dataclasses.replace(
+            config,
+            num_hidden_layers=1,
+            num_nextn_predict_layers=0,
+            layer_types=(kind,),
+            mlp_layer_types=("moe",),
+            compress_rate_hca=rate,
+        )
+        stack = CompiledModel(_stack(alone))
+        for context in contexts:
+            for chunk in chunks:
+                row = _measure(alone, kv_format, stack, chunk, context, report, options.trace)
+                row = dict(layer_type=kind, layers=count) | row
+                totals.setdefault((context, chunk), []).append(row)
+                print(_line(row), flush=True)
+                yield row
+    for rows in totals.values():
+        row = _together(rows)
+        print(_line(row), flush=True)
+        yield row
+
+
+def _stack(config):
+    """Attention layers with random weights in the release's storage."""
+    stack = AttentionStack(config, nnx.Rngs(0))
+    # The experts are not used.
+    whole = random_stack(dataclasses.replace(config, n_routed_experts=config.num_experts_per_tok))
+    stack.attentions = nnx.List([layer.self_attn for layer in whole.layers])
+    return stack
+
+
+def _measure(config, kv_format, stack, chunk, context, report, trace):
+    """The result of a chunk in one layer."""
+    blocks = -(-(context + chunk) // BLOCK_TOKENS)
+    sizes = dict(num_blocks=blocks, max_requests=1, max_context=blocks * BLOCK_TOKENS)
+    manager = KVCacheManager(config, kv_format=kv_format, max_query_tokens=1, **sizes)
+    cache = random_cache(manager.schema)
+    slot = manager.admit()
+    if context:
+        cache = begin_step(cache, manager.prepare_forward({slot: [0]}, reserve=context))
+        manager.advance(slot, context - 1)
+    ids = np.arange(chunk, dtype=np.int32) % config.vocab_size
+    # The same chunk each time: it writes the same rows.
+    batch = manager.prepare_forward({slot: ids}, prefill_size=chunk, decode_size=0)
+    x = jax.random.normal(jax.random.key(1), (chunk, config.hidden_size), jnp.bfloat16)
+    step = stack_step.lower(stack, cache, batch, x, tokens=chunk, drafts=0).compile()
+
+    def calls(cache):
+        seconds = []
+        for _ in range(CALLS):
+            begin = time.perf_counter()
+            y, cache = jax.block_until_ready(step(stack, cache, batch, x))
+            seconds.append(time.perf_counter() - begin)
+        return seconds, cache
+
+    seconds, cache = calls(cache)  # warms up
+    flops, nbytes = _work(config, manager.schema, stack, chunk, context)
+    result = dict(context=context, chunk=chunk, flops=flops, bytes=nbytes, kernel_milliseconds={})
+    if jax.default_backend() == "gpu":
+        kernels = [(name, ms / CALLS) for name, ms in timing.kernels(lambda: calls(cache))]
+        kinds = by_kind(kernels, step.as_text() or "")
+        milliseconds = sum(kinds.values())
+        result["kernel_milliseconds"] = {kind: round(ms, 4) for kind, ms in kinds.items()}
+        result["longest_kernels"] = longest(kernels, CALLS)
+        result["launches"] = len(kernels) / CALLS
+        if trace:
+            with jax.profiler.trace(str(trace)):
+                jax.block_until_ready(step(stack, random_cache(manager.schema), batch, x))
+    else:
+        seconds, _ = calls(cache)
+        milliseconds = 1e3 * statistics.median(seconds)
+    floor = 1e3 * max(flops / report["matmul_operations_per_second"], nbytes / report["copy_bytes_per_second"])
+    return result | _rates(milliseconds, floor, flops, chunk)
+
+
+def _rates(milliseconds, floor, flops, chunk):
+    """What the table shows beside the kinds of kernels."""
+    return dict(
+        milliseconds=round(milliseconds, 4),
+        floor_milliseconds=round(floor, 4),
+        percent_of_floor=round(100 * floor / milliseconds, 1),
+        tokens_per_second=round(1e3 * chunk / milliseconds, 1),
+        tflops=round(flops / milliseconds / 1e9, 1),
+    )
+
+
+def _work(config, schema, stack, chunk, context):
+    """(operations of the products, bytes to read and write) of a chunk in one layer."""
+    (spec,) = schema.layers[:1]
+    positions = context + np.arange(chunk)
+    attended = np.minimum(positions + 1, config.sliding_window).sum()
+    scored, row = 0, tree_bytes(schema.window_codec.struct)
+    nbytes = chunk * (4 * config.hidden_size + 2 * row)
+    if spec.group is not None:
+        group, visible = schema.groups[spec.group], (positions + 1) // spec.compress_rate
+        attended += visible.sum() if spec.selection is None else np.minimum(visible, config.index_topk).sum()
+        scored = visible.sum() if spec.selects else 0
+        nbytes += int(visible[-1]) * tree_bytes(group.entry.struct)
+        if spec.selects and group.key is not None:
+            nbytes += int(visible[-1]) * tree_bytes(group.key.struct)
+    weights = [x for x in jax.tree.leaves(stack.arrays) if x.ndim > 1]
+    flops = 2 * chunk * sum(x.size for x in weights)
+    flops += 4 * config.num_attention_heads * config.head_dim * int(attended)
+    flops += 2 * config.index_n_heads * config.index_head_dim * int(scored)
+    return flops, nbytes + tree_bytes(stack.arrays)
+
+
+def _together(rows):
+    """The result of all layers, from those of the layers of each kind."""
+
+    def total(of):
+        return sum(row["layers"] * of(row) for row in rows)
+
+    first = rows[0]
+    kinds = dict.fromkeys(kind for row in rows for kind in row["kernel_milliseconds"])
+    times = {k: round(total(lambda row, k=k: row["kernel_milliseconds"].get(k, 0.0)), 4) for k in kinds}
+    flops = total(lambda row: row["flops"])
+    result = dict(layer_type=STACK, layers=sum(row["layers"] for row in rows), context=first["context"])
+    result |= dict(chunk=first["chunk"], flops=flops, bytes=total(lambda row: row["bytes"]), kernel_milliseconds=times)
+    floor = total(lambda row: row["floor_milliseconds"])
+    return result | _rates(total(lambda row: row["milliseconds"]), floor, flops, first["chunk"])
+
+
+_COLUMNS = ("layer", "context", "chunk", "ms", "floor", "% of it", "tokens/s", "TFLOP/s")
+
+
+def _kinds():
+    skipped = ("hyper-connections", "router", "experts")
+    return [kind for kind in (*KINDS, REST) if kind not in skipped]
+
+
+def _header():
+    return _cells([*_COLUMNS, *_kinds()])
+
+
+def _line(row):
+    label = row["layer_type"].removesuffix("_attention").replace("_", " ")
+    numbers = f"{row['milliseconds']:.3f}", f"{row['floor_milliseconds']:.3f}", f"{row['percent_of_floor']:.0f}"
+    rates = f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}"
+    times = [row["kernel_milliseconds"].get(kind) for kind in _kinds()]
+    cells = ["" if ms is None else f"{ms:.3f}" for ms in times]
+    return _cells([label, str(row["context"]), str(row["chunk"]), *numbers, *rates, *cells])
+
+
+def _cells(cells):
+    widths = (28, 8, 6, 9, 9, 7, 10, 7, *(max(8, len(kind)) for kind in _kinds()))
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))

@@ -1,0 +1,166 @@
+"""Requests that are cut over the "data" axis: the tokens and bytes of one device, in parts with their own slots."""
+
+import jax
+import numpy as np
+import pytest
+
+from dsv4_jax.decode import forward
+from dsv4_jax.engine import Engine, beam_search, generate
+from dsv4_jax.host import CacheFullError, PrefixCache
+from dsv4_jax.nn import shardings
+from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
+from dsv4_jax.parallel.on_mesh import on_mesh
+from tests.decode.bigram import MODEL as BIGRAM
+from tests.host.managers import BLOCK, ids, make
+from tests.ops.pools import same_bytes
+from tests.parallel.conftest import PROMPTS, run_engine
+
+
+HALVES = {"data": 2}
+
+
+def bigram_on(mesh):
+    return jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+
+
+def held(cache, slot, first_block=0):
+    """What is left of a request in a cache in NumPy: its rows, and its blocks in order."""
+    blocks = [first_block + block for block in cache.block_table[slot] if block >= 0]
+    rows = cache.swa, {name: group.by_slot for name, group in cache.groups.items()}
+    paged = {name: group.paged for name, group in cache.groups.items()}
+    return jax.tree.map(lambda x: x[:, slot], rows), jax.tree.map(lambda x: x[:, blocks], paged), cache.lengths[slot]
+
+
+@pytest.mark.parametrize("sizes", [HALVES, pytest.param(dict(data=2, model=2), marks=pytest.mark.slow)], ids=str)
+def test_tokens_and_bytes_are_those_of_one_device(model, alone, sizes):
+    mesh = make_mesh(sizes)
+    placed = jax.device_put(model, shardings(model, mesh))
+    tokens, cache, programs = run_engine(placed, model.config, mesh, max_requests=8, num_blocks=24)
+    assert (tokens, programs) == (alone[0], 1)
+    if sizes == HALVES:  # along "model" sums have another order
+        cut, one = jax.tree.map(np.asarray, (cache, alone[1]))
+        for (slot, first_block), number in {(0, 0): 0, (4, 12): 1, (1, 0): 2}.items():
+            same_bytes(held(cut, slot, first_block), held(one, number))
+            assert held(one, number)[2] == len(PROMPTS[number]) + 7
+
+
+def test_each_part_steps_with_its_own_requests():
+    mesh = make_mesh(HALVES)
+    manager, model = make(mesh=mesh), bigram_on(mesh)
+    cache, slots = manager.init_cache(), [manager.admit() for _ in range(3)]
+    assert slots == [0, 2, 1]  # the emptiest part
+    assert sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache)) * 2 == cache.nbytes
+    batch = manager.prepare_forward({2: [5, 6], 0: [7], 1: [8]}, reserve=BLOCK)
+    assert batch.token_ids.tolist() == [7, 8, 5, 6]
+    assert batch.slots.tolist() == [0, 1, 0, 0] and batch.positions.tolist() == [0, 0, 0, 1]
+    assert [row for row in batch.new_blocks.tolist() if row[0] >= 0] == [
+        [0, 0, 0], [0, 1, 1], [1, 0, 2], [1, 1, 3], [0, 0, 0], [0, 1, 1]
+    ]  # fmt: skip
+    assert batch.reset_slots.tolist() == [0, 1, 0, -1]
+    old = cache
+    with jax.transfer_guard("disallow"):
+        logits, cache = forward(model, cache, batch)
+    np.testing.assert_array_equal(logits, BIGRAM.table[np.array([7, 8, 5, 6])])
+    assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert jax.tree.map(lambda x: x.sharding, cache) == cache.shardings(mesh)
+    assert cache.lengths.tolist() == [1, 1, 2, 0]
+    np.testing.assert_array_equal(cache.block_table, manager.block_table)
+    assert [manager.requests.state(slot).blocks for slot in (0, 1, 2)] == [[0, 1], [2, 3], [6, 7]]
+
+
+def test_a_prefix_is_found_where_its_blocks_are():
+    manager = make(mesh=make_mesh(HALVES), max_requests=6, num_blocks=16)
+    prefix, cache = PrefixCache(manager, key=""), manager.init_cache()
+
+    def admit(tokens, **options):
+        nonlocal cache
+        slot, hit, cache = prefix.admit(cache, tokens, **options)
+        return slot, hit
+
+    def learn(slot, tokens):
+        nonlocal cache
+        batch = manager.prepare_forward({slot: tokens[manager.length(slot) :]}, prefill_size=64)
+        (cache,) = begin((), cache, batch)
+        prefix.observe(cache, slot, tokens)
+
+    begin = jax.jit(on_mesh(lambda _, cache, batch: (cache.begin_step(batch),)), donate_argnums=1)
+    slot, hit = admit(ids(33))
+    assert (slot, hit) == (0, 0)
+    learn(slot, ids(33))
+    slot, hit = admit(ids(49))  # where two blocks of it are, though the other part is empty
+    assert (slot, hit) == (1, 32)
+    learn(slot, ids(49))
+    slot, hit = admit(ids(40, 7))
+    assert (slot, hit) == (3, 0)
+    learn(slot, ids(40, 7))
+    assert admit(ids(64)) == (2, 48)
+    # The part is full: the prompt runs again in the other one, which then has the blocks too.
+    slot, hit = admit(ids(64))
+    assert (slot, hit) == (4, 0)
+    learn(slot, ids(49))
+    assert admit(ids(64)) == (5, 48)
+    with pytest.raises(CacheFullError, match="0 of 3 are free in part 0 of 2"):
+        admit(ids(64))
+    assert prefix.metrics.blocks == 3 + 2 + 3
+    for slot in manager.slots:
+        manager.release(slot)
+    assert prefix.evictable == 8
+    # A request that needs one of the first part's cached blocks gets it; the other part keeps its own.
+    slot, hit = admit(ids(96, 90))
+    manager.allocate(slot, 96)
+    assert (slot, hit) == (0, 0) and prefix.evict(99) == 2 + 5
+
+
+def test_an_engine_fills_all_parts_and_preempts_within_one():
+    """Of 6 requests that need more blocks than there are: the tokens of one device, which holds them all at once."""
+    tokens = []
+    for sizes, blocks in (({}, 40), (HALVES, 14)):
+        mesh = make_mesh(sizes) if sizes else None
+        manager = make(num_blocks=blocks, max_requests=6, mesh=mesh)
+        prefix = PrefixCache(manager, key="")
+        engine = Engine(BIGRAM if mesh is None else bigram_on(mesh), manager, token_budget=24, prefix=prefix)
+        requests = [engine.add(range(n, 2 * n), max_new_tokens=30, priority=n % 2) for n in (40, 33, 40, 17, 30)]
+        for _ in range(8):
+            engine.step()
+        requests += engine.fork(engine.running[0], [1])
+        while engine.busy:
+            engine.step()
+        assert bool(engine.metrics.preemptions) == bool(sizes)
+        tokens.append([request.generated for request in requests])
+        assert manager.free_blocks + prefix.metrics.blocks == blocks and manager.free_slots == 6
+    assert tokens[0] == tokens[1]
+
+
+def test_generate_in_one_loop():
+    mesh = make_mesh(HALVES)
+    prompts = [ids(n, 3 * n) for n in (5, 17, 9)]
+    options = dict(max_new_tokens=12, stop_tokens=(61,))
+    wanted = generate(BIGRAM, make(), prompts, **options)
+    manager = make(mesh=mesh)
+    assert generate(bigram_on(mesh), manager, prompts, **options) == wanted
+    with pytest.raises(CacheFullError, match=r"5 prompts do not fit at once \(4 do\)"):
+        generate(bigram_on(mesh), manager, [[1]] * 5, **options)
+    assert manager.free_blocks == 12
+    found = beam_search(bigram_on(mesh), manager, prompts[0], beams=2, max_new_tokens=4)
+    assert found == beam_search(BIGRAM, make(), prompts[0], beams=2, max_new_tokens=4)
+    with pytest.raises(ValueError, match="beams=3 need a slot each, there are 2"):
+        beam_search(bigram_on(mesh), manager, prompts[0], beams=3, max_new_tokens=4)
+
+
+def test_sizes_that_parts_do_not_divide():
+    mesh = make_mesh({"data": 3})
+    with pytest.raises(ValueError, match="data=3 does not divide max_requests=4, num_blocks=10: give multiples of 3"):
+        make(mesh=mesh, num_blocks=10)
+    manager = make(mesh=mesh, max_requests=3, num_blocks=6)
+    with pytest.raises(ValueError, match="needs 33 tokens, each of the cache's 3 parts holds 32"):
+        manager.admit(ids(33))
+    with pytest.raises(ValueError, match="need room for 33, more than each of the cache's 3 parts' 32"):
+        Engine(bigram_on(mesh), manager, token_budget=8).add(ids(30), max_new_tokens=4)
+    with pytest.raises(CacheFullError, match="3 blocks are needed, 2 of 2 are free in part 0 of 3"):
+        manager.allocate(manager.admit(), 33)
+    with pytest.raises(ValueError, match="prefill_size=4 is less than the step's 5 tokens in part 0 of 3"):
+        manager.prepare_forward({0: ids(5)}, prefill_size=4)
+    # The budget is that of a device: each has a part's slots, and as many blocks as fit beside them.
+    one, three = (make(num_blocks=None, memory="100KiB", mesh=m, max_requests=n) for m, n in ((None, 1), (mesh, 3)))
+    assert three.schema.num_blocks == 3 * one.schema.num_blocks
+    assert parse_mesh("model=2,data=4") == dict(data=4, model=2)
