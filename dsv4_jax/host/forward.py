@@ -51,8 +51,7 @@ def prepare_forward(
             # Of a larger reservation only what this step can reach: that bounds the size of new_blocks.
             published = max(state.published_blocks, table.blocks_for(state.length + len(new) + reserve))
             opened = range(state.published_blocks, published)
-            row = table.block_table_row(blocks)
-            new_blocks[part] += [(own, index, row[index]) for index in opened]
+            new_blocks[part] += [(own, index, table.own_block(blocks[index])) for index in opened]
             reset_slots[part] += [own] if state.is_new else []
             state = dataclasses.replace(state, blocks=blocks, published_blocks=published, is_new=False)
             states[slot] = state.extended(len(new), schema)

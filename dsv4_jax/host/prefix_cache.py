@@ -281,8 +281,7 @@ class PrefixCache:
     # --- internals ---
 
     def _find(self, ids):
-        """By part, (the nodes of the longest known prefix of the ids that has a snapshot and leaves a token to run,
-        `FoundPrefix` of these)."""
+        """(by part the nodes of the longest known prefix that has a snapshot and leaves a token to run; how many)."""
         paths = [self._find_in(root, ids) for root in self._roots]
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 

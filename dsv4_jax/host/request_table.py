@@ -241,8 +241,12 @@ class RequestTable:
     def block_table_row(self, blocks: Sequence[int]) -> np.ndarray:
         """[max_blocks] int32 row of the block table for a request's blocks; -1 = none."""
         row = np.full((self.schema.max_blocks,), -1, np.int32)
-        row[: len(blocks)] = blocks
-        return np.where(row >= 0, row % (self.schema.num_blocks // self.parts), row)
+        row[: len(blocks)] = [self.own_block(block) for block in blocks]
+        return row
+
+    def own_block(self, block: int) -> int:
+        """What its part calls a block."""
+        return block % (self.schema.num_blocks // self.parts)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Splits blocks into chunks of one size, which move with one program and bounded memory on the device.
