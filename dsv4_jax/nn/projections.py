@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsv4_jax import ops
-from dsv4_jax.nn.layers import Linear, multiply
+from dsv4_jax.nn.layers import Linear, RMSNorm, multiply
+from dsv4_jax.ops.linear import Part
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
 
@@ -33,12 +34,15 @@ class JoinedLinear(nnx.Module):
         matrices = [linear.weight.get_value() for linear in maps.values()]
         self.weight = nnx.Param(jax.tree.map(lambda *rows: _local(lambda *x: jnp.concatenate(x), *rows), *matrices))
 
-    def __call__(self, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
-        """[..., in_features] to what each map makes of it, by path."""
-        weight = self.weight.get_value()
-        devices = sum(rows for _, rows, _ in self.parts) // weight.shape[0]
-        products = multiply(x, weight, tuple((rows // devices, rounded) for _, rows, rounded in self.parts))
-        return {path: product for (path, *_), product in zip(self.parts, products, strict=True)}
+    def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "... _"]]:
+        """[..., in_features] to what each map makes of it, normed first if there is a norm, by path."""
+        return _products([self], x, norm)
+
+    @property
+    def local_parts(self) -> tuple[Part, ...]:
+        """(rows, `Linear.rounded`) of each map, of the rows that a device has."""
+        devices = sum(rows for _, rows, _ in self.parts) // self.weight.get_value().shape[0]
+        return tuple((rows // devices, rounded) for _, rows, rounded in self.parts)
 
     def swiglu(self, x: Float[Array, "... n"], limit: float) -> Float[Array, "... _"]:
         """`ops.swiglu` of the two maps' products, rounded; of a map named first and one of as many rows."""
@@ -71,12 +75,15 @@ class Projections(nnx.Module):
         self.paths = paths
         self.joined = nnx.List([])
 
-    def __call__(self, owner: nnx.Module, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
-        """What each map makes of x [..., in_features], by path; `owner` is the module that holds the maps."""
-        products = {path: linear(x) for path, linear in self.separate(owner).items()}
-        for joined in self.joined:
-            products |= joined(x)
-        return products
+    def __call__(
+        self, owner: nnx.Module, x: Float[Array, "... n"], norm: RMSNorm | None = None
+    ) -> dict[str, Float[Array, "... _"]]:
+        """What each map makes of x [..., in_features], normed first if there is a norm, by path.
+
+        `owner` is the module that holds the maps.
+        """
+        products = {path: linear(x, norm) for path, linear in self.separate(owner).items()}
+        return products | _products(self.joined, x, norm)
 
     def separate(self, owner: nnx.Module) -> dict[str, Linear]:
         """The maps that are not joined, by path."""
@@ -84,7 +91,10 @@ class Projections(nnx.Module):
         return {path: linear for path, linear in maps.items() if linear is not None}
 
     def join(self, owner: nnx.Module) -> None:
-        """Joins maps whose matrices have one dtype, also FP8, and lie whole in one place or are cut alike, by rows."""
+        """Joins maps whose matrices have one dtype, also FP8, and lie whole in one place or are cut alike, by rows.
+
+        One that is alone in this is a joined matrix by itself where there are others: `ops.linear` takes them together.
+        """
         alike: dict[Hashable, dict[str, Linear]] = collections.defaultdict(dict)
         for path, linear in self.separate(owner).items():
             matrix = linear.weight.get_value()
@@ -97,11 +107,21 @@ class Projections(nnx.Module):
             elif _is_joinable(matrix):
                 alike[matrix.dtype, matrix.sharding][path] = linear
         for maps in alike.values():
-            if len(maps) > 1:
+            if len(maps) > 1 or len(alike) > 1:
                 self.joined.append(JoinedLinear(maps))
                 for path in maps:
                     *parents, name = path.split(".")
                     setattr(functools.reduce(getattr, parents, owner), name, None)
+
+
+def _products(joined, x, norm):
+    """What the maps of all of some joined matrices make of x, normed first if there is a norm, by path."""
+    if not joined:
+        return {}
+    weights = tuple(matrix.weight.get_value() for matrix in joined)
+    parts = tuple(part for matrix in joined for part in matrix.local_parts)
+    products = multiply(x, weights if len(weights) > 1 else weights[0], parts, norm)
+    return dict(zip((path for matrix in joined for path, *_ in matrix.parts), products, strict=True))
 
 
 def _is_joinable(matrix):

@@ -76,7 +76,7 @@ def multiply_tile(
         return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, half) for start in starts])
 
     values = own(codes[...])
-    if layout.per_byte == 2:
+    if layout.bits == 4:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
         factors = lax.dynamic_slice_in_dim(own(scales[...]), at, values.shape[1] // 32, axis=1).astype(jnp.int32)
@@ -96,7 +96,7 @@ def multiply_tile(
 def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
     chunks, (parts, rows, bytes) = inputs.shape[1] // CHUNK, codes.shape
     rows *= parts
-    unpacker = _fp4_unpacker if layout.per_byte == 2 else _fp8_unpacker
+    unpacker = _fp4_unpacker if layout.bits == 4 else _fp8_unpacker
 
     def emit(acc, codes, at, inputs, group, *scales):
         thread, at = U32(mlir.thread()), U32(mlir.scalar(at))
@@ -104,7 +104,7 @@ def _(acc, codes, scales, at, inputs, group, layout, gated, complete=True):
         line = line + U32(mlir.scalar(group)) * (ROWS // 2 if gated else ROWS)
         # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
         swizzle = line * bytes >> 7 & (bytes // 16 - 1)
-        place = thread_ops.shared(codes) + line * bytes + (swizzle << 4) + (thread & 3) * (2 * layout.per_byte)
+        place = thread_ops.shared(codes) + line * bytes + (swizzle << 4) + (thread & 3) * layout.columns(2)
         other = rows // 2 if gated else 8
         scale_place = [(thread_ops.shared(table) + line * 16 + at, other * 16) for table in scales]
         factors = [at & 255, at >> (8 if gated else 0) & 255]

@@ -76,12 +76,12 @@ class StoredGemm:
     @property
     def bytes(self) -> int:
         """Of a row of codes, in a step: where inputs are few a whole line of the L2 cache, which took 6% less time."""
-        return 128 if self.layout.per_byte == 2 and self.inputs <= MOST_WIDE else 64
+        return 128 if self.layout.bits == 4 and self.inputs <= MOST_WIDE else 64
 
     @property
     def steps(self) -> int:
         """Of a tile, over its columns."""
-        return self.depth // (self.bytes * self.layout.per_byte)
+        return self.depth // self.layout.columns(self.bytes)
 
     @property
     def overlaps(self) -> bool:
@@ -90,10 +90,10 @@ class StoredGemm:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers for `run`, and `staging` for `column_stores`."""
-        width, parts = self.layout.per_byte * self.bytes, 1 + self.gated
+        width, parts = self.layout.columns(self.bytes), 1 + self.gated
         other = self.warpgroups * column_stores.STAGING_BYTES
         tables: dict[str, Any] = dict(scales_tile=None, scales_full=None, scales_free=None)
-        if self.layout.per_byte == 2:
+        if self.layout.bits == 4:
             shape = (SCALES_STAGES, parts, self.rows // parts, SCALES)
             other += math.prod(shape)
             tables = dict(

@@ -1,15 +1,19 @@
-"""Weights in the release's storage on their way from shared memory into products: FP8, and FP4 with a scale for 32.
+"""Weights as stored on their way from shared memory into products: FP8, FP4 with a scale for 32, and bfloat16.
 
 A warp multiplies 16 rows by `mma`, of which a thread has two. Four threads share a row: each takes 16 bytes of 64, so
 that it holds whole scale blocks of FP4. `mma` wants other columns in that thread, but a sum does not depend on the
 order of its terms: `load_inputs` reorders the inputs instead.
 
-Unpacked weights are 2**-32 of their values, as bfloat16: exact for E8M0 scales from 2**-85 to 2**33.
+Inputs in FP8's order serve bfloat16 as well: these weights are read in the order in which FP8's are unpacked.
+
+Weights unpacked from FP8 and FP4 are 2**-32 of their values, as bfloat16: exact for E8M0 scales from 2**-85 to 2**33.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,7 +38,6 @@ MULTIPLIERS = 4  # warpgroups that multiply
 SHIFT = 32
 SCALED = 128  # columns, and rows, of FP8 with the same scale
 SCALE_BYTES = 16  # of FP4's scales that travel together, the fewest of a bulk copy
-TRANSFORMS = (plgpu.TilingTransform((HALF, SEGMENT)),)  # of codes in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +45,115 @@ class WeightLayout:
     """How a matrix [out, in] is stored.
 
     Attributes:
-      per_byte: columns in a byte: 1 of FP8, 2 of FP4, whose even columns are the low nibbles.
+      bits: of a weight: 8 of FP8, 4 of FP4, whose even columns are the low nibbles, 16 of bfloat16.
     """
 
-    per_byte: int
+    bits: int
 
     @property
     def segment(self) -> int:
         """Columns of a segment."""
-        return SEGMENT * self.per_byte
+        return self.columns(SEGMENT)
 
     @property
     def units(self) -> int:
         """Of a segment."""
         return self.segment // UNIT
 
+    @property
+    def least_segments(self) -> int:
+        """That are multiplied together: what four threads hold in FP8's order has 64 columns."""
+        return 2 if self.bits == 16 else 1
 
-FP8, FP4 = WeightLayout(1), WeightLayout(2)
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the array that holds the weights, or their codes."""
+        return jnp.dtype(jnp.bfloat16 if self.bits == 16 else jnp.uint8)
+
+    def columns(self, size: int) -> int:
+        """That so many bytes hold."""
+        return 8 * size // self.bits
+
+    def elements(self, columns):
+        """Of the array that so many columns are; also of an array's number."""
+        return columns // 2 if self.bits == 4 else columns
+
+    def transforms(self) -> tuple[Any, ...]:
+        """Of such an array in shared memory."""
+        return (plgpu.TilingTransform((HALF, self.elements(self.segment))),)
+
+
+FP8, FP4, BF16 = WeightLayout(8), WeightLayout(4), WeightLayout(16)
 
 
 # --- inputs ---
 
 
 @primitive
+def store_factors(factors, source, eps: float, group: jax.Array) -> None:
+    """factors[n] = 1 / sqrt(mean(source[n]**2) + eps), by four warpgroups together; a barrier has to follow.
+
+    Args:
+      factors: [N] float32 in shared memory, N at least T.
+      source: [T, K] bfloat16 in global memory, K a multiple of 256.
+      eps: added to the mean square.
+      group: number of the warpgroup, 0 .. 3, a scalar.
+    """
+    for n in range(source.shape[0]):
+
+        @pl.when(n % MULTIPLIERS == group)
+        def _(n=n):
+            row = source[n].astype(jnp.float32)
+            factors[n] = lax.rsqrt(jnp.mean(row * row) + eps)
+
+
+@store_factors.mosaic
+def _(factors, source, eps, group):
+    tokens, columns = source.shape
+    warps = MULTIPLIERS * mlir.THREADS // mlir.WARP
+
+    def emit(factors, source, group):
+        warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(group)) * (warps // MULTIPLIERS)
+        lane = thread_ops.lane()
+
+        def add_row(i):
+            row = warp + i * warps
+            with thread_ops.when(row < tokens):
+                total = mlir.f32(0.0)
+                for start in range(0, columns, 8 * mlir.WARP):
+                    at = row * (columns // 8) + (lane + start // 8)
+                    at = arith.shli(arith.extui(mlir.int_type(64), at.value), mlir.i64(4))
+                    words = mlir.ptx(_FETCH, mlir.at(mlir.global_pointer(source), at), results=[mlir.int_type()] * 4)
+                    for value in _floats(words):
+                        total = thread_ops.fma(value, value, total)
+                for distance in (16, 8, 4, 2, 1):
+                    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+                    other = thread_ops.ptx(code, thread_ops.bits(total))
+                    total = arith.addf(total, thread_ops.as_float(other))
+                mean = thread_ops.fma(total, mlir.f32(1 / columns), mlir.f32(eps))
+                code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
+                factor = mlir.ptx(code, mean, results=mlir.f32_type())
+                with thread_ops.when(lane.equals(0)):
+                    thread_ops.store(thread_ops.shared(factors) + (row << 2), thread_ops.bits(factor))
+
+        thread_ops.loop(-(-tokens // warps), add_row)
+
+    mlir.inline(emit, factors, source, group)
+
+
+_FETCH = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+
+def _floats(words):
+    """The values of pairs of bfloat16."""
+    for word in map(U32, words):
+        for half in (word << 16, word & 0xFFFF0000):
+            yield thread_ops.as_float(half)
+
+
+@primitive
 def load_inputs(
-    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout
+    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout, norm: tuple = ()
 ) -> None:
     """Copies rows of inputs to shared memory, by four warpgroups together, in the order in which weights are unpacked.
 
@@ -81,69 +168,99 @@ def load_inputs(
       columns: how many, a multiple of 128.
       group: number of the warpgroup, 0 .. 3, a scalar.
       layout: of the weights.
+      norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is
+        multiplied, factor first, before it is rounded.
     """
     units = columns // UNIT
     share = units // MULTIPLIERS
     for n in range(rows if isinstance(rows, int) else inputs.shape[0] * COLUMNS):
         row = jnp.int32(n) if isinstance(rows, int) else jnp.where(rows[n] < 0, rows[0], rows[n])
-        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)].reshape(units, UNIT)
+        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)]
+        if norm:
+            weight, factors = norm
+            values = weight[pl.ds(column, units * UNIT)] * (values.astype(jnp.float32) * factors[n])
+        values = values.astype(jnp.bfloat16).reshape(units, UNIT)
         for i in range(share):
             unit = group * share + i
             inputs[n // COLUMNS, unit, n % COLUMNS] = values[unit]
 
 
 @load_inputs.mosaic
-def _(inputs, source, rows, divisor, column, columns, group, layout):
+def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
     tiles, units, _, _ = inputs.shape
     eights, threads = columns // 8, MULTIPLIERS * mlir.THREADS
+    # Rows at once, in different threads, and in one thread: a norm takes registers.
+    lines = max(1, threads // eights)
+    count = rows if isinstance(rows, int) else tiles * COLUMNS
+    together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
 
-    def emit(inputs, source, column, group, *table):
+    def emit(inputs, source, column, group, *more):
+        table, norm_refs = more[: len(tables)], more[len(tables) :]
         thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * mlir.THREADS
         there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
         base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
-        fetch = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+        def normed(words, n, eight):
+            start = mlir.at(mlir.global_pointer(norm_refs[0]), mlir.to_i64(mlir.scalar(column)), mlir.f32_type())
+            start = mlir.at(start, arith.extui(mlir.int_type(64), (eight << 5).value))
+            found = (mlir.ptx(_FETCH, mlir.at(start, 16 * i), results=[mlir.int_type()] * 4) for i in range(2))
+            weights = [thread_ops.as_float(U32(word)) for four in found for word in four]
+            factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(norm_refs[1]) + (n << 2)))
+            values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _floats(words), strict=True)]
+            code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+            pairs = zip(values[1::2], values[::2], strict=True)
+            return [mlir.ptx(code, *pair, results=mlir.int_type(), pure=True) for pair in pairs]
 
         def copy(n, row, eight):
             """8 columns, which one thread of a product has; returns how to go on once they are there."""
             offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
             offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
-            words = mlir.ptx(fetch, mlir.at(base, offset), results=[mlir.int_type()] * 4)
+            words = mlir.ptx(_FETCH, mlir.at(base, offset), results=[mlir.int_type()] * 4)
+            words = normed(words, n, eight) if norm_refs else words
             unit, inner, words = _placed(eight, [U32(x) for x in words], layout)
             place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
             return lambda: thread_ops.store_vector(there + place, words)
 
-        def copy_rows(n, numbers):
-            """The same columns of several rows at once."""
-            for first in range(0, eights, threads):
-                eight = thread + first
-                with thread_ops.when(eight < eights):
-                    for put in [copy(n + i, row, eight) for i, row in enumerate(numbers)]:
-                        put()
+        def row_of(n):
+            if not table:
+                return n
+            row, first = (thread_ops.load(thread_ops.shared(table[0]) + (i << 2)) for i in (n, U32(0)))
+            return U32(arith.cmpi(arith.CmpIPredicate.slt, row.value, mlir.i32(0))).where(first, row)
 
-        for n in range(0, rows if isinstance(rows, int) else tiles * COLUMNS, COLUMNS):
-            if table:
-                start = thread_ops.shared(table[0]) + 4 * n
-                numbers = [thread_ops.load(start + 4 * i) for i in range(COLUMNS)]
-                negative = arith.CmpIPredicate.slt
-                first = numbers[0]
-                numbers = [U32(arith.cmpi(negative, x.value, mlir.i32(0))).where(first, x) for x in numbers]
+        def copy_columns(eight, line):
+            """A thread's columns of every `lines`th row, the last row maybe twice."""
+
+            def copy_some(i):
+                numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
+                for put in [copy(n, row_of(n), eight) for n in numbers]:
+                    put()
+
+            thread_ops.loop(-(-count // (lines * together)), copy_some)
+
+        for first in range(0, eights, threads):
+            if lines > 1:
+                with thread_ops.when(thread < lines * eights):
+                    copy_columns(thread % eights, thread // eights)
             else:
-                numbers = [U32(n + i) for i in range(min(COLUMNS, rows - n))]
-            copy_rows(U32(n), numbers)
+                with thread_ops.when(thread + first < eights):
+                    copy_columns(thread + first, U32(0))
 
-    table = [] if isinstance(rows, int) else [rows]
-    mlir.inline(emit, inputs, source, jnp.int32(column), group, *table)
+    tables = [] if isinstance(rows, int) else [rows]
+    mlir.inline(emit, inputs, source, jnp.int32(column), group, *tables, *norm)
 
 
 def _placed(eight, words, layout):
     """(unit, thread of four, values) of the columns `8 * eight ..`, in the order of this thread's weights."""
-    if layout.per_byte == 2:
+    if layout.bits == 4:
         # A word of eight codes: pairs of codes i and i + 4.
         pairs = [_halves(words[i // 2], words[2 + i // 2], i % 2) for i in range(4)]
         return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
-    # Two words of four codes: pairs of codes i and i + 2.
-    pairs = [_halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
-    return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, pairs
+    return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, _fp8_pairs(words)
+
+
+def _fp8_pairs(words):
+    """8 columns as FP8 is unpacked: two words of four codes, pairs of codes i and i + 2."""
+    return [_halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
 
 
 def _halves(x, y, high):
@@ -194,13 +311,14 @@ def _(scales, rows, first):
 def multiply_add(
     acc: jax.Array, codes, scales, inputs, step: jax.Array, layout: WeightLayout, gated: bool
 ) -> jax.Array:
-    """acc + weights @ inputs over the columns of a step: [64, N] float32, 2**-32 of the products.
+    """acc + weights @ inputs over the columns of a step: [64, N] float32, 2**-32 of the products of FP8 and FP4.
 
     Args:
       acc: in layout WGMMA.
-      codes: [64, bytes] uint8 in shared memory, with TRANSFORMS, bytes a multiple of 64 up to 256.
+      codes: [64, n] of the layout's dtype in shared memory, with its transforms, up to 256 bytes a row, which are a
+        multiple of the least segments.
       scales: of FP4 [64, 16] uint8 in shared memory, those of up to 256 bytes among which the step's are; of FP8 what
-        `load_scales` found for all steps.
+        `load_scales` found for all steps; of bfloat16 anything.
       inputs: what `load_inputs` left.
       step: which one, counted from the first column of the inputs.
       layout: of the weights.
@@ -208,19 +326,21 @@ def multiply_add(
         sums.
     """
     values = codes[...]
-    size = values.shape[1] * layout.per_byte
-    if layout.per_byte == 2:
+    size = layout.columns(values.dtype.itemsize * values.shape[1])
+    factors = jnp.float32(1.0)
+    if layout.bits == 16:
+        values = values.astype(jnp.float32)
+    elif layout.bits == 4:
         values = values.astype(jnp.int32)
         values = e2m1_value(jnp.stack([values & 15, values >> 4], axis=-1)).reshape(ROWS, -1)
         first = lax.rem(step * (size // 32), jnp.int32(SCALE_BYTES))
         exponents = lax.dynamic_slice_in_dim(scales[...], first, size // 32, axis=1).astype(jnp.int32)
-        exponents = jnp.repeat(exponents, 32, axis=1)
+        factors = _power(jnp.repeat(exponents, 32, axis=1))
     else:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
         block = (step * size + lax.iota(jnp.int32, size)) // SCALED
         place = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
-        exponents = scales[block // 2][None, :] >> place & 255
-    factors = lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
+        factors = _power(scales[block // 2][None, :] >> place & 255)
     x = inputs[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)
     products = jnp.dot(values * factors, x.T, precision="highest")
@@ -231,14 +351,24 @@ def multiply_add(
 
 @multiply_add.mosaic
 def _(acc, codes, scales, inputs, step, layout, gated):
-    segments = codes.shape[1] // SEGMENT
+    segments = codes.shape[1] // layout.elements(layout.segment)
     tiles, units, _, _ = inputs.shape
+    together = layout.least_segments
 
     def emit(acc, codes, scales, inputs, step):
         thread, step = U32(mlir.thread()), U32(mlir.scalar(step))
         inner, line = thread & 3, thread % 32 >> 2
         # A tile's halves of 32 rows, of each segment after segment: a thread's two rows.
-        start = thread_ops.shared(codes) + (inner << 4)
+        if layout.bits == 16:
+            # FP8's order: 32 bytes for each of four threads. Two of these begin with the second 16 bytes, so that the
+            # four read from different banks.
+            late = inner >> 1
+            start = thread_ops.shared(codes) + late * (HALF * SEGMENT) + ((inner & 1) << 5)
+            weights = functools.partial(_weights_bf16, late)
+        else:
+            start = thread_ops.shared(codes) + (inner << 4)
+            factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
+            weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
         if gated:
             begin = start + ((thread >> 5 << 3) + line) * SEGMENT
             rows = [begin, begin + segments * HALF * SEGMENT]
@@ -247,34 +377,49 @@ def _(acc, codes, scales, inputs, step, layout, gated):
             begin = begin + (((thread >> 5 & 1) << 4) + line) * SEGMENT
             rows = [begin, begin + 8 * SEGMENT]
         fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * layout.units) << 9)
-        factors = _factors_fp4 if layout.per_byte == 2 else _factors_fp8
-        factors = factors(scales, thread, step, segments, gated)
 
-        def add_segment(segment, *sums):
+        def add_segments(i, *sums):
             """In a loop: less code is fetched sooner."""
-            sums = [x.value for x in sums]
-            scale = factors(segment)
-            words = [thread_ops.load_vector(row + segment * (HALF * SEGMENT)) for row in rows]
+            sums, segment = [x.value for x in sums], i * together
             own = fragments + segment * (layout.units << 9)
-            for unit in range(layout.units):
-                operands = [thread_ops.load_vector(own + ((unit + tile * units) << 9)) for tile in range(tiles)]
-                if layout.per_byte == 2:
-                    pairs = [e2m1_pairs(words[half][unit]) for half in range(2)]
-                else:
-                    pairs = [[x for i in range(2) for x in e4m3_pairs(words[half][2 * unit + i])] for half in range(2)]
-                pairs = [[multiply(pair, scale[half]) for pair in pairs[half]] for half in range(2)]
+            for unit, pairs in weights(segment, [row + segment * (HALF * SEGMENT) for row in rows]):
+                operands = [thread_ops.load_vector(own + (unit + tile * units << 9)) for tile in range(tiles)]
                 for i in (0, 2):
                     a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
                     for tile, b in enumerate(operands):
                         sums[4 * tile : 4 * tile + 4] = _mma(sums[4 * tile : 4 * tile + 4], a, b[i : i + 2])
             return [U32(x) for x in sums]
 
-        return [x.value for x in thread_ops.loop(segments, add_segment, *map(U32, mlir.values(acc)))]
+        return [x.value for x in thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))]
 
-    layouts = codes, plgpu.RefType(TRANSFORMS)
-    operand = (scales, thread_ops.vector_layout(scales.shape)) if layout is FP8 else scales
+    layouts = codes, plgpu.RefType(layout.transforms())
+    operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
     kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
     return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs, step, returns=kind)
+
+
+def _power(exponents):
+    """What an interpreted product is multiplied with."""
+    return lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
+
+
+def _weights_fp(layout, factors, segment, places):
+    """(unit of the segment, pairs of bfloat16 of both rows), for each unit."""
+    scale = factors(segment)
+    words = [thread_ops.load_vector(place) for place in places]
+    for unit in range(layout.units):
+        if layout.bits == 4:
+            pairs = [e2m1_pairs(words[half][unit]) for half in range(2)]
+        else:
+            pairs = [[x for i in range(2) for x in e4m3_pairs(words[half][2 * unit + i])] for half in range(2)]
+        yield U32(unit), [[multiply(pair, scale[half]) for pair in pairs[half]] for half in range(2)]
+
+
+def _weights_bf16(late, segment, places):
+    """As `_weights_fp`, of two segments; a thread whose `late` is 1 begins with the second unit."""
+    for unit in range(2):
+        own = late ^ unit
+        yield own, [_fp8_pairs(thread_ops.load_vector(place + (own << 4))) for place in places]
 
 
 def _factors_fp4(scales, thread, step, segments, gated):

@@ -19,13 +19,14 @@ from pallas_kernels.common import stored_weights, wgmma_results
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.stored_weights import (
     COLUMNS,
+    FP4,
     HALF,
     MULTIPLIERS,
     ROWS,
     SCALE_BYTES,
     SCALED,
     SEGMENT,
-    TRANSFORMS,
+    SHIFT,
     UNIT,
     WeightLayout,
 )
@@ -42,18 +43,20 @@ class Product:
     """Tiles of one matrix.
 
     Attributes:
-      codes: [R, bytes of a row] uint8 in global memory.
-      scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8.
+      layout: how it is stored.
+      codes: [R, elements of a row] of the layout's dtype in global memory.
+      scales: in global memory; FP4: [R, columns / 32], FP8: [R / 128, columns / 128] uint8; bfloat16: None.
       tiles: how many.
       depth: columns that this block multiplies.
       first: of these.
       rows_of: tile -> where its two halves of 32 rows begin in codes.
       gated: a thread of `finish` has the same row of both halves.
       load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
-        divisor, column)`, see `stored_weights.load_inputs`.
+        divisor, column, norm, eps)`, see `stored_weights.load_inputs`; with a norm, of rows that are whole here.
       finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup FINISHES.
     """
 
+    layout: WeightLayout
     codes: Any
     scales: Any
     tiles: jax.Array
@@ -70,26 +73,28 @@ class WeightStream:
     """What is static.
 
     Attributes:
-      layout: of the weights.
+      matrices: layout and columns of each; FP4 is not beside others.
       tokens: columns of a product, a multiple of 8.
-      depths: columns of the matrices.
       segments: of a stage: 4, 2 or 1.
     """
 
-    layout: WeightLayout
+    matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int
-    depths: tuple[int, ...]
     segments: int
 
     @property
-    def columns(self) -> int:
-        """Of a stage."""
-        return self.segments * self.layout.segment
+    def depth(self) -> int:
+        """The most columns."""
+        return max(depth for _, depth in self.matrices)
+
+    @property
+    def layouts(self) -> set[WeightLayout]:
+        return {layout for layout, _ in self.matrices}
 
     @property
     def parts(self) -> int:
         """Stages of a step. A tile has a multiple of four steps of as many segments as possible."""
-        return most_segments(self.layout, *self.depths) // self.segments
+        return most_segments(*self.matrices) // self.segments
 
     @property
     def slots(self) -> int:
@@ -101,19 +106,27 @@ class WeightStream:
 
         A multiple of what four steps take: a warpgroup always has the same stages.
         """
-        used = other_bytes + 2 * max(self.depths) * self.tokens + 4 * self.slots * MULTIPLIERS * ROWS * self.tokens
-        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (self.layout.per_byte == 2))
+        used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * MULTIPLIERS * ROWS * self.tokens
+        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
         together = MULTIPLIERS * self.parts
         return min((SHARED_BYTES - used) // stage, MOST_STAGES) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
         """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
-        stages, scales = self.stages(other_bytes), self.layout.per_byte == 2
+        stages, scales = self.stages(other_bytes), FP4 in self.layouts
+        # The same memory as arrays of each dtype; the interpreter takes any two writes to such arrays for a race.
+        kinds = {layout.dtype: layout for layout in self.layouts}
+        codes = [
+            plgpu.SMEM(
+                (stages, ROWS, layout.elements(self.segments * layout.segment)), dtype, transforms=layout.transforms()
+            )
+            for dtype, layout in kinds.items()
+        ]
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return dict(
-            codes_tile=plgpu.SMEM((stages, ROWS, SEGMENT * self.segments), jnp.uint8, transforms=TRANSFORMS),
+            codes_tile=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
             scales_tile=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if scales else None,
-            inputs=plgpu.SMEM((self.tokens // COLUMNS, max(self.depths) // UNIT, COLUMNS, UNIT), jnp.bfloat16),
+            inputs=plgpu.SMEM((self.tokens // COLUMNS, self.depth // UNIT, COLUMNS, UNIT), jnp.bfloat16),
             sums=plgpu.SMEM((self.slots, MULTIPLIERS, *sums), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2 * (1 + scales), num_barriers=stages),
             free=plgpu.Barrier(num_barriers=stages),
@@ -144,16 +157,18 @@ class WeightStream:
           products: what to multiply.
           codes_tile, scales_tile, inputs, sums, full, free, met, left, taken: `scratch`.
         """
-        stages, slots = codes_tile.shape[0], self.slots
+        codes_tile = {ref.dtype: ref for ref in codes_tile}
+        stages, slots = next(iter(codes_tile.values())).shape[0], self.slots
 
         @pl.when(warpgroup == COPIES)
         def _():
             before = jnp.int32(0)
             for product in products:
-                steps = product.depth // self.columns
+                columns = self.segments * product.layout.segment
+                steps = product.depth // columns
 
                 @pl.loop(0, product.tiles * steps)
-                def _(i, product=product, steps=steps, before=before):
+                def _(i, product=product, columns=columns, steps=steps, before=before):
                     stage, step = lax.rem(before + i, jnp.int32(stages)), lax.rem(i, jnp.int32(steps))
 
                     @pl.when(before + i >= stages)
@@ -161,8 +176,9 @@ class WeightStream:
                         plgpu.barrier_wait(free.at[stage])
 
                     starts = product.rows_of(lax.div(i, jnp.int32(steps)))
-                    at = (product.first + step * self.columns) // self.layout.per_byte
-                    self._copy(product, starts, at, codes_tile.at[stage], full.at[stage], scales_tile, stage)
+                    at = product.layout.elements(product.first + step * columns)
+                    there = codes_tile[product.layout.dtype].at[stage]
+                    self._copy(product, starts, at, there, full.at[stage], scales_tile, stage)
 
                 before += product.tiles * steps
 
@@ -175,14 +191,18 @@ class WeightStream:
         def _():
             before, done = jnp.int32(0), jnp.int32(0)
             for product in products:
-                steps = product.depth // self.columns
+                steps, layout = product.depth // (self.segments * product.layout.segment), product.layout
+                codes = codes_tile[layout.dtype]
 
-                def multiply_tile(tile, scales, *, product=product, steps=steps, before=before, done=done):
-                    def load(source, rows, divisor=1, column=0):
+                def multiply_tile(
+                    tile, scales, *, product=product, layout=layout, codes=codes, steps=steps, before=before, done=done
+                ):
+                    def load(source, rows, divisor=1, column=0, norm=(), eps=0.0):
+                        if norm:
+                            stored_weights.store_factors(norm[1], source, eps, warpgroup)
                         _meet(met)
-                        at = column + product.first
-                        size = product.depth
-                        stored_weights.load_inputs(inputs, source, rows, divisor, at, size, warpgroup, self.layout)
+                        at = column + product.first, product.depth
+                        stored_weights.load_inputs(inputs, source, rows, divisor, *at, warpgroup, layout, norm)
                         _meet(met)
 
                     product.load_inputs(tile, load)
@@ -194,8 +214,8 @@ class WeightStream:
                         stage = lax.rem(before + tile * steps + step, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[stage])
                         operand = scales if scales_tile is None else scales_tile.at[stage]
-                        operands = codes_tile.at[stage], operand, inputs, step
-                        acc = stored_weights.multiply_add(acc, *operands, self.layout, product.gated)
+                        operands = codes.at[stage], operand, inputs, step
+                        acc = stored_weights.multiply_add(acc, *operands, layout, product.gated)
                         _release(free.at[stage])
                         return acc
 
@@ -232,14 +252,16 @@ class WeightStream:
                     for i in range(MULTIPLIERS):
                         total = wgmma_results.add(total, sums.at[slot, i])
                     plgpu.barrier_arrive(taken.at[slot])
-                    product.finish(tile, total)
+                    # One scale for what finishes tiles of any layout.
+                    product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
 
                 done += product.tiles
 
     def _copy(self, product, starts, at, codes_there, full, scales_tile, stage):
         for half, row in enumerate(starts):
             source, target = pl.ds(pl.multiple_of(row, HALF), HALF), pl.ds(half * HALF, HALF)
-            columns = pl.ds(pl.multiple_of(at, SEGMENT * self.segments), SEGMENT * self.segments)
+            size = codes_there.shape[1]
+            columns = pl.ds(pl.multiple_of(at, size), size)
             plgpu.copy_gmem_to_smem(product.codes.at[source, columns], codes_there.at[target], full)
             if scales_tile is not None:
                 # A scale for 16 bytes.
@@ -249,7 +271,7 @@ class WeightStream:
 
     def _scales(self, product, tile):
         """FP8's scales of a tile."""
-        if self.layout.per_byte == 2:
+        if product.layout.bits != 8:
             return jnp.int32(0)
         rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
         first = lax.div(jnp.int32(product.first), SCALED)
@@ -273,7 +295,7 @@ def _meet(barrier):
     plgpu.barrier_wait(barrier)
 
 
-def most_segments(layout: WeightLayout, *depths: int) -> int:
-    """The most segments of a step with which matrices of so many columns have a multiple of four steps."""
-    fits = (n for n in (4, 2, 1) if not any(depth % (layout.segment * n * MULTIPLIERS) for depth in depths))
+def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
+    """The most segments of a step with which matrices, layout and columns, have a multiple of four steps."""
+    fits = (n for n in (4, 2, 1) if not any(depth % (layout.segment * n * MULTIPLIERS) for layout, depth in matrices))
     return next(fits)

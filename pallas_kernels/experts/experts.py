@@ -97,8 +97,8 @@ class ExpertsProblem:
 
     @property
     def stream(self) -> WeightStream:
-        depths = self.depth, self.inner
-        return WeightStream(FP4, COLUMNS, depths, weight_stream.most_segments(FP4, *depths))
+        matrices = (FP4, self.depth), (FP4, self.inner)
+        return WeightStream(matrices, COLUMNS, weight_stream.most_segments(*matrices))
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def _body(p, maps, table, counts, weights, x, *refs, tables, factors, ready, str
 
         codes, scales = matrices[2 * i : 2 * i + 2]
         depth = p.inner if i else p.depth
-        return Product(codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+        return Product(FP4, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
     sources = (x, outs[0]) if both else (x,)
     products = [

@@ -1,4 +1,4 @@
-"""Linear maps of few tokens whose weights stay in FP8: as long as reading these takes.
+"""Linear maps of few tokens, their weights in FP8 or bfloat16: as long as reading these takes.
 
 The blocks of a cluster share a tile's columns, as many as it takes for their inputs to fit into shared memory. Each
 sends its sums of a tile to one of them, which adds them up, in order, once all tiles are done.
@@ -6,25 +6,28 @@ sends its sums of a tile to one of them, which adds them up, in order, once all 
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.common import clusters, stream_stores, weight_stream, wgmma_results
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import interpreting, kernel
-from pallas_kernels.common.stored_weights import FP8, HALF, ROWS, SCALED, SHIFT
+from pallas_kernels.common.stored_weights import BF16, FP8, HALF, MULTIPLIERS, ROWS, SCALED, SHIFT, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 
 
 MOST_STORED_TOKENS = 32
-LEAST_COLUMNS = 256  # four steps of the fewest bytes
+MOST_NORMED_TOKENS = 16  # with more, registers would not do
 FEW_TOKENS = 16  # that there is room for whatever the number of columns
 TOKENS = 8  # of a product at least
 LEAST_STAGES = 8  # two for each warpgroup that multiplies
@@ -32,61 +35,77 @@ LEAST_STAGES = 8  # two for each warpgroup that multiplies
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
-@traced_once("parts", "groups", "limit")
+@traced_once("parts", "groups", "limit", "eps")
 def stored_linear(
     x: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
+    weights: tuple[jax.Array | tuple[jax.Array, jax.Array], ...],
+    norm: jax.Array | None = None,
     *,
     parts: tuple[tuple[int, bool], ...],
     groups: int = 1,
     limit: float | None = None,
+    eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
+    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weights' rows; or SwiGLU of two.
 
     Args:
       x: [T, groups * K] bfloat16, T up to 32.
-      codes: [groups * M, K] uint8, E4M3 bits, K a multiple of 256.
-      scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
-      parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
-      groups: matrices one below the other, each for its K columns of x; M a multiple of 128.
-      limit: None, or of SwiGLU, of two equal parts that are rounded: the gate's rows and those of up, multiples of 128.
+      weights: matrices of the same columns, one below the other, each [M, K] bfloat16, or codes [M, K] uint8, E4M3
+        bits, and scales [M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes. K is a multiple of 256.
+      norm: None, or [K] float32: rows of x are RMS-normed and multiplied with it first, and rounded; one group.
+      parts: (rows, whether sums are rounded to bfloat16) one below the other, each of one weight; rows are multiples of
+        64.
+      groups: of rows of the only weight, each for its K columns of x; M / groups is a multiple of 128.
+      limit: None, or of SwiGLU, of two equal parts that are rounded, all of the only weight: the gate's rows and those
+        of up, multiples of 128.
+      eps: of the norm, added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
+      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weights' shapes alone.
       With a limit, [T, rows] bfloat16 of `silu(min(gate, limit)) * clip(up, -limit, limit)`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth) = x.shape[0], codes.shape
+    tokens, depth = x.shape[0], x.shape[1] // groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
-    check_array("codes", codes, jnp.uint8, rows, depth)
-    check_array("scales", scales, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
-    sizes = [size for size, _ in parts]
+    pairs = [weight if isinstance(weight, tuple) else (weight, None) for weight in weights]
+    for codes, scales in pairs:
+        check_array("weight" if scales is None else "codes", codes, _layout(scales).dtype, None, depth)
+        if scales is not None:
+            check_array("scales", scales, jnp.uint8, -(-codes.shape[0] // SCALED), -(-depth // SCALED))
+    matrices = tuple((_layout(scales), codes.shape[0]) for codes, scales in pairs)
+    sizes, rows = [size for size, _ in parts], sum(rows for _, rows in matrices)
+    least = _least_columns(matrices)
     check_rules(
         {
             f"parts of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
-            f"columns in multiples of {LEAST_COLUMNS}, got {depth}": depth % LEAST_COLUMNS == 0,
+            f"columns in multiples of {least}, got {depth}": depth % least == 0,
             f"1 to {MOST_STORED_TOKENS} tokens, got {tokens}": 0 < tokens <= MOST_STORED_TOKENS,
             f"gate and up of a multiple of {SCALED} rows, got {sizes}": limit is None or sizes[0] % SCALED == 0,
         }
     )
-    assert sum(sizes) == rows
-    p = _problem(tokens, rows, depth, groups, parts, limit, interpret)
+    assert sum(sizes) == rows and (len(matrices) == 1 or groups == 1 and limit is None)
+    if norm is not None:
+        check_array("norm", norm, jnp.float32, depth)
+        check_rules({f"a norm of up to {MOST_NORMED_TOKENS} tokens, got {tokens}": tokens <= MOST_NORMED_TOKENS})
+        assert groups == 1
+    p = _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret)
     if p is None:
         if tokens <= FEW_TOKENS:
             raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
-        options = dict(parts=parts, groups=groups, limit=limit, interpret=interpret)
-        halves = [stored_linear(half, codes, scales, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
+        options = dict(parts=parts, groups=groups, limit=limit, eps=eps, interpret=interpret)
+        halves = [stored_linear(half, weights, norm, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
         return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
     outs = parts if limit is None else parts[:1]
     out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
+    if norm is not None:
+        scratch |= dict(factors=plgpu.SMEM((p.stream.tokens,), jnp.float32))
     if p.splits > 1 and interpret:
         # Interpreted blocks meet in global memory.
         shape = (p.workers, p.splits, p.owned, p.splits, ROWS, p.stream.tokens)
@@ -107,29 +126,41 @@ def stored_linear(
         scratch_types=scratch,
         interpret=interpret,
     )
-    return tuple(run(x, codes, scales)[: len(outs)])
+    return tuple(run(x, pairs, *([] if norm is None else [norm]))[: len(outs)])
+
+
+def _layout(scales):
+    return BF16 if scales is None else FP8
+
+
+def _least_columns(matrices):
+    """Four steps of the fewest bytes; they are the same for all matrices."""
+    layouts = [layout for layout, _ in matrices]
+    return MULTIPLIERS * max(layout.segment for layout in layouts) * max(layout.least_segments for layout in layouts)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredLinearProblem:
-    """What is static about a call: `workers` clusters of `splits` blocks take a stretch of `tiles` of 64 rows each.
+    """What is static about a call: `workers` clusters of `splits` blocks take a stretch of the tiles of 64 rows each.
 
-    `group`: tiles of a group, which has inputs of its own.
+    `matrices`: layout and tiles of each; `group`: tiles of a group, which has inputs of its own.
     """
 
     stream: WeightStream
     tokens: int
     group: int
-    tiles: int
+    matrices: tuple[tuple[WeightLayout, int], ...]
     splits: int
     workers: int
     parts: tuple[tuple[int, bool], ...]
     limit: float | None
+    eps: float
 
     @property
     def owned(self) -> int:
-        """Tiles that a block adds up."""
-        return math.ceil(math.ceil(self.tiles / self.workers) / self.splits)
+        """Tiles that a block adds up, at most."""
+        stretches = itertools.pairwise(self.first_tile(worker) for worker in range(self.workers + 1))
+        return math.ceil(max(end - first for first, end in stretches) / self.splits)
 
     @property
     def inbox_bytes(self) -> int:
@@ -138,25 +169,37 @@ class StoredLinearProblem:
     @property
     def depth(self) -> int:
         """Columns of the weight."""
-        return self.splits * self.stream.depths[0]
+        return self.splits * self.stream.depth
+
+    def first_tile(self, worker: Any) -> Any:
+        """Where a cluster's stretch begins: all of them read as many bytes, but for a part of a tile."""
+        clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
+        bits = [layout.bits * tiles for layout, tiles in self.matrices]
+        begin, found = divide(worker * sum(bits), np.int32(self.workers)), 0
+        for (layout, tiles), size in zip(self.matrices, bits, strict=True):
+            found += clip(divide(begin, np.int32(layout.bits)), 0, tiles)
+            begin -= size
+        return found
 
 
-def _problem(tokens, rows, depth, groups, parts, limit, interpret):
+def _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret):
     """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
-    tiles, columns = rows // ROWS, -(-tokens // TOKENS) * TOKENS
+    columns, matrices = -(-tokens // TOKENS) * TOKENS, tuple((layout, rows // ROWS) for layout, rows in matrices)
+    tiles = sum(tiles for _, tiles in matrices)
     fits = None
     for splits, most in CLUSTERS.items():
-        if depth % (LEAST_COLUMNS * splits) or (splits > 1 and interpret and splits > 2):
+        if depth % (_least_columns(matrices) * splits) or (splits > 1 and interpret and splits > 2):
             continue
         workers = min(tiles, 2 if interpret else most)
-        own = (depth // splits,)
-        most_segments = weight_stream.most_segments(FP8, *own)
+        own = tuple((layout, depth // splits) for layout, _ in matrices)
+        most_segments = weight_stream.most_segments(*own)
+        least_segments = max(layout.least_segments for layout, _ in own)
 
-        def with_room(columns, own=own, most_segments=most_segments, workers=workers, splits=splits):
+        def with_room(columns, own=own, segments=(least_segments, most_segments), workers=workers, splits=splits):
             """The problem with so many columns, with the largest stages of which there are enough."""
-            for segments in (x for x in (4, 2, 1) if x <= most_segments):
-                stream = WeightStream(FP8, columns, own, segments)
-                p = StoredLinearProblem(stream, tokens, tiles // groups, tiles, splits, workers, parts, limit)
+            for stage in (x for x in (4, 2, 1) if segments[0] <= x <= segments[1]):
+                stream = WeightStream(own, columns, stage)
+                p = StoredLinearProblem(stream, tokens, tiles // groups, matrices, splits, workers, parts, limit, eps)
                 if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
                     return p
             return None
@@ -169,11 +212,12 @@ def _problem(tokens, rows, depth, groups, parts, limit, interpret):
     return fits
 
 
-def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **streamed):
+def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors: Any = None, **streamed):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
-    workers = jnp.int32(p.workers)
-    first, end = lax.div(worker * p.tiles, workers), lax.div((worker + 1) * p.tiles, workers)
-    shared = p.splits > 1
+    first, end = p.first_tile(worker), p.first_tile(worker + 1)
+    shared, norm = p.splits > 1, ()
+    if factors is not None:
+        norm, outs = (outs[0], factors), outs[1:]
     if shared:
         # A block writes to another one's memory once that one runs.
         clusters.arrive(None)
@@ -181,15 +225,17 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
     def box(owner, slot, block):
         return outs[-1].at[worker, owner, slot, block] if interpreting() else inbox.at[slot, block]
 
-    def load_inputs(n, load):
-        @pl.when((n == 0) | (lax.rem(first + n, jnp.int32(p.group)) == 0))
+    def load_inputs(tile, load):
+        @pl.when((tile == first) | (lax.rem(tile, jnp.int32(p.group)) == 0))
         def _():
-            load(x, p.tokens, column=lax.div(first + n, jnp.int32(p.group)) * p.depth)
+            load(x, p.tokens, column=lax.div(tile, jnp.int32(p.group)) * p.depth, norm=norm, eps=p.eps)
 
-    def finish(n, sums):
+    def finish(tile, sums):
         if not shared:
-            _store(p, outs, first + n, sums)
+            _store(p, outs, tile, sums)
             return
+
+        n = tile - first
 
         @pl.when(n == 0)
         def _():
@@ -200,13 +246,27 @@ def _body(p, x, codes, scales, *outs, inbox: Any = None, cluster: Any = None, **
 
     gated = p.limit is not None
 
-    def rows_of(n):
-        row = (first + n) * (HALF if gated else ROWS)
-        return row, row + (p.parts[0][0] if gated else HALF)
+    def product(above, codes, scales, layout, tiles):
+        """Of the block's tiles of a weight, `above` which there are so many tiles of others."""
+        begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first, end))
+        count = last - begin
 
-    start = split * p.stream.depths[0]
-    product = Product(codes, scales, end - first, p.stream.depths[0], start, gated, rows_of, load_inputs, finish)
-    p.stream.run(warpgroup, [product], **streamed)
+        def rows_of(n):
+            # Also of a weight of which the block has none.
+            row = jnp.minimum(begin + n, tiles - 1) * (HALF if gated else ROWS)
+            return row, row + (p.parts[0][0] if gated else HALF)
+
+        def of_all(function):
+            return lambda n, other: function(above + begin + n, other)
+
+        depth, functions = p.stream.depth, (rows_of, of_all(load_inputs), of_all(finish))
+        return Product(layout, codes, scales, count, depth, split * depth, gated, *functions)
+
+    products, above = [], 0
+    for (codes, scales), (layout, tiles) in zip(weights, p.matrices, strict=True):
+        products.append(product(above, codes, scales, layout, tiles))
+        above += tiles
+    p.stream.run(warpgroup, products, **streamed)
     if not shared:
         return
 

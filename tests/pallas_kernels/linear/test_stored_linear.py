@@ -1,4 +1,4 @@
-"""The linear kernel of FP8 weights against float64: interpreted, on a GPU, and compiled for one."""
+"""The linear kernel of FP8 and bfloat16 weights against float64: interpreted, on a GPU, and compiled for one."""
 
 import functools
 import sys
@@ -24,11 +24,16 @@ def random_weight(rng, rows, depth, scales=(110, 124)):
     return StoredWeight(jnp.asarray(codes), jnp.asarray(scale), "FP8", jnp.dtype(jnp.bfloat16)), values
 
 
-def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124)):
+def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124), plain=0):
+    """`plain`: how many of the parts, the last ones, are of a second weight, in bfloat16."""
     rng = np.random.default_rng(tokens)
     rows = sum(size for size, _ in parts)
     x = jnp.asarray(rng.standard_normal((tokens, groups * depth)), jnp.bfloat16)
-    weight, values = random_weight(rng, rows, depth, scales)
+    plain_rows = sum(size for size, _ in parts[len(parts) - plain :])
+    weight, values = random_weight(rng, rows - plain_rows, depth, scales)
+    if plain:
+        bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
+        weight, values = (weight, jnp.asarray(bfloat16)), np.concatenate([values, bfloat16.astype(np.float64)])
     found = jax.jit(functools.partial(ops.linear, parts=parts, groups=groups, implementation=implementation))(x, weight)
     inputs = np.asarray(x, np.float64).reshape(tokens, groups, depth)
     matrices = values.reshape(groups, -1, depth)
@@ -79,6 +84,42 @@ def test_interpreted(tokens, parts, depth, groups):
     check("interpret", tokens, parts, depth, groups)
 
 
+def check_norm(implementation, tokens, rows, depth):
+    """Some values of the norm round the other way in bfloat16: the kernel's sum of squares has an order of its own."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(3 * rng.standard_normal((tokens, depth)), jnp.bfloat16)
+    weight, values = random_weight(rng, rows, depth)
+    norm = rng.uniform(0.5, 2, depth).astype(np.float32)
+    linear = functools.partial(ops.linear, implementation=implementation)
+    (got,) = jax.jit(lambda x, weight, norm: linear(x, weight, norm=(norm, 1e-6)))(x, weight, norm)
+    exact = np.asarray(x, np.float64)
+    exact = norm * exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6)
+    want = exact @ values.T
+    # Half a bfloat16 of each input, as if all went the same way.
+    assert (np.abs(np.float64(got) - want) <= 2.0**-8 * np.abs(exact) @ np.abs(values).T).all()
+    # Nearly all inputs are those of the reference: the products differ by far less than by such roundings.
+    (same,) = ops.linear(x, weight, norm=(jnp.asarray(norm), 1e-6), implementation="xla")
+    assert np.median(np.abs(np.float64(got) - np.float64(same))) <= 2.0**-12 * np.median(np.abs(want))
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(3, 256), (18, 512)])
+def test_norm_interpreted(tokens, depth):
+    check_norm("interpret", tokens, 128, depth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 16, 32])
+@pytest.mark.parametrize(("rows", "depth"), [(40960, 1024), (256, 4096)])
+def test_norm_on_gpu(tokens, rows, depth):
+    check_norm("mosaic_gpu", tokens, rows, depth)
+
+
+# Two blocks: the second's stretch has tiles of the first weight and then those of the other.
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_bfloat16_beside_fp8_interpreted(tokens):
+    check("interpret", tokens, ((128, True), (64, True), (64, False)), 512, plain=1)
+
+
 def test_swiglu_interpreted():
     check_swiglu("interpret", 3, 128, 256)
 
@@ -109,6 +150,22 @@ def test_on_gpu(tokens, parts, depth, groups):
     check("mosaic_gpu", tokens, parts, depth, groups)
 
 
+# The maps of the inputs of layers of V4-Flash; a weight of which no block has only whole tiles.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("parts", "depth", "plain"),
+    [
+        (((1024, True), (512, True), (1024, False), (1024, False), (256, False), (256, False), (64, True)), 4096, 5),
+        (((1024, True), (512, True), (512, False), (512, False)), 4096, 2),
+        (((64, True), (320, False)), 512, 1),
+        (((8192, True), (8192, True)), 1024, 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 8, 20, 32])
+def test_bfloat16_beside_fp8_on_gpu(tokens, parts, depth, plain):
+    check("mosaic_gpu", tokens, parts, depth, plain=plain)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
 def test_scales_far_from_one_on_gpu(scales):
@@ -124,15 +181,21 @@ S = jax.ShapeDtypeStruct
 # Clusters of one block and of several.
 for tokens, rows, depth, groups in (1, 32768, 1024, 1), (32, 32768, 1024, 1), (32, 4096, 8192, 1), (8, 8192, 4096, 8):
     x, codes = S((tokens, groups * depth), jnp.bfloat16), S((rows, depth), jnp.uint8)
-    args = x, codes, S((rows // 128, depth // 128), jnp.uint8)
+    args = x, ((codes, S((rows // 128, depth // 128), jnp.uint8)),)
     run = functools.partial(stored_linear, parts=((rows, True),), groups=groups)
     compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
     if groups == 1:
+        norm, some = functools.partial(run, eps=1e-6), S((min(tokens, 16), depth), jnp.bfloat16)
+        compile_for_h100(f"norm{tokens}x{rows}x{depth}", norm, some, *args[1:], S((depth,), jnp.float32))
         run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
         compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
+for tokens in 1, 16:
+    weights = (S((1536, 4096), jnp.uint8), S((12, 32), jnp.uint8)), S((2624, 4096), jnp.bfloat16)
+    run = functools.partial(stored_linear, parts=((1536, True), (2560, False), (64, True)))
+    compile_for_h100(f"mixed{tokens}", run, S((tokens, 4096), jnp.bfloat16), weights)
 """)
     # One block of 640 threads a multiprocessor.
-    assert len(used) == 7 and max(used.values()) <= 96, used
+    assert len(used) == 12 and max(used.values()) <= 96, used
 
 
 def test_its_gradient_is_that_of_the_reference():
