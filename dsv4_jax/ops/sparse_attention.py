@@ -13,7 +13,7 @@ from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.common.layouts import quantised
-from pallas_kernels.sparse_attention import HEADS, Paged, many_queries, sparse_attention as kernel
+from pallas_kernels.sparse_attention import HEADS, MOST_PAIRS, Paged, many_queries, sparse_attention as kernel
 
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
@@ -158,10 +158,11 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         name = "interpret" if interpret else "mosaic_gpu"
         rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
         angles = None
-        if inv_freq is not None:
+        if inv_freq is not None and inv_freq.shape[0] <= MOST_PAIRS and inv_freq.shape[0] % 4 == 0:
             angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
-            angles = jnp.cos(angle), jnp.sin(angle)
-        return many_queries(q, sinks, rows, angles, interpret=interpret)[:, :heads]
+            angles, inv_freq = (jnp.cos(angle), jnp.sin(angle)), None
+        out = many_queries(q, sinks, rows, angles, interpret=interpret)
+        return _turned_back(out[:, :heads], positions, inv_freq)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
         rows, places = _windows_in_a_row(window, new_kv, slots, positions)

@@ -27,7 +27,7 @@ from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
 CHUNK = 8  # tokens whose queries fit into shared memory
-# Of more tokens than this XLA works out the shares: a block takes 6 us to look at 32 tokens.
+# Of more tokens than this XLA works out the shares: to find them itself took a block 0.2 ms of 8,192 tokens.
 MOST_SEARCHED = 256
 
 
@@ -88,8 +88,9 @@ def indexer_scores(
 
     shares = None
     if tokens > MOST_SEARCHED:
-        first, count = _chunks(slots, chunk)
-        keys = jnp.clip((positions[jnp.minimum(first + count, tokens) - 1] + 1) // compress_rate, 0, entries)
+        count = _chunk_sizes(slots, chunk)
+        last = jnp.maximum(jnp.arange(tokens, dtype=jnp.int32) + count - 1, 0)
+        keys = jnp.clip((positions[last] + 1) // compress_rate, 0, entries)
         costs = jnp.where(slots >= 0, count * -(-keys // KEYS), 0)
         shares = planned_shares(costs, multiprocessors)
 
@@ -226,11 +227,11 @@ def indexer_scores(
     return run(layer.reshape(1), slots, positions, q, weights, block_table, codes, scales, shares)
 
 
-def _chunks(slots, chunk):
-    """[T] int32 twice: each token, and how many tokens, up to `chunk`, the chunk has that starts there; else 0."""
+def _chunk_sizes(slots, chunk):
+    """[T] int32: how many tokens, up to `chunk`, the chunk has that starts at each token; 0 where none does."""
     tokens = slots.shape[0]
     token = jnp.arange(tokens, dtype=jnp.int32)
     changes, edge = slots[1:] != slots[:-1], jnp.ones((1,), bool)
     start = lax.cummax(jnp.where(jnp.concatenate([edge, changes]), token, 0))
     end = lax.cummin(jnp.where(jnp.concatenate([changes, edge]), token + 1, tokens), reverse=True)
-    return token, jnp.where((token - start) % chunk == 0, jnp.minimum(end - token, chunk), 0)
+    return jnp.where((token - start) % chunk == 0, jnp.minimum(end - token, chunk), 0)

@@ -34,6 +34,8 @@ from pallas_kernels.sparse_attention.sparse_attention import HEADS, LOWEST, SCAL
 STAGES = 2
 # Columns of one product. The compiler wants more registers for wider ones than a thread starts with.
 PART = HALF // 2
+# That results can be rotated back by: those of the last product.
+MOST_PAIRS = PART // 2
 # Warpgroups: one scores, two add values, each half of the columns, and one copies.
 SCORER, FIRST_ADDER, SECOND_ADDER, COPIER = range(4)
 # Registers of a thread. Four warpgroups start with 128 each and may not hold more together.
@@ -59,8 +61,8 @@ def many_queries(
       q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits.
       rows: what the tokens attend to.
-      angles: (cos, sin) [T, P] float32: the last 2 * P channels of results, P at most 128 and a multiple of 4, are
-        rotated back by them, in interleaved pairs. Rounded before and after.
+      angles: (cos, sin) [T, P] float32: the last 2 * P channels of results, P at most `MOST_PAIRS` and a multiple of 4,
+        are rotated back by them, in interleaved pairs. Rounded before and after.
       blocks: of threads, that share the work; results do not depend on them.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -90,7 +92,7 @@ def many_queries(
         for name, x in zip(("cos", "sin"), angles, strict=True):
             check_array(name, x, jnp.float32, tokens, None)
         pairs = angles[0].shape[1]
-        check_rules({f"up to {HALF // 2} pairs, a multiple of 4, got {pairs}": pairs <= HALF // 2 and not pairs % 4})
+        check_rules({f"up to {MOST_PAIRS} pairs, a multiple of 4, got {pairs}": pairs <= MOST_PAIRS and not pairs % 4})
     if tokens == 0:
         return q
     blocks = min(tokens * heads // HEADS, blocks)
@@ -227,8 +229,8 @@ def _stage(n):
 def _copy(items, rows, buffers):
     """Fills tile after tile."""
 
-    def item(_i, n, tiles):
-        token, _ = items.place(_i)
+    def item(i, n, tiles):
+        token, _ = items.place(i)
         addresses = TokenRows(rows, token)
 
         def tile(t, here):
@@ -240,9 +242,9 @@ def _copy(items, rows, buffers):
 
             in_window = (t < rows.window // TILE).astype(jnp.int32)
             for half in range(2):
-                for i, row in enumerate(here):
+                for unit, row in enumerate(here):
                     keys = buffers.keys.at[2 * stage + half]
-                    start_unit(keys, buffers.biases.at[stage], i * UNIT, rows, in_window, row, half)
+                    start_unit(keys, buffers.biases.at[stage], unit * UNIT, rows, in_window, row, half)
                 async_copies.commit_copies()
             coming = addresses.of(t + 1)
             for half in range(2):
