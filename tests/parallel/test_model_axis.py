@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 from jax.sharding import AxisType
 
 from dsv4_jax.bench import attention_stack
@@ -261,6 +262,25 @@ def test_four_devices_take_every_kernel(monkeypatch):
     # The devices tell each other their mailboxes' addresses once; their sums are kernels.
     text = str(traced.jaxpr)
     assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 1, 6)
+
+
+def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
+    """As on GPUs, of a mesh of CPU devices, whose steps only pass the table on."""
+    mesh = make_mesh({"model": 2})
+    table = jax.device_put(np.arange(8, dtype=np.uint32).reshape(2, 4), mailbox_sharding(mesh))
+    monkeypatch.setattr("dsv4_jax.cache.pools.make_mailboxes", lambda mesh: table.copy())
+    manager, model = make(mesh=mesh), jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+    cache, slot = manager.init_cache(), manager.admit()
+    for _ in range(2):
+        logits, cache = forward(model, cache, manager.prepare_forward({slot: [3]}))
+        np.testing.assert_array_equal(logits[0], BIGRAM.table[3])
+    assert jax.tree.map(lambda x: x.sharding, cache) == cache.shardings(mesh)
+    # Addresses of one process are nothing to store.
+    data = serialization.to_bytes(dataclasses.replace(cache, mailboxes=None))
+    assert serialization.to_bytes(cache) == data
+    back = serialization.from_bytes(cache, data)
+    np.testing.assert_array_equal(back.mailboxes, table)
+    same_bytes(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, cache))
 
 
 @pytest.mark.aot
