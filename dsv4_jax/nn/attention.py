@@ -83,7 +83,7 @@ class Attention(nnx.Module):
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         of_x = self.input_projections(self, x)
-        of_latent = self.latent_projections(self, self.q_a_norm(of_x["q_a_proj"]))
+        of_latent = self.latent_projections(self, of_x["q_a_proj"], self.q_a_norm)
         q = of_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
         q, kv = norm_rope(q, of_x["kv_proj"], self.kv_norm.weight[...], positions, inv_freq, eps=config.rms_norm_eps)
         handle = handle.write_swa(kv)

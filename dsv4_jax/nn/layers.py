@@ -40,17 +40,37 @@ def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array
     return linear(x, weight)[0]
 
 
+class RMSNorm(nnx.Module):
+    """RMS norm in float32, rounded once to the input's dtype (dsv4.md 2).
+
+    Attributes:
+      weight: [features] float32.
+    """
+
+    def __init__(self, features: int, *, eps: float, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (features,), mean=1.0)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
+        """[T, features], any floating dtype, to the same."""
+        return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
+
+
 def multiply(
-    x: Float[Array, "... n"], weight: Matrix | tuple[Matrix, ...], parts: tuple[Part, ...]
+    x: Float[Array, "... n"],
+    weight: Matrix | tuple[Matrix, ...],
+    parts: tuple[Part, ...],
+    norm: RMSNorm | None = None,
 ) -> tuple[Float[Array, "... _"], ...]:
-    """`ops.linear`, but on a CPU parts that stay float32 are products of float32 copies.
+    """`ops.linear`, after a norm if there is one, but on a CPU parts that stay float32 are products of float32 copies.
 
     The released code multiplies in float32, and XLA's CPU comes closer to it that way. A GPU's tensor cores add
     products of bfloat16 in float32.
     """
     product = functools.partial(linear, parts=parts)
     if all(rounded for _, rounded in parts):
-        return product(x, weight)
+        return product(x, weight, norm=(norm.weight[...], norm.eps) if norm else None)
+    x = norm(x) if norm else x
 
     def on_cpu(x, weight):
         wide = product(x.astype(jnp.float32), weight)
@@ -83,10 +103,10 @@ class Linear(nnx.Module):
         self.rounded = rounded
         self.weight = normal(rngs, (out_features, in_features), param_dtype, axes=axes)
 
-    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-        """[..., in_features] to [..., out_features] in the same dtype, or float32."""
+    def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> Float[Array, "... m"]:
+        """[..., in_features], normed first if there is a norm, to [..., out_features] in the same dtype, or float32."""
         weight = self.weight.get_value()
-        return multiply(x, weight, ((weight.shape[0], self.rounded),))[0]
+        return multiply(x, weight, ((weight.shape[0], self.rounded),), norm)[0]
 
 
 class GroupedLinear(nnx.Module):
@@ -104,22 +124,6 @@ class GroupedLinear(nnx.Module):
         tokens, groups, _ = x.shape
         weight = self.weight.get_value()
         return linear(x.reshape(tokens, -1), weight, groups=groups, parts=((weight.shape[0], True),))[0]
-
-
-class RMSNorm(nnx.Module):
-    """RMS norm in float32, rounded once to the input's dtype (dsv4.md 2).
-
-    Attributes:
-      weight: [features] float32.
-    """
-
-    def __init__(self, features: int, *, eps: float, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (features,), mean=1.0)
-        self.eps = eps
-
-    def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
-        """[T, features], any floating dtype, to the same."""
-        return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
 
 
 class Embedding(nnx.Module):

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsv4_jax import ops
-from dsv4_jax.nn.layers import Linear, multiply
+from dsv4_jax.nn.layers import Linear, RMSNorm, multiply
 from dsv4_jax.ops.linear import Part
 from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 
@@ -34,9 +34,9 @@ class JoinedLinear(nnx.Module):
         matrices = [linear.weight.get_value() for linear in maps.values()]
         self.weight = nnx.Param(jax.tree.map(lambda *rows: _local(lambda *x: jnp.concatenate(x), *rows), *matrices))
 
-    def __call__(self, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
-        """[..., in_features] to what each map makes of it, by path."""
-        return _products([self], x)
+    def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "... _"]]:
+        """[..., in_features] to what each map makes of it, normed first if there is a norm, by path."""
+        return _products([self], x, norm)
 
     @property
     def local_parts(self) -> tuple[Part, ...]:
@@ -75,10 +75,15 @@ class Projections(nnx.Module):
         self.paths = paths
         self.joined = nnx.List([])
 
-    def __call__(self, owner: nnx.Module, x: Float[Array, "... n"]) -> dict[str, Float[Array, "... _"]]:
-        """What each map makes of x [..., in_features], by path; `owner` is the module that holds the maps."""
-        products = {path: linear(x) for path, linear in self.separate(owner).items()}
-        return products | _products(self.joined, x)
+    def __call__(
+        self, owner: nnx.Module, x: Float[Array, "... n"], norm: RMSNorm | None = None
+    ) -> dict[str, Float[Array, "... _"]]:
+        """What each map makes of x [..., in_features], normed first if there is a norm, by path.
+
+        `owner` is the module that holds the maps.
+        """
+        products = {path: linear(x, norm) for path, linear in self.separate(owner).items()}
+        return products | _products(self.joined, x, norm)
 
     def separate(self, owner: nnx.Module) -> dict[str, Linear]:
         """The maps that are not joined, by path."""
@@ -109,13 +114,13 @@ class Projections(nnx.Module):
                     setattr(functools.reduce(getattr, parents, owner), name, None)
 
 
-def _products(joined, x):
-    """What the maps of all of some joined matrices make of x, by path."""
+def _products(joined, x, norm):
+    """What the maps of all of some joined matrices make of x, normed first if there is a norm, by path."""
     if not joined:
         return {}
     weights = tuple(matrix.weight.get_value() for matrix in joined)
     parts = tuple(part for matrix in joined for part in matrix.local_parts)
-    products = multiply(x, weights if len(weights) > 1 else weights[0], parts)
+    products = multiply(x, weights if len(weights) > 1 else weights[0], parts, norm)
     return dict(zip((path for matrix in joined for path, *_ in matrix.parts), products, strict=True))
 
 

@@ -1,15 +1,18 @@
 """Linear maps with exact products and float32 sums."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import StoredWeight, round_to
 from pallas_kernels.linear import (
+    MOST_NORMED_TOKENS,
     MOST_STORED_TOKENS,
     MOST_TOKENS,
     linear as linear_kernel,
@@ -31,6 +34,7 @@ def linear(
     parts: tuple[Part, ...] | None = None,
     groups: int = 1,
     swiglu_limit: float | None = None,
+    norm: tuple[Float[Array, "k"], float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "... p"], ...]:
     """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
@@ -47,6 +51,7 @@ def linear(
       groups: a divisor of m.
       swiglu_limit: if given, the weight's first half of rows is a gate's, the second that of up. Both products are
         rounded, and the result is one part, [..., m / 2] in x's dtype: `swiglu(gate, up, swiglu_limit)`, rounded.
+      norm: if given, (weight [k] float32, eps): x is RMS-normed over its k channels and rounded first; one group.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
         bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
         the rate of a copy (H100). Of weights stored as FP8 it takes any number of tokens; "xla" writes them out
@@ -57,7 +62,7 @@ def linear(
       [..., rows] of each part.
 
     Raises:
-      ValueError: x, parts or groups do not fit the weight.
+      ValueError: x, parts, groups, swiglu_limit or norm do not fit the weight.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
     rows, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
@@ -70,27 +75,46 @@ def linear(
         parts = ((rows // 2, True),) * 2
     parts = parts or ((rows, False),)
     if x.shape[-1] != groups * depth:
-        raise ValueError(f"x must have {groups} * {depth} channels for weights of {depth} columns, got {x.shape[-1]}")
+        raise ValueError(
+            f"x must have {groups} * {depth} channels for a weight {list(weights[0].shape)}, got {x.shape[-1]}"
+        )
     if rows % groups:
         raise ValueError(f"groups={groups} must divide the weight's {rows} rows")
     if sum(size for size, _ in parts) != rows:
         raise ValueError(f"parts={parts} must have {rows} rows together, as many as the weight")
+    if norm is not None and groups > 1:
+        raise ValueError(f"norm is for one group of channels, got groups={groups}")
     if len(weights) > 1 and not _take_one_launch(x, weights):
-        options = dict(groups=groups, swiglu_limit=swiglu_limit, implementation=implementation)
+        options = dict(groups=groups, swiglu_limit=swiglu_limit, norm=norm, implementation=implementation)
         shares = zip(weights, _parts_of(parts, weights), strict=True)
         return tuple(part for weight, own in shares for part in linear(x, weight, parts=own, **options))
+    arrays, eps = ((x, *weights), None) if norm is None else ((x, *weights, norm[0]), norm[1])
+    static = _Static(parts, groups, swiglu_limit, eps)
     implementations = dict(
         xla=_linear_xla,
         mosaic_gpu=_linear_kernel_or_xla,
         interpret=functools.partial(_linear_kernel, True),
     )
-    return run("linear", implementations, implementation, parts, groups, swiglu_limit, x, *weights)
+    return run("linear", implementations, implementation, static, *arrays)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Both in the wider of their dtypes: weights may be float32 beside bfloat16 activations, or the other way."""
     dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return x.astype(dtype), weight.astype(dtype)
+
+
+class _Static(NamedTuple):
+    """What is no array. `eps`: None, or of a norm, whose weight is the last array."""
+
+    parts: tuple[Part, ...]
+    groups: int
+    swiglu_limit: float | None
+    eps: float | None
+
+    def split(self, arrays):
+        """(weights, the norm's)."""
+        return (arrays, ()) if self.eps is None else (arrays[:-1], arrays[-1:])
 
 
 def _take_one_launch(x, weights):
@@ -111,12 +135,14 @@ def _parts_of(parts, weights):
         yield tuple(own)
 
 
-def _linear_xla(parts, groups, swiglu_limit, x, *weights):
+def _linear_xla(static, x, *arrays):
+    weights, norm = static.split(arrays)
+    x, groups = _normed(x, *norm, eps=static.eps), static.groups
     if len(weights) > 1:
-        shares = zip(weights, _parts_of(parts, weights), strict=True)
-        return tuple(part for weight, own in shares for part in _linear_xla(own, 1, None, x, weight))
-    (weight,) = weights
-    dtype = x.dtype
+        shares = zip(weights, _parts_of(static.parts, weights), strict=True)
+        plain = static._replace(eps=None)
+        return tuple(part for weight, own in shares for part in _linear_xla(plain._replace(parts=own), x, weight))
+    (weight,), dtype = weights, x.dtype
     weight = weight[...] if isinstance(weight, StoredWeight) else weight
     x, weight = same_dtype(x, weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
@@ -126,11 +152,18 @@ def _linear_xla(parts, groups, swiglu_limit, x, *weights):
         x, weight = x.reshape(*x.shape[:-1], groups, -1), weight.reshape(groups, -1, weight.shape[-1])
         product = jnp.einsum("...gk,gmk->...gm", x, weight, **options).reshape(*x.shape[:-2], -1)
     found, start = [], 0
-    for size, rounded in parts:
+    for size, rounded in static.parts:
         part = jax.lax.slice_in_dim(product, start, start + size, axis=-1)
         found.append(round_to(part, dtype) if rounded else part)
         start += size
-    return _finished(tuple(found), swiglu_limit, dtype)
+    return _finished(tuple(found), static.swiglu_limit, dtype)
+
+
+def _normed(x, *norm, eps):
+    for weight in norm:
+        weight = weight.reshape(*(1,) * (x.ndim - 1), -1)
+        x = round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
+    return x
 
 
 def _finished(products, swiglu_limit, dtype):
@@ -140,29 +173,34 @@ def _finished(products, swiglu_limit, dtype):
     return (round_to(swiglu(gate, up, swiglu_limit), dtype),)
 
 
-def _linear_kernel_or_xla(parts, groups, swiglu_limit, x, *weights):
+def _linear_kernel_or_xla(static, x, *arrays):
+    weights, _ = static.split(arrays)
     weight = weights[0]
     if len(weights) == 1 and not isinstance(weight, StoredWeight):
         if weight.shape[0] < LEAST_ROWS:
             raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
         if x.size > MOST_TOKENS * x.shape[-1]:
             raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return _linear_kernel(False, parts, groups, swiglu_limit, x, *weights)
+    return _linear_kernel(False, static, x, *arrays)
 
 
-def _linear_kernel(interpret, parts, groups, swiglu_limit, x, *weights):
-    options = dict(parts=parts, groups=groups, interpret=interpret)
+def _linear_kernel(interpret, static, x, *arrays):
+    options = dict(parts=static.parts, groups=static.groups, interpret=interpret)
 
-    def kernel(x, *weights):
-        weight = weights[0]
-        if len(weights) == 1 and not isinstance(weight, StoredWeight):
-            products = linear_kernel(x, weight, **options)
-            return _finished(products, swiglu_limit, x.dtype)
+    def kernel(x, *arrays):
+        weights, norm = static.split(arrays)
+        if len(weights) == 1 and not isinstance(weights[0], StoredWeight):
+            products = linear_kernel(_normed(x, *norm, eps=static.eps), weights[0], **options)
+            return _finished(products, static.swiglu_limit, x.dtype)
         pairs = tuple((x.codes, x.scale) if isinstance(x, StoredWeight) else x for x in weights)
         if kinds := {weight.kind for weight in weights if isinstance(weight, StoredWeight)} - {"FP8"}:
             raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
+        options["limit"] = static.swiglu_limit
+        if x.shape[0] <= MOST_NORMED_TOKENS:
+            return stored_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
+        x = _normed(x, *norm, eps=static.eps)
         if x.shape[0] <= MOST_STORED_TOKENS:
-            return stored_linear(x, pairs, limit=swiglu_limit, **options)
-        return stored_matmul(x, *pairs[0], limit=swiglu_limit, **options)
+            return stored_linear(x, pairs, **options)
+        return stored_matmul(x, *pairs[0], **options)
 
-    return with_gradient_of(functools.partial(_linear_xla, parts, groups, swiglu_limit), kernel)(x, *weights)
+    return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, *arrays)

@@ -90,8 +90,70 @@ FP8, FP4, BF16 = WeightLayout(8), WeightLayout(4), WeightLayout(16)
 
 
 @primitive
+def store_factors(factors, source, eps: float, group: jax.Array) -> None:
+    """factors[n] = 1 / sqrt(mean(source[n]**2) + eps), by four warpgroups together; a barrier has to follow.
+
+    Args:
+      factors: [N] float32 in shared memory, N at least T.
+      source: [T, K] bfloat16 in global memory, K a multiple of 256.
+      eps: added to the mean square.
+      group: number of the warpgroup, 0 .. 3, a scalar.
+    """
+    for n in range(source.shape[0]):
+
+        @pl.when(n % MULTIPLIERS == group)
+        def _(n=n):
+            row = source[n].astype(jnp.float32)
+            factors[n] = lax.rsqrt(jnp.mean(row * row) + eps)
+
+
+@store_factors.mosaic
+def _(factors, source, eps, group):
+    tokens, columns = source.shape
+    warps = MULTIPLIERS * mlir.THREADS // mlir.WARP
+
+    def emit(factors, source, group):
+        warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(group)) * (warps // MULTIPLIERS)
+        lane = thread_ops.lane()
+
+        def add_row(i):
+            row = warp + i * warps
+            with thread_ops.when(row < tokens):
+                total = mlir.f32(0.0)
+                for start in range(0, columns, 8 * mlir.WARP):
+                    at = row * (columns // 8) + (lane + start // 8)
+                    at = arith.shli(arith.extui(mlir.int_type(64), at.value), mlir.i64(4))
+                    words = mlir.ptx(_FETCH, mlir.at(mlir.global_pointer(source), at), results=[mlir.int_type()] * 4)
+                    for value in _floats(words):
+                        total = thread_ops.fma(value, value, total)
+                for distance in (16, 8, 4, 2, 1):
+                    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+                    other = thread_ops.ptx(code, thread_ops.bits(total))
+                    total = arith.addf(total, thread_ops.as_float(other))
+                mean = thread_ops.fma(total, mlir.f32(1 / columns), mlir.f32(eps))
+                code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
+                factor = mlir.ptx(code, mean, results=mlir.f32_type())
+                with thread_ops.when(lane.equals(0)):
+                    thread_ops.store(thread_ops.shared(factors) + (row << 2), thread_ops.bits(factor))
+
+        thread_ops.loop(-(-tokens // warps), add_row)
+
+    mlir.inline(emit, factors, source, group)
+
+
+_FETCH = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+
+def _floats(words):
+    """The values of pairs of bfloat16."""
+    for word in map(U32, words):
+        for half in (word << 16, word & 0xFFFF0000):
+            yield thread_ops.as_float(half)
+
+
+@primitive
 def load_inputs(
-    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout
+    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout, norm: tuple = ()
 ) -> None:
     """Copies rows of inputs to shared memory, by four warpgroups together, in the order in which weights are unpacked.
 
@@ -106,58 +168,85 @@ def load_inputs(
       columns: how many, a multiple of 128.
       group: number of the warpgroup, 0 .. 3, a scalar.
       layout: of the weights.
+      norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is
+        multiplied, factor first, before it is rounded.
     """
     units = columns // UNIT
     share = units // MULTIPLIERS
     for n in range(rows if isinstance(rows, int) else inputs.shape[0] * COLUMNS):
         row = jnp.int32(n) if isinstance(rows, int) else jnp.where(rows[n] < 0, rows[0], rows[n])
-        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)].reshape(units, UNIT)
+        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)]
+        if norm:
+            weight, factors = norm
+            values = weight[pl.ds(column, units * UNIT)] * (values.astype(jnp.float32) * factors[n])
+        values = values.astype(jnp.bfloat16).reshape(units, UNIT)
         for i in range(share):
             unit = group * share + i
             inputs[n // COLUMNS, unit, n % COLUMNS] = values[unit]
 
 
 @load_inputs.mosaic
-def _(inputs, source, rows, divisor, column, columns, group, layout):
+def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
     tiles, units, _, _ = inputs.shape
     eights, threads = columns // 8, MULTIPLIERS * mlir.THREADS
+    # Rows at once, in different threads, and in one thread: a norm takes registers.
+    lines = max(1, threads // eights)
+    count = rows if isinstance(rows, int) else tiles * COLUMNS
+    together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
 
-    def emit(inputs, source, column, group, *table):
+    def emit(inputs, source, column, group, *more):
+        table, norm_refs = more[: len(tables)], more[len(tables) :]
         thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * mlir.THREADS
         there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
         base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
-        fetch = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+        def normed(words, n, eight):
+            start = mlir.at(mlir.global_pointer(norm_refs[0]), mlir.to_i64(mlir.scalar(column)), mlir.f32_type())
+            start = mlir.at(start, arith.extui(mlir.int_type(64), (eight << 5).value))
+            found = (mlir.ptx(_FETCH, mlir.at(start, 16 * i), results=[mlir.int_type()] * 4) for i in range(2))
+            weights = [thread_ops.as_float(U32(word)) for four in found for word in four]
+            factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(norm_refs[1]) + (n << 2)))
+            values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _floats(words), strict=True)]
+            code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+            pairs = zip(values[1::2], values[::2], strict=True)
+            return [mlir.ptx(code, *pair, results=mlir.int_type(), pure=True) for pair in pairs]
 
         def copy(n, row, eight):
             """8 columns, which one thread of a product has; returns how to go on once they are there."""
             offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
             offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
-            words = mlir.ptx(fetch, mlir.at(base, offset), results=[mlir.int_type()] * 4)
+            words = mlir.ptx(_FETCH, mlir.at(base, offset), results=[mlir.int_type()] * 4)
+            words = normed(words, n, eight) if norm_refs else words
             unit, inner, words = _placed(eight, [U32(x) for x in words], layout)
             place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
             return lambda: thread_ops.store_vector(there + place, words)
 
-        def copy_rows(n, numbers):
-            """The same columns of several rows at once."""
-            for first in range(0, eights, threads):
-                eight = thread + first
-                with thread_ops.when(eight < eights):
-                    for put in [copy(n + i, row, eight) for i, row in enumerate(numbers)]:
-                        put()
+        def row_of(n):
+            if not table:
+                return n
+            row, first = (thread_ops.load(thread_ops.shared(table[0]) + (i << 2)) for i in (n, U32(0)))
+            return U32(arith.cmpi(arith.CmpIPredicate.slt, row.value, mlir.i32(0))).where(first, row)
 
-        for n in range(0, rows if isinstance(rows, int) else tiles * COLUMNS, COLUMNS):
-            if table:
-                start = thread_ops.shared(table[0]) + 4 * n
-                numbers = [thread_ops.load(start + 4 * i) for i in range(COLUMNS)]
-                negative = arith.CmpIPredicate.slt
-                first = numbers[0]
-                numbers = [U32(arith.cmpi(negative, x.value, mlir.i32(0))).where(first, x) for x in numbers]
+        def copy_columns(eight, line):
+            """A thread's columns of every `lines`th row, the last row maybe twice."""
+
+            def copy_some(i):
+                numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
+                for put in [copy(n, row_of(n), eight) for n in numbers]:
+                    put()
+
+            thread_ops.loop(-(-count // (lines * together)), copy_some)
+
+        for first in range(0, eights, threads):
+            if lines > 1:
+                with thread_ops.when(thread < lines * eights):
+                    copy_columns(thread % eights, thread // eights)
             else:
-                numbers = [U32(n + i) for i in range(min(COLUMNS, rows - n))]
-            copy_rows(U32(n), numbers)
+                with thread_ops.when(thread + first < eights):
+                    copy_columns(thread + first, U32(0))
 
-    table = [] if isinstance(rows, int) else [rows]
-    mlir.inline(emit, inputs, source, jnp.int32(column), group, *table)
+    tables = [] if isinstance(rows, int) else [rows]
+    mlir.inline(emit, inputs, source, jnp.int32(column), group, *tables, *norm)
 
 
 def _placed(eight, words, layout):

@@ -53,7 +53,7 @@ class Product:
       rows_of: tile -> where its two halves of 32 rows begin in codes.
       gated: a thread of `finish` has the same row of both halves.
       load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
-        divisor, column)`, see `stored_weights.load_inputs`.
+        divisor, column, norm, eps)`, see `stored_weights.load_inputs`; with a norm, of rows that are whole here.
       finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup FINISHES.
     """
 
@@ -198,11 +198,12 @@ class WeightStream:
                 def multiply_tile(
                     tile, scales, *, product=product, layout=layout, codes=codes, steps=steps, before=before, done=done
                 ):
-                    def load(source, rows, divisor=1, column=0):
+                    def load(source, rows, divisor=1, column=0, norm=(), eps=0.0):
+                        if norm:
+                            stored_weights.store_factors(norm[1], source, eps, warpgroup)
                         _meet(met)
-                        at = column + product.first
-                        size = product.depth
-                        stored_weights.load_inputs(inputs, source, rows, divisor, at, size, warpgroup, layout)
+                        at = column + product.first, product.depth
+                        stored_weights.load_inputs(inputs, source, rows, divisor, *at, warpgroup, layout, norm)
                         _meet(met)
 
                     product.load_inputs(tile, load)

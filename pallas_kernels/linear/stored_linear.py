@@ -27,6 +27,7 @@ from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 
 
 MOST_STORED_TOKENS = 32
+MOST_NORMED_TOKENS = 16  # with more, registers would not do
 FEW_TOKENS = 16  # that there is room for whatever the number of columns
 TOKENS = 8  # of a product at least
 LEAST_STAGES = 8  # two for each warpgroup that multiplies
@@ -34,14 +35,16 @@ LEAST_STAGES = 8  # two for each warpgroup that multiplies
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
-@traced_once("parts", "groups", "limit")
+@traced_once("parts", "groups", "limit", "eps")
 def stored_linear(
     x: jax.Array,
     weights: tuple[jax.Array | tuple[jax.Array, jax.Array], ...],
+    norm: jax.Array | None = None,
     *,
     parts: tuple[tuple[int, bool], ...],
     groups: int = 1,
     limit: float | None = None,
+    eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`x @ weight.T`, or that of groups of channels, as an array for each part of the weights' rows; or SwiGLU of two.
@@ -50,11 +53,13 @@ def stored_linear(
       x: [T, groups * K] bfloat16, T up to 32.
       weights: matrices of the same columns, one below the other, each [M, K] bfloat16, or codes [M, K] uint8, E4M3
         bits, and scales [M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes. K is a multiple of 256.
+      norm: None, or [K] float32: rows of x are RMS-normed and multiplied with it first, and rounded; one group.
       parts: (rows, whether sums are rounded to bfloat16) one below the other, each of one weight; rows are multiples of
         64.
       groups: of rows of the only weight, each for its K columns of x; M / groups is a multiple of 128.
       limit: None, or of SwiGLU, of two equal parts that are rounded, all of the only weight: the gate's rows and those
         of up, multiples of 128.
+      eps: of the norm, added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -85,16 +90,22 @@ def stored_linear(
         }
     )
     assert sum(sizes) == rows and (len(matrices) == 1 or groups == 1 and limit is None)
-    p = _problem(tokens, matrices, depth, groups, parts, limit, interpret)
+    if norm is not None:
+        check_array("norm", norm, jnp.float32, depth)
+        check_rules({f"a norm of up to {MOST_NORMED_TOKENS} tokens, got {tokens}": tokens <= MOST_NORMED_TOKENS})
+        assert groups == 1
+    p = _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret)
     if p is None:
         if tokens <= FEW_TOKENS:
             raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
-        options = dict(parts=parts, groups=groups, limit=limit, interpret=interpret)
-        halves = [stored_linear(half, weights, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
+        options = dict(parts=parts, groups=groups, limit=limit, eps=eps, interpret=interpret)
+        halves = [stored_linear(half, weights, norm, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
         return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
     outs = parts if limit is None else parts[:1]
     out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
+    if norm is not None:
+        scratch |= dict(factors=plgpu.SMEM((p.stream.tokens,), jnp.float32))
     if p.splits > 1 and interpret:
         # Interpreted blocks meet in global memory.
         shape = (p.workers, p.splits, p.owned, p.splits, ROWS, p.stream.tokens)
@@ -115,7 +126,7 @@ def stored_linear(
         scratch_types=scratch,
         interpret=interpret,
     )
-    return tuple(run(x, pairs)[: len(outs)])
+    return tuple(run(x, pairs, *([] if norm is None else [norm]))[: len(outs)])
 
 
 def _layout(scales):
@@ -143,6 +154,7 @@ class StoredLinearProblem:
     workers: int
     parts: tuple[tuple[int, bool], ...]
     limit: float | None
+    eps: float
 
     @property
     def owned(self) -> int:
@@ -170,7 +182,7 @@ class StoredLinearProblem:
         return found
 
 
-def _problem(tokens, matrices, depth, groups, parts, limit, interpret):
+def _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret):
     """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
     columns, matrices = -(-tokens // TOKENS) * TOKENS, tuple((layout, rows // ROWS) for layout, rows in matrices)
     tiles = sum(tiles for _, tiles in matrices)
@@ -187,7 +199,7 @@ def _problem(tokens, matrices, depth, groups, parts, limit, interpret):
             """The problem with so many columns, with the largest stages of which there are enough."""
             for stage in (x for x in (4, 2, 1) if segments[0] <= x <= segments[1]):
                 stream = WeightStream(own, columns, stage)
-                p = StoredLinearProblem(stream, tokens, tiles // groups, matrices, splits, workers, parts, limit)
+                p = StoredLinearProblem(stream, tokens, tiles // groups, matrices, splits, workers, parts, limit, eps)
                 if stream.stages(p.inbox_bytes + 2048) >= LEAST_STAGES:
                     return p
             return None
@@ -200,10 +212,12 @@ def _problem(tokens, matrices, depth, groups, parts, limit, interpret):
     return fits
 
 
-def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, **streamed):
+def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors: Any = None, **streamed):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     first, end = p.first_tile(worker), p.first_tile(worker + 1)
-    shared = p.splits > 1
+    shared, norm = p.splits > 1, ()
+    if factors is not None:
+        norm, outs = (outs[0], factors), outs[1:]
     if shared:
         # A block writes to another one's memory once that one runs.
         clusters.arrive(None)
@@ -214,7 +228,7 @@ def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, **stream
     def load_inputs(tile, load):
         @pl.when((tile == first) | (lax.rem(tile, jnp.int32(p.group)) == 0))
         def _():
-            load(x, p.tokens, column=lax.div(tile, jnp.int32(p.group)) * p.depth)
+            load(x, p.tokens, column=lax.div(tile, jnp.int32(p.group)) * p.depth, norm=norm, eps=p.eps)
 
     def finish(tile, sums):
         if not shared:
