@@ -21,19 +21,22 @@ _AGREE = close(relative=2**-6, absolute=0.5)
 
 
 def experts_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """The routed experts of a layer in FP4; those that are hit are read: few tokens have no expert in common."""
+    """The routed experts of a layer; those that are hit are read: few tokens have no expert in common."""
     if small:  # the packaged model's shapes
         schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
-    for tokens in (1,) if small else (1, 8, 32, 128, 2048, 8192):
-        yield _experts_case(schema.config, tokens)
+    for kind in "FP4", "bfloat16":
+        for tokens in (1,) if small else (1, 8, 32, 128, 2048, 8192):
+            yield _experts_case(schema.config, kind, tokens)
 
 
-def _experts_case(config, tokens):
+def _experts_case(config, kind, tokens):
     number, chosen = config.n_routed_experts, config.num_experts_per_tok
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     shapes = (number, 2 * inner, hidden), (number, hidden, inner)
 
     def weight(key, rows, columns):
+        if kind == "bfloat16":
+            return jax.random.normal(key, (number, rows, columns), jnp.bfloat16) * jnp.bfloat16(2.0**-5)
         codes = jax.random.bits(key, (number, rows, columns // 2), jnp.uint8)
         scale = jax.random.randint(jax.random.fold_in(key, 1), (number, rows, columns // 32), 118, 123)
         return StoredWeight(codes, scale.astype(jnp.uint8), "FP4", jnp.dtype(jnp.bfloat16))
@@ -62,4 +65,6 @@ def _experts_case(config, tokens):
     hit = pairs if tokens <= _DISJOINT else number * (1 - (1 - chosen / number) ** tokens)
     nbytes = int(hit * of_expert / number) + tokens * hidden * 6
     flops = 6 * pairs * hidden * inner
-    return Case("experts", f"FP4, T={tokens}", nbytes, make, call, flops=flops, reads=True, agree=_AGREE, xla_calls=4)
+    return Case(
+        "experts", f"{kind}, T={tokens}", nbytes, make, call, flops=flops, reads=True, agree=_AGREE, xla_calls=4
+    )

@@ -13,7 +13,7 @@ def test_times_every_case_and_writes_json(run, tmp_path):
     assert "wall clock" in out and "V4-Flash shapes, format v4" in out
     report = json.loads(path.read_text())
     rows = {(row["op"], row["shape"]): row for row in report["results"]}
-    assert len(rows) == len(report["results"]) == 28
+    assert len(rows) == len(report["results"]) == 29
     # A row in bfloat16, slot and position come in; 584 bytes go out.
     assert rows["append_swa", "T=8"]["bytes"] == 8 * (1024 + 8 + 584)
     # An index and a stored row come in, a dense row and a flag go out; a slot each token.
