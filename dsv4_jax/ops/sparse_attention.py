@@ -162,7 +162,7 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
             angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
             angles, inv_freq = (jnp.cos(angle), jnp.sin(angle)), None
         out = many_queries(q, sinks, rows, angles, interpret=interpret)
-        return _turned_back(out[:, :heads], positions, inv_freq)
+        return turned_back(out[:, :heads], positions, inv_freq)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
         rows, places = _windows_in_a_row(window, new_kv, slots, positions)
