@@ -104,7 +104,7 @@ def many_queries(
         grid_names=("block",),
         num_threads=4,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.scratch_types()),
+        scratch_types=dict(buffers=ManyQueriesBuffers.scratch_types()),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -114,7 +114,7 @@ def many_queries(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PipelineBuffers:
+class ManyQueriesBuffers:
     """Shared memory and barriers of a block, through which its warpgroups pass data on.
 
     Attributes:
@@ -141,7 +141,7 @@ class PipelineBuffers:
     scale_free: Any
 
     @classmethod
-    def scratch_types(cls) -> "PipelineBuffers":
+    def scratch_types(cls) -> "ManyQueriesBuffers":
         """What to allocate, in place of the references."""
         return cls(
             # The axis of one is for `_scores`.
