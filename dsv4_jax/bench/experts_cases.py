@@ -15,6 +15,7 @@ from dsv4_jax.quant import StoredWeight
 
 
 _DISJOINT = 8  # tokens whose experts differ
+_MOST_XLA = 2048  # tokens at a time; for 8,192 it would take 96 GiB
 # Two products and what is between them are rounded to bfloat16, from sums in another order: of an expert's values, up
 # to about 2**7, a few in a thousand go the other way, by up to 2**-8 of themselves, and then six are added up.
 _AGREE = close(relative=2**-6, absolute=0.5)
@@ -56,8 +57,15 @@ def _experts_case(config, kind, tokens):
         return weights, inputs
 
     def call(weights, x, selected, routing, *, implementation):
-        options = dict(limit=config.swiglu_limit, implementation=implementation)
-        return ops.experts(x, selected, routing, *weights, **options)
+        def some(tokens):
+            x, selected, routing = tokens
+            options = dict(limit=config.swiglu_limit, implementation=implementation)
+            return ops.experts(x, selected, routing, *weights, **options)
+
+        if implementation != "xla" or tokens <= _MOST_XLA:
+            return some((x, selected, routing))
+        parts = [array.reshape(-1, _MOST_XLA, array.shape[1]) for array in (x, selected, routing)]
+        return jax.lax.map(some, parts).reshape(x.shape)
 
     pairs = tokens * chosen
     of_expert = tree_bytes(jax.eval_shape(lambda key: [weight(key, *shape[1:]) for shape in shapes], jax.random.key(0)))
