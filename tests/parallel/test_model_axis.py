@@ -149,7 +149,8 @@ def test_maps_that_are_cut_alike_are_joined(model):
         found = both.matrix(name)
         assert found.sharding == want.sharding
         np.testing.assert_array_equal(found, want)
-    assert joined.model.layers[1].self_attn.q_b_proj is not None
+    queries = [own.parts for own in joined.model.layers[1].self_attn.latent_projections.joined]
+    assert sorted(path for ((path, *_),) in queries) == ["compressor.indexer.q_b_proj", "q_b_proj"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
 
     @jax.jit
