@@ -172,6 +172,7 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
             floor=share * row["floor_milliseconds"],
             gaps=share * row["gap_milliseconds"],
             indexed=kinds["indexer"] + kinds["top-k"],
+            rest=kinds["rest"] + kinds.get("norm + rotation", 0.0),
             launches=row["launches"] / row["layers"],
         )
         return row | kinds | whole

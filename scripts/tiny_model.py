@@ -231,5 +231,5 @@ def all_experts(
 class DetachedLinear(Linear):
     """A map of the indexer, whose loss trains it and nothing before it."""
 
-    def __call__(self, x):
-        return super().__call__(jax.lax.stop_gradient(x))
+    def __call__(self, x, norm=None):
+        return super().__call__(jax.lax.stop_gradient(norm(x) if norm else x))
