@@ -101,7 +101,7 @@ def load_checkpoint(
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
-    values, bad, before = {}, [], None
+    values, bad = {}, []
     for weight in _with_bar(table) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh)
@@ -110,12 +110,9 @@ def load_checkpoint(
             if value is None:
                 value, problems = _converted(weight, pieces, dtypes[weight.path], config, where)
                 bad += problems
-            # While one parameter is on its way to the devices the next is read, but the one after that has to wait:
-            # the host has memory for two.
-            jax.block_until_ready(before)
-            before = value
+            # Waiting keeps the next parameter from being read before this one's host memory is free.
             if not bad:
-                values[weight.path] = value
+                values[weight.path] = jax.block_until_ready(value)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -125,7 +122,6 @@ def load_checkpoint(
                 f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Cut the model over more (mesh=), or keep "
                 f'what is quantised so (weights="stored"). {error}'
             ) from error
-    jax.block_until_ready(before)
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     model = nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values.pop(_dotted(key))), state))

@@ -12,7 +12,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, comput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.forward import prepare_forward
-from dsv4_jax.host.placement import find_slot
+from dsv4_jax.host.part_choice import find_slot
 from dsv4_jax.host.request_table import RequestState, RequestTable, count_parts
 from dsv4_jax.parallel.mesh import check_cuts, check_mesh, check_parts, check_split
 from dsv4_jax.quant import KVFormat

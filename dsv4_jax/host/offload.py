@@ -12,7 +12,7 @@ from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, 
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
-from dsv4_jax.host.placement import best_part
+from dsv4_jax.host.part_choice import best_part
 from dsv4_jax.host.request_table import RequestState
 
 
