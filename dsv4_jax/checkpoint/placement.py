@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import gc
 from collections.abc import Callable, Sequence
 
 import jax
@@ -43,6 +44,8 @@ def place(
         for device, index in where.addressable_devices_indices_map(shape).items():
             assert index is not None
             devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
+    # A transfer's source is freed when Python collects, if it ended in a thread of JAX: else two would be held.
+    gc.collect(0)
     # Copies, also where one piece is the whole: on a CPU an array may else be the file's pages, which can change.
     parts = {bounds: np.empty([end - start for start, end in bounds], dtype) for bounds in devices}
 

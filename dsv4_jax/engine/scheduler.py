@@ -251,11 +251,13 @@ class Scheduler:
 
     def _preempt(self, request):
         """Moves a request out of the cache, to be resumed later."""
-        try:
-            offloaded, self.cache = offload(self.manager, self.cache, request.slot)
-        except CacheCorruptionError as error:
-            return self.finish(request, "error", error)
-        request.offloaded = offloaded
+        if self.manager.length(request.slot):
+            try:
+                request.offloaded, self.cache = offload(self.manager, self.cache, request.slot)
+            except CacheCorruptionError as error:
+                return self.finish(request, "error", error)
+        else:  # those before it took each step's tokens so far
+            self.manager.release(request.slot)
         self._move(request, -1)
         self.metrics.preemptions += 1
 

@@ -142,6 +142,24 @@ def test_the_youngest_leaves_and_comes_back_with_the_same_tokens(small, tight):
     assert is_drained(engine, 13)
 
 
+def test_a_request_that_holds_no_tokens_yet_leaves_as_well(small, tight):
+    """Its blocks are reserved, but an earlier prompt takes the steps' tokens when a decoding request needs a block."""
+    engine = make(small, tight, drafter=Silent())
+    decoding = engine.add(PROMPTS[4], max_new_tokens=40)
+    for _ in range(15):
+        engine.step()
+    reading, later = (engine.add(prompt, max_new_tokens=12) for prompt in (PROMPTS[5] + PROMPTS[3], PROMPTS[1]))
+    while engine.metrics.preemptions == 0:
+        engine.step()
+        assert later.slot < 0 or tight.length(later.slot) == 0
+    assert (later.slot, later.offloaded) == (-1, None) and reading.slot >= 0
+    drain(engine)
+    assert [r.finish_reason for r in (decoding, reading, later)] == ["length"] * 3 and is_drained(engine, 13)
+    alone = engine.add(PROMPTS[1], max_new_tokens=12)
+    drain(engine)
+    assert alone.generated == later.generated
+
+
 def test_priority_decides_who_is_served_first_and_who_leaves(small, tight):
     engine = make(small, tight)
     slow = [engine.add(PROMPTS[3], max_new_tokens=100) for _ in range(4)]
