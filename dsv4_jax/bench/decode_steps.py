@@ -53,7 +53,7 @@ DEFAULTS = dict(
 class StepOptions:
     """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
 
-    `mesh`: the devices; None = the default one.
+    `mesh`: the devices; None = the default one. `whole_experts`, `split_context`: as for `generate`.
     `whole`: layers with experts and hyper-connections, as `layer` and `model` measure them, not their attention alone.
     """
 
@@ -64,6 +64,8 @@ class StepOptions:
     drafts: int = 0
     whole: bool = False
     mesh: Mesh | None = None
+    whole_experts: bool = False
+    split_context: bool = False
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
@@ -220,8 +222,9 @@ def _measure(config, kv_format, options, report, loop=True):
     steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
     whole = options.whole
     if options.mesh is not None:
-        check_cuts(config, options.mesh.shape)
-    stack = CompiledModel(random_stack(config, options.mesh) if whole else _attention(config, options.mesh))
+        check_cuts(config, options.mesh.shape, options.whole_experts)
+    cut = dict(mesh=options.mesh, whole_experts=options.whole_experts)
+    stack = CompiledModel(random_stack(config, **cut) if whole else _attention(config, options.mesh))
     weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
     for requests in batches:
@@ -306,8 +309,13 @@ def _fits(config, weights, sizes, mesh):
 
 
 def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOptions) -> dict[str, Any]:
-    sizes = dict(num_blocks=requests * -(-context // BLOCK_TOKENS), max_requests=requests, max_context=context)
-    return sizes | dict(kv_format=kv_format, max_query_tokens=1 + options.drafts)
+    blocks, devices = (
+        requests * -(-context // BLOCK_TOKENS),
+        options.mesh.size if options.mesh and options.split_context else 1,
+    )
+    sizes = dict(num_blocks=-(-blocks // devices) * devices, max_requests=requests, max_context=context)
+    split = dict(split_context=options.split_context)
+    return sizes | split | dict(kv_format=kv_format, max_query_tokens=1 + options.drafts)
 
 
 def _steps_in_a_row(decoder: StackDecoder) -> float:

@@ -56,7 +56,7 @@ class ModelStack(DraftingStack):
         return self.hc_head.leave(residual, self.norm)[0], cache
 
 
-def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
+def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_experts: bool = False) -> ModelStack:
     """The stack with shapes in the places of its arrays, quantised as the release's files are, and cut over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
     kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
@@ -68,17 +68,19 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
     stack = nnx.merge(graph, nnx.map_state(stored, state))
     if mesh is None:
         return stack
-    return jax.tree.map(lambda x, where: x.update(sharding=where), stack, shardings(stack, mesh))
+    return jax.tree.map(
+        lambda x, where: x.update(sharding=where), stack, shardings(stack, mesh, whole_experts=whole_experts)
+    )
 
 
-def random_stack(config: DSV4Config, mesh: Mesh | None = None) -> ModelStack:
+def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_experts: bool = False) -> ModelStack:
     """The stack with random weights, made on the device, or on a mesh by each device for itself."""
-    graph, state = nnx.split(abstract_stack(config, mesh))
+    graph, state = nnx.split(abstract_stack(config, mesh, whole_experts=whole_experts))
     # Of all generators the quickest to compile: dozens of shapes are drawn.
     keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
 
     def drawn(path, variable):
-        value, where = variable.get_value(), None if mesh is None else parameter_sharding(variable, mesh)
+        value, where = variable.get_value(), None if mesh is None else parameter_sharding(variable, mesh, whole_experts)
 
         def made(make, *args):
             return _made(next(keys), make=make, args=args, where=where)

@@ -43,6 +43,7 @@ def load_checkpoint(
     dtype: DTypeLike = jnp.bfloat16,
     weights: Literal["stored"] | DTypeLike | None = None,
     mesh: Mesh | None = None,
+    whole_experts: bool = False,
     joined: bool = False,
     progress: bool = False,
 ) -> DeepseekV4ForCausalLM:
@@ -63,6 +64,7 @@ def load_checkpoint(
             float32.
         mesh: devices to cut the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
             `parallel.axis_rules`. Give `KVCacheManager` the same. None = the default device.
+        whole_experts: each device along "model" gets some of the experts, instead of a part of each.
         joined: whether linear maps of one input share a matrix, see `nn.join_projections`.
         progress: whether to show a progress bar on standard error.
 
@@ -82,7 +84,7 @@ def load_checkpoint(
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
     if mesh is not None:
         check_mesh(mesh)
-        check_cuts(config, mesh.shape)
+        check_cuts(config, mesh.shape, whole_experts)
     param_dtype = None if stay else weights
     abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype))
     stored = read_checkpoint(path)
@@ -104,7 +106,7 @@ def load_checkpoint(
     values, bad = {}, []
     for weight in _with_bar(table) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
-        where = None if mesh is None else parameter_sharding(parameter, mesh)
+        where = None if mesh is None else parameter_sharding(parameter, mesh, whole_experts)
         try:
             value = _stored(weight, pieces, dtypes[weight.path], where) if stay else None
             if value is None:

@@ -84,6 +84,8 @@ class BenchCommand:
         decoding.
       mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of
         one device.
+      whole_experts: layer, model: with --mesh, as for generate.
+      split_context: step, layer, model: likewise.
     """
 
     ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "prefill", "serve", "all_reduce"], ...]] = (
@@ -104,6 +106,8 @@ class BenchCommand:
     turns: int = 3
     drafts: int = 0
     mesh: MeshText = None
+    whole_experts: bool = False
+    split_context: bool = False
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
@@ -116,6 +120,14 @@ class BenchCommand:
         sizes = None if self.mesh is None else parse_mesh(self.mesh)
         if sizes and self.ops[0] not in MESHED:
             raise ValueError(f"--mesh is for {', '.join(MESHED)}: dsv4-jax bench step --mesh {self.mesh}")
+        for option, given, ops in (
+            ("whole-experts", self.whole_experts, ("layer", "model")),
+            ("split-context", self.split_context, ("step", "layer", "model")),
+        ):
+            if given and (self.ops[0] not in ops or (sizes or {}).get("model", 1) < 2):
+                raise ValueError(
+                    f"--{option} is for {', '.join(ops)} on several devices: dsv4-jax bench model --mesh model=2"
+                )
         if self.ops == ("all_reduce",) and (sizes is None or sizes.get("model", 1) < 2):
             raise ValueError("all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2")
         if self.plot is not None and self.ops[0] not in ALONE[:-1]:
@@ -165,7 +177,8 @@ class BenchCommand:
             timed = dict(only=self.only, calls=self.calls)
             whole = self.ops != ("step",)
             cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
-            options = decode_steps.StepOptions(*cases, whole=whole, mesh=mesh)
+            cut = dict(mesh=mesh, whole_experts=self.whole_experts, split_context=self.split_context)
+            options = decode_steps.StepOptions(*cases, whole=whole, **cut)
             if self.ops == ("layer",):
                 # Single ops run on one device.
                 parts = [] if mesh else op_times.run(*model, list(op_times.CASES), report, **timed, parts=True)

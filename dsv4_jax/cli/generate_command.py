@@ -74,6 +74,7 @@ class GenerateCommand:
       mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
         devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
         the whole model. Default: one device.
+      whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
       split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
         many times more fit. There is no kernel for attention to them yet.
       temperature: 0 always takes the likeliest token; higher is more varied.
@@ -102,6 +103,7 @@ class GenerateCommand:
     dtype: Dtype = "bfloat16"
     weights: Weights = None
     mesh: MeshText = None
+    whole_experts: bool = False
     split_context: bool = False
     temperature: float = 0.0
     top_k: int = 0
@@ -124,7 +126,7 @@ class GenerateCommand:
         self._check_search()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint, mtp=self.drafts > 0)
-        sizes = check_mesh_text(self.mesh, config, self.split_context)
+        sizes = check_mesh_text(self.mesh, config, self.split_context, self.whole_experts)
         notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
@@ -145,7 +147,8 @@ class GenerateCommand:
         manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()
-        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=bar, mesh=mesh))
+        cut = dict(mesh=mesh, whole_experts=self.whole_experts)
+        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=bar, **cut))
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens,
             sampling=sampling,

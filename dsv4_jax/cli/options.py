@@ -69,6 +69,7 @@ def load_model(
     *,
     progress: bool,
     mesh: "Mesh | None" = None,
+    whole_experts: bool = False,
 ) -> "DeepseekV4ForCausalLM":
     """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips.
 
@@ -86,18 +87,23 @@ def load_model(
     if checkpoint != packaged_checkpoint() and not log.handlers:
         log.setLevel(logging.INFO)
         log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_level=False, show_path=False))
-    return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, mesh=mesh)
+    cut = dict(mesh=mesh, whole_experts=whole_experts)
+    return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, **cut)
 
 
-def check_mesh_text(text: str | None, config: "DSV4Config", split_context: bool = False) -> dict[str, int]:
+def check_mesh_text(
+    text: str | None, config: "DSV4Config", split_context: bool = False, whole_experts: bool = False
+) -> dict[str, int]:
     """Sizes of --mesh by axis, none without it.
 
     Raises:
-      ValueError: it is no mesh, or cannot cut the model, or the context as --split-context says.
+      ValueError: it is no mesh, or cannot cut the model as --whole-experts, or the context as --split-context says.
     """
     sizes = {} if text is None else parse_mesh(text)
-    check_cuts(config, sizes)
+    check_cuts(config, sizes, whole_experts)
     check_split(sizes, split_context)
+    if whole_experts and sizes.get("model", 1) == 1:
+        raise ValueError(f"{whole_experts=} needs a mesh with more than one device along the axis model")
     return sizes
 
 

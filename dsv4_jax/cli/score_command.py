@@ -60,6 +60,7 @@ class ScoreCommand:
       mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
         devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
         the whole model. Default: one device.
+      whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
       split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
         many times more fit. There is no kernel for attention to them yet.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
@@ -81,6 +82,7 @@ class ScoreCommand:
     dtype: Dtype = "bfloat16"
     weights: Weights = None
     mesh: MeshText = None
+    whole_experts: bool = False
     split_context: bool = False
     index_topk: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
     window_only: bool = False
@@ -99,7 +101,7 @@ class ScoreCommand:
         if self.index_topk is not None:
             check_positive(index_topk=self.index_topk)
             config = dataclasses.replace(config, index_topk=self.index_topk)
-        mesh_sizes = check_mesh_text(self.mesh, config, self.split_context)
+        mesh_sizes = check_mesh_text(self.mesh, config, self.split_context, self.whole_experts)
         notify(f"Starting JAX and reading {self.checkpoint} ...")
         import numpy as np
         from rich.progress import Progress
@@ -118,7 +120,8 @@ class ScoreCommand:
         manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts, **cut)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, mesh=mesh)
+        cut = dict(mesh=mesh, whole_experts=self.whole_experts)
+        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, **cut)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         options: dict[str, Any] = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
         steps = score_ids(model, manager, ids, sizes, **options)

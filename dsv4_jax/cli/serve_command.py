@@ -54,6 +54,7 @@ class ServeCommand:
       mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
         devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
         the whole model. Default: one device.
+      whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
       split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
         many times more fit. There is no kernel for attention to them yet.
       model_name: what clients call the model. Default: the name of the checkpoint's folder.
@@ -78,6 +79,7 @@ class ServeCommand:
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
     insecure: bool = False
     mesh: MeshText = None
+    whole_experts: bool = False
     split_context: bool = False
     model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     max_requests: int = 16
@@ -156,7 +158,7 @@ class ServeCommand:
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        sizes = check_mesh_text(self.mesh, config, self.split_context)
+        sizes = check_mesh_text(self.mesh, config, self.split_context, self.whole_experts)
         mesh = make_mesh(sizes) if sizes else None
         size = block_tokens(config)
         full = self.max_requests * -(-context // size)
@@ -174,7 +176,8 @@ class ServeCommand:
             mesh=mesh,
             split_context=self.split_context,
         )
-        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, mesh=mesh)
+        cut = dict(mesh=mesh, whole_experts=self.whole_experts)
+        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, **cut)
         return Engine(
             model,
             manager,

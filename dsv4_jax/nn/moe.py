@@ -117,7 +117,7 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.limit = config.swiglu_limit
+        self.limit, self.number = config.swiglu_limit, config.n_routed_experts
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         axes = "experts", None, "inner"
         self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
@@ -138,6 +138,8 @@ class Experts(nnx.Module):
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
+        if gate_up.shape[0] < self.number:  # those of this device; others add nothing here
+            experts = experts - ops.model_index() * gate_up.shape[0]
         return ops.experts(x, experts, weights, gate_up, down, limit=self.limit)
 
 

@@ -13,7 +13,7 @@ from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
-def shardings[M: nnx.Module](module: M, mesh: Mesh) -> M:
+def shardings[M: nnx.Module](module: M, mesh: Mesh, *, whole_experts: bool = False) -> M:
     """The module with a `NamedSharding` for each array, as `jax.device_put` takes them.
 
     Parameters are cut as their `axes` and `parallel.axis_rules` say; codes and scales of a `StoredWeight` alike.
@@ -21,6 +21,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh) -> M:
     Args:
       module: a module, with arrays or instances of `jax.ShapeDtypeStruct`.
       mesh: the devices.
+      whole_experts: each device along "model" gets some of the experts, instead of a part of each.
 
     Raises:
       ValueError: the mesh has unknown axes or does not divide a parameter, would cut through blocks that share a scale,
@@ -34,7 +35,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh) -> M:
     graph, state = nnx.split(module)
 
     def place(path, parameter):
-        value, where = parameter.get_value(), parameter_sharding(parameter, mesh)
+        value, where = parameter.get_value(), parameter_sharding(parameter, mesh, whole_experts)
         if isinstance(value, StoredWeight):
             check_blocks(".".join(map(str, path)), value.shape, value.kind, where)
         return parameter.replace(jax.tree.map(lambda _: where, value))
@@ -42,9 +43,10 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh) -> M:
     return nnx.merge(graph, nnx.map_state(place, state))
 
 
-def parameter_sharding(parameter: Any, mesh: Mesh) -> NamedSharding:
+def parameter_sharding(parameter: Any, mesh: Mesh, whole_experts: bool = False) -> NamedSharding:
     """Where the arrays of a parameter, an `nnx.Variable`, belong."""
-    return named_sharding(parameter.get_metadata().get("axes", ()), mesh)
+    axes = parameter.get_metadata().get("axes", ())
+    return named_sharding([axis if axis != "experts" or whole_experts else None for axis in axes], mesh)
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: str, where: NamedSharding) -> None:

@@ -13,6 +13,7 @@ DATA_AXIS = "data"
 RULES = {
     "heads": (MODEL_AXIS,),  # query heads
     "groups": (MODEL_AXIS,),  # groups of heads that share an output map
+    "experts": (MODEL_AXIS,),  # where devices hold whole ones
     "inner": (MODEL_AXIS,),  # the width between the two maps of an expert
     "vocab": (MODEL_AXIS,),
     "slots": (DATA_AXIS,),
@@ -33,8 +34,11 @@ def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
 
 
 def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
-    """How an array is cut whose dimensions have these logical axes."""
-    cuts = [mesh_axes(axis, mesh.axis_names) for axis in axes]
+    """How an array is cut whose dimensions have these logical axes; a mesh axis cuts the first one that it can."""
+    left, cuts = list(mesh.axis_names), []
+    for axis in axes:
+        cuts.append(mesh_axes(axis, left))
+        left = [name for name in left if name not in cuts[-1]]
     return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
 
 

@@ -56,10 +56,11 @@ def check_mesh(mesh: "Mesh") -> None:
         raise ValueError(f"the mesh has axes of types {mesh.axis_types}; they must be Explicit: make it with {right}")
 
 
-def check_cuts(config: DSV4Config, sizes: Mapping[str, int]) -> None:
+def check_cuts(config: DSV4Config, sizes: Mapping[str, int], whole_experts: bool = False) -> None:
     """Raises ValueError, which names what does not divide, unless a mesh of these sizes by axis can cut the model."""
     parts = sizes.get("model", 1)
-    names = "num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"
+    names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]
+    names += ["n_routed_experts"] * whole_experts
     cut = {name: getattr(config, name) for name in names}
     if odd := {name: size for name, size in cut.items() if size % parts}:
         common = math.gcd(*cut.values())

@@ -108,6 +108,17 @@ def test_each_device_gets_its_part(whole_blocks, weights):
     assert all(2 * shard.data.nbytes == x.nbytes for x in cut for shard in x.addressable_shards)
 
 
+def test_each_device_gets_its_experts(whole_blocks):
+    mesh, options = make_mesh({"model": 2}), dict(whole_experts=True)
+    one = load_checkpoint(whole_blocks, weights="stored")
+    two = load_checkpoint(whole_blocks, weights="stored", mesh=mesh, **options)
+    assert [x.sharding for x in jax.tree.leaves(two)] == jax.tree.leaves(shardings(one, mesh, **options))
+    for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
+    for x in jax.tree.leaves(two.model.layers[0].mlp.experts):
+        assert x.addressable_shards[0].data.shape == (4, *x.shape[1:])
+
+
 def test_blocks_that_share_a_scale_are_not_cut():
     """160 rows of a shared expert's map have scales for 128 and 32 of them; 80 columns are two groups and a half."""
     with pytest.raises(

@@ -50,7 +50,7 @@ def test_a_mesh_finds_the_same_likelihoods(run, layer_of_each_kind, tmp_path):
     """Of three rows, an odd number for two parts, whose context four devices split."""
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 256, (3, 192)))
     scores = []
-    for more in ([], ["--mesh", "data=2,model=2", "--split-context"]):
+    for more in ([], ["--mesh", "data=2,model=2", "--split-context", "--whole-experts"]):
         files = ["--checkpoint", layer_of_each_kind, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "out.npz"]
         run("score", *files, "--dtype", "float32", "--chunk", "96", *more)
         scores.append(np.load(tmp_path / "out.npz")["log_likelihoods"])
@@ -67,6 +67,11 @@ def test_a_mesh_finds_the_same_likelihoods(run, layer_of_each_kind, tmp_path):
 )
 def test_meshes_that_cannot_be(refused, mesh, message):
     assert message in " ".join(refused("generate", "--mesh", mesh).split())
+
+
+def test_whole_experts_want_a_mesh(refused):
+    assert "whole_experts=True needs a mesh with more" in " ".join(refused("generate", "--whole-experts").split())
+    assert "--whole-experts is for layer, model" in " ".join(refused("bench", "step", "--whole-experts").split())
 
 
 def test_streams_then_reports(run):
