@@ -111,9 +111,11 @@ def add_products(part: jax.Array, group: jax.Array, tile: jax.Array, x, weight, 
 
     A warp has 8 experts, a lane 32 channels of one of them, as sums of three bfloat16; `out`: [slices, T, E] float32.
     """
-    # All tiles: their tokens are few.
     columns, rows = pl.ds(part * CHANNELS, CHANNELS), pl.ds(group * EXPERTS, EXPERTS)
-    out[part, :, rows] = jnp.dot(x[:, columns].astype(jnp.float32), weight[rows, columns].T, precision="highest")
+
+    @pl.when(tile == 0)
+    def _():  # those of all tiles: their tokens are few
+        out[part, :, rows] = jnp.dot(x[:, columns].astype(jnp.float32), weight[rows, columns].T, precision="highest")
 
 
 @add_products.mosaic

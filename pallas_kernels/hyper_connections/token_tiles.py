@@ -37,8 +37,10 @@ def add_tile(
       tile_values: [4 * 32, 32] bfloat16 shared memory.
       sums: [4 * 2 * ceil(R / 8) * 128] float32 shared memory.
     """
-    # All tiles: their tokens are few.
-    add_channels(pl.ds(part * CHANNELS, CHANNELS), part * SUMS, streams, fn, new, partials, y, mixing)
+
+    @pl.when(tile == 0)
+    def _():  # that of all tiles: their tokens are few
+        add_channels(pl.ds(part * CHANNELS, CHANNELS), part * SUMS, streams, fn, new, partials, y, mixing)
 
 
 @add_tile.mosaic

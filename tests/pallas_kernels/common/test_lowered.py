@@ -68,8 +68,8 @@ def test_a_broken_file_is_replaced(folder, exports):
     path.write_bytes(path.read_bytes()[:1000])
     again = program(1024)
     assert len(exports) == 2
-    # Mosaic numbers the kernels that a process lowers: JAX would not find its compiled program again.
-    assert again != first
+    # Before JAX 0.12, Mosaic numbers the kernels that a process lowers: JAX would not find its compiled program again.
+    assert (again != first) == (jax.__version_info__ < (0, 12))
     assert program(1024) == again and len(exports) == 2
 
 
