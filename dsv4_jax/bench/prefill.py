@@ -62,8 +62,9 @@ def run(
     """Measures an attention layer of each kind, weights as released, prints and yields results, last of all layers.
 
     The last are the measured times of each kind, as often as the model has layers of it. Where there is no GPU, the
-    packaged model takes the place of `config`. The rates of a copy and of a large matrix product are added to
-    `report`.
+    packaged model takes the place of `config`. The rates of a copy and of a large matrix product, and the tokens that
+    the cache has room for, are added to `report`: a program is compiled for each kind and chunk size, so every context
+    is measured in the cache of the longest.
 
     Raises:
       ValueError: an option is out of range.
@@ -75,8 +76,10 @@ def run(
     report["clock"] = "wall clock" if small else "kernel time from CUPTI"
     report["copy_bytes_per_second"] = timing.copy_bandwidth()
     report["matmul_operations_per_second"] = timing.matmul_rate()
+    report["max_context"] = -(-(max(contexts) + max(chunks)) // BLOCK_TOKENS) * BLOCK_TOKENS
     print(
-        f"{report['device']}, jax {report['jax']}. Attention layers, chunks of one request. Milliseconds; floor: "
+        f"{report['device']}, jax {report['jax']}. Attention layers, chunks of one request in a cache for "
+        f"{report['max_context']} tokens. Milliseconds; floor: "
         f"products at {report['matmul_operations_per_second'] / 1e12:,.0f} TFLOP/s, or bytes at "
         f"{report['copy_bytes_per_second'] / 1e9:,.0f} GB/s.\n\n{_header()}",
         flush=True,
@@ -93,11 +96,10 @@ def run(
             mlp_layer_types=("moe",),
             compress_rate_hca=rate,
         )
-        stack = CompiledModel(_stack(alone))
+        layer = _Layer(alone, kv_format, max(contexts), report["max_context"])
         for context in contexts:
             for chunk in chunks:
-                row = _measure(alone, kv_format, stack, chunk, context, report, options.trace)
-                row = dict(layer_type=kind, layers=count) | row
+                row = dict(layer_type=kind, layers=count) | layer.measure(context, chunk, report, options.trace)
                 totals.setdefault((context, chunk), []).append(row)
                 print(_line(row), flush=True)
                 yield row
@@ -116,48 +118,66 @@ def _stack(config):
     return stack
 
 
-def _measure(config, kv_format, stack, chunk, context, report, trace):
-    """The result of a chunk in one layer."""
-    blocks = -(-(context + chunk) // BLOCK_TOKENS)
-    sizes = dict(num_blocks=blocks, max_requests=1, max_context=blocks * BLOCK_TOKENS)
-    manager = KVCacheManager(config, kv_format=kv_format, max_query_tokens=1, **sizes)
-    cache = random_cache(manager.schema)
-    slot = manager.admit()
-    if context:
-        cache = begin_step(cache, manager.prepare_forward({slot: [0]}, reserve=context))
-        manager.advance(slot, context - 1)
-    ids = np.arange(chunk, dtype=np.int32) % config.vocab_size
-    # The same chunk each time: it writes the same rows.
-    batch = manager.prepare_forward({slot: ids}, prefill_size=chunk, decode_size=0)
-    x = jax.random.normal(jax.random.key(1), (chunk, config.hidden_size), jnp.bfloat16)
-    step = stack_step.lower(stack, cache, batch, x, tokens=chunk, drafts=0).compile()
+class _Layer:
+    """One layer and a cache of one request, long enough for every context and chunk: a program a chunk size."""
 
-    def calls(cache):
-        seconds = []
-        for _ in range(CALLS):
-            begin = time.perf_counter()
-            y, cache = jax.block_until_ready(step(stack, cache, batch, x))
-            seconds.append(time.perf_counter() - begin)
-        return seconds, cache
+    def __init__(self, config, kv_format, longest, max_context):
+        self.config, self.longest = config, longest
+        self.stack = CompiledModel(_stack(config))
+        sizes = dict(num_blocks=max_context // BLOCK_TOKENS, max_requests=1, max_context=max_context)
+        self.manager = KVCacheManager(config, kv_format=kv_format, max_query_tokens=1, **sizes)
+        self.cache = random_cache(self.manager.schema)
+        self.steps: dict[int, Any] = {}
 
-    seconds, cache = calls(cache)  # warms up
-    flops, nbytes = _work(config, manager.schema, stack, chunk, context)
-    result = dict(context=context, chunk=chunk, flops=flops, bytes=nbytes, kernel_milliseconds={})
-    if jax.default_backend() == "gpu":
-        kernels = [(name, ms / CALLS) for name, ms in timing.kernels(lambda: calls(cache))]
-        kinds = by_kind(kernels, step.as_text() or "")
-        milliseconds = sum(kinds.values())
-        result["kernel_milliseconds"] = {kind: round(ms, 4) for kind, ms in kinds.items()}
-        result["longest_kernels"] = longest(kernels, CALLS)
-        result["launches"] = len(kernels) / CALLS
-        if trace:
-            with jax.profiler.trace(str(trace)):
-                jax.block_until_ready(step(stack, random_cache(manager.schema), batch, x))
-    else:
-        seconds, _ = calls(cache)
-        milliseconds = 1e3 * statistics.median(seconds)
-    floor = 1e3 * max(flops / report["matmul_operations_per_second"], nbytes / report["copy_bytes_per_second"])
-    return result | _rates(milliseconds, floor, flops, chunk)
+    def measure(self, context, chunk, report, trace):
+        """The result of a chunk after so many tokens."""
+        batch = self._batch(context, chunk)
+        x = jax.random.normal(jax.random.key(1), (chunk, self.config.hidden_size), jnp.bfloat16)
+        if chunk not in self.steps:
+            lowered = stack_step.lower(self.stack, self.cache, batch, x, tokens=chunk, drafts=0)
+            self.steps[chunk] = lowered.compile()
+        step = self.steps[chunk]
+
+        def run():
+            y, self.cache = jax.block_until_ready(step(self.stack, self.cache, batch, x))
+
+        def calls():
+            seconds = []
+            for _ in range(CALLS):
+                begin = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - begin)
+            return seconds
+
+        run()  # warms up
+        flops, nbytes = _work(self.config, self.manager.schema, self.stack, chunk, context)
+        result = dict(context=context, chunk=chunk, flops=flops, bytes=nbytes, kernel_milliseconds={})
+        if jax.default_backend() == "gpu":
+            kernels = [(name, ms / CALLS) for name, ms in timing.kernels(calls)]
+            kinds = by_kind(kernels, step.as_text() or "")
+            milliseconds = sum(kinds.values())
+            result["kernel_milliseconds"] = {kind: round(ms, 4) for kind, ms in kinds.items()}
+            result["longest_kernels"] = longest(kernels, CALLS)
+            result["launches"] = len(kernels) / CALLS
+            if trace:
+                with jax.profiler.trace(str(trace)):
+                    run()
+        else:
+            milliseconds = 1e3 * statistics.median(calls())
+        floor = 1e3 * max(flops / report["matmul_operations_per_second"], nbytes / report["copy_bytes_per_second"])
+        return result | _rates(milliseconds, floor, flops, chunk)
+
+    def _batch(self, context, chunk):
+        """A new request's chunk after `context` tokens; the same each time it runs: it writes the same rows."""
+        manager = self.manager
+        manager.release_all()
+        slot = manager.admit()
+        if context:
+            # Blocks for the longest, whatever the context: one program gives them all.
+            self.cache = begin_step(self.cache, manager.prepare_forward({slot: [0]}, reserve=self.longest))
+            manager.advance(slot, context - 1)
+        ids = np.arange(chunk, dtype=np.int32) % self.config.vocab_size
+        return manager.prepare_forward({slot: ids}, prefill_size=chunk, decode_size=0)
 
 
 def _rates(milliseconds, floor, flops, chunk):

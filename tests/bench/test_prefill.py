@@ -1,22 +1,33 @@
 """`dsv4-jax bench prefill` where there is no GPU: a tiny model's layers."""
 
 import json
+import types
 
 import pytest
 
+from dsv4_jax.bench import prefill
 from dsv4_jax.bench.prefill import STACK, PrefillOptions
 from dsv4_jax.data import packaged_checkpoint, read_config
 
 
-def test_measures_each_kind_and_all_layers_together(run, tmp_path):
+def test_measures_each_kind_and_all_layers_together(run, tmp_path, monkeypatch):
     table, picture = tmp_path / "prefill.json", tmp_path / "prefill.png"
+    lowered, stack_step = [], prefill.stack_step
+
+    def lower(*args, tokens, drafts):
+        lowered.append(tokens)
+        return stack_step.lower(*args, tokens=tokens, drafts=drafts)
+
+    monkeypatch.setattr(prefill, "stack_step", types.SimpleNamespace(lower=lower))
     out = run("bench", "prefill", "--chunks", 16, "--contexts", 0, 256, "--json", table, "--plot", picture)
-    assert "Attention layers, chunks of one request" in out
+    assert "Attention layers, chunks of one request in a cache for 384 tokens" in out
     report = json.loads(table.read_text())
+    assert report["max_context"] == 384
     config = read_config(packaged_checkpoint())
     rows = {(row["layer_type"], row["context"]): row for row in report["results"]}
     kinds = list(dict.fromkeys(config.layer_types[: config.num_hidden_layers]))
     assert list(rows) == [(kind, context) for kind in kinds for context in (0, 256)] + [(STACK, 0), (STACK, 256)]
+    assert lowered == [16] * len(kinds), "a program for each kind of layer and size of chunk, not for each context"
     for context in (0, 256):
         whole, parts = rows[STACK, context], [rows[kind, context] for kind in kinds]
         assert whole["layers"] == config.num_hidden_layers

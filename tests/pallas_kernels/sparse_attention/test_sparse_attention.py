@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import re
 from typing import Any
 
@@ -177,6 +178,25 @@ def test_many_tokens_interpreted(count):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_call_whose_rows_could_be_too_many_reads_the_pools(spare, monkeypatch):
+    """At the limit rows are dequantised for all tokens, one row beyond it they are not: the same attention."""
+    attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
+    rng, dense = np.random.default_rng(4), []
+    slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
+    args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=70, **SMALL | {"max_blocks": 64})
+    window, compressed = args[2:4]
+    monkeypatch.setattr(attention, "MANY_TOKENS", len(slots))
+    rows = attention.max_runs(window, len(slots)) * compressed.max_entries
+    monkeypatch.setattr(attention, "MOST_DENSE_ROWS", rows + spare)
+    kernel = attention.many_queries
+    monkeypatch.setattr(attention, "many_queries", lambda *a, **k: dense.append(1) or kernel(*a, **k))
+    jitted.cache_clear()
+    check("interpret", *args, new_kv=values(rng, len(slots), DIM), inv_freq=INV_FREQ)
+    jitted.cache_clear()
+    assert len(dense) == 1 + spare
 
 
 @pytest.mark.parametrize("splits", [3, 17])
