@@ -64,6 +64,8 @@ class ServeCommand:
       memory: of the cache, such as 20GiB. When its blocks are all taken, requests wait. Default: what full slots need.
       token_budget: tokens a step runs at most. More read prompts faster and delay running requests longer.
       drafts: tokens a step that prompt lookup may guess of each request; 0 = no speculative decoding.
+      num_scheduler_steps: decode steps that run on the device without the host between them while nobody waits; their
+        tokens come together. Needs --drafts 0, and pays with several GPUs, where the host is slower than the steps.
       uniform: run all steps in one program: a request and its seed then give the same tokens whatever else runs, to the
         last bit of a logit. Decode steps are slower.
       request_seconds: the longest that a request may take, waiting included.
@@ -88,6 +90,7 @@ class ServeCommand:
     memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     token_budget: int = 256
     drafts: int = 2
+    num_scheduler_steps: int = 1
     uniform: bool = False
     request_seconds: float = 600.0
     grace_seconds: float = 30.0
@@ -126,7 +129,10 @@ class ServeCommand:
 
     def _check(self) -> str | None:
         """Checks the options; returns the API key."""
-        check_positive(max_requests=self.max_requests, token_budget=self.token_budget)
+        steps = self.num_scheduler_steps
+        check_positive(max_requests=self.max_requests, token_budget=self.token_budget, num_scheduler_steps=steps)
+        if steps > 1 and (self.drafts or self.uniform):
+            raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --uniform")
         if self.context is not None:
             check_positive(context=self.context)
         for name in ("max_waiting", "drafts"):
@@ -185,5 +191,6 @@ class ServeCommand:
             drafter=PromptLookup() if self.drafts else None,
             prefix=PrefixCache(manager, key=options.model_name),
             uniform=self.uniform,
+            num_scheduler_steps=self.num_scheduler_steps,
             max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
         )

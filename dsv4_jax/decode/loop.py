@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, newest_tokens
-from dsv4_jax.decode.sampling import GREEDY, LogprobRows, Sampling, TopLogprobs
+from dsv4_jax.decode.sampling import GREEDY, LogprobRows, Sampling, SamplingRows, TopLogprobs
 from dsv4_jax.decode.step import Model, draw, last_tokens
 from dsv4_jax.parallel.on_mesh import on_mesh
 
@@ -120,3 +120,50 @@ def decode_loop(
     end: Any = jax.lax.while_loop(unfinished, advance, start)
     tokens, *logprobs = end["drawn"]
     return tokens, *([end["accepted"]] if drafts else []), *logprobs, end["cache"]
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
+@on_mesh
+def sample_loop(
+    model: Model,
+    cache: KVCache,
+    batch: Batch,
+    counts: Int[Array, "slots"],
+    sampling: SamplingRows,
+    seeds: UInt32[Array, "slots"],
+    *,
+    steps: int,
+) -> tuple[Int[Array, "slots {steps}"], Float[Array, "slots {steps}"], KVCache]:
+    """Several `sample_step` of one token a request, without the host between them; any kind of sampling.
+
+    Args:
+      model: the model, or a `CompiledModel` where many steps run.
+      cache: the cache; donated.
+      batch: one token for each request, prepared with `reserve=steps - 1` so that their blocks exist.
+      counts: [slots] how many tokens each slot gets, up to `steps`; 0 for slots that are not in the batch.
+      sampling: [slots] how each slot's tokens are drawn.
+      seeds: [slots] one seed a request.
+      steps: the most steps (static).
+
+    Returns:
+      (tokens [slots, steps] int32, their log-probabilities [slots, steps] float32 as from `sample_step`; cache). What
+      stands behind a slot's count means nothing.
+    """
+    slots = jnp.arange(cache.lengths.shape[0], dtype=jnp.int32)
+    cache = cache.begin_step(batch)  # once, as in `decode_loop`
+    last = last_tokens(batch, len(slots))
+    at = jnp.maximum(last, 0)
+    newest = newest_tokens(batch.token_ids[at], jnp.where(last >= 0, batch.positions[at], -1))
+
+    def advance(i: Any, carry: Any) -> Any:
+        newest, tokens, logprobs, cache = carry
+        rows = jnp.where(newest.slots >= 0, slots, -1)
+        ids, found, _, cache = draw(model, cache, newest, rows, sampling, seeds)
+        goes_on = (newest.slots >= 0) & (i + 1 < counts)
+        newest = newest_tokens(ids, jnp.where(goes_on, newest.positions + 1, -1))
+        return newest, tokens.at[:, i].set(ids), logprobs.at[:, i].set(found), cache
+
+    none = jnp.zeros((len(slots), steps), jnp.int32)
+    start = newest, none, none.astype(jnp.float32), cache
+    _, tokens, logprobs, cache = jax.lax.fori_loop(0, jnp.max(counts), advance, start)
+    return tokens, logprobs, cache

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.decode.loop import decode_loop
+from dsv4_jax.decode.loop import decode_loop, sample_loop
 from dsv4_jax.decode.step import Model, decode_step, draft_step, forward, sample_step, top_step
 
 
@@ -83,3 +83,4 @@ class CompiledModel:
     draft_step = functools.partialmethod(_run, draft_step)
     top_step = functools.partialmethod(_run, top_step)
     decode_loop = functools.partialmethod(_run, decode_loop)
+    sample_loop = functools.partialmethod(_run, sample_loop)

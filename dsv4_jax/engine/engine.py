@@ -17,10 +17,10 @@ from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, check_no_requests, check_request
-from dsv4_jax.engine.runner import StepRunner
+from dsv4_jax.engine.runner import StepResults, StepRunner
 from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
-from dsv4_jax.engine.updates import update
-from dsv4_jax.host import KVCacheManager, PrefixCache
+from dsv4_jax.engine.updates import update, update_steps
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.summary import Summarised, Summary
 
 
@@ -28,8 +28,8 @@ class Engine(Summarised):
     """Serves requests with chunked prompts, continuous batching, preemption, drafts and prefix hits.
 
     A step is one of two compiled programs: one for decode steps, which bring the newest token of each request and its
-    drafts, and one of `token_budget` tokens for all others. Neither depends on which requests run. A request's tokens
-    do not depend on the other requests, on waiting, on preemption or on drafts.
+    drafts, and one of `token_budget` tokens for all others; a third one may run several decode steps. None depends on
+    which requests run. A request's tokens do not depend on other requests, on waiting, on preemption or on drafts.
 
     On a mesh with an axis "data" each part of it runs requests of its own, in steps of one program. A request goes
     where it fits, to the part with the longest prefix of it, else to the one with the most free slots.
@@ -54,6 +54,7 @@ class Engine(Summarised):
         prefix: PrefixCache | None = None,
         uniform: bool = False,
         max_logprobs: int = 0,
+        num_scheduler_steps: int = 1,
     ):
         """An engine without requests; `warm_up` compiles its programs.
 
@@ -72,11 +73,14 @@ class Engine(Summarised):
             may add in another order, so the last bit of a logit can depend on whether a token came in a chunk, alone or
             as a draft. This prevents it, at the price of slower decode steps.
           max_logprobs: the most `top_logprobs` of a request; 0 = none, and no log-probabilities of prompts either.
+          num_scheduler_steps: how many decode steps a call of `step` runs on the device without the host between them,
+            while all requests decode and nobody waits. Their tokens come together. Not with drafts, nor `uniform`.
 
         Raises:
           ValueError: the manager holds requests, the cache or `prefix` is of another one, `token_budget` cannot hold a
             token and its drafts for every slot, `draft_tokens` do not fit the manager's `max_query_tokens`, the model
-            has no block for `MTPDrafter`, or `max_logprobs` are more than the vocabulary has tokens.
+            has no block for `MTPDrafter`, `max_logprobs` are more than the vocabulary has tokens, or several steps are
+            to be run at once with drafts or `uniform`.
         """
         schema = manager.schema
         check_no_requests(manager)
@@ -102,9 +106,11 @@ class Engine(Summarised):
                 f"{token_budget=} must be at least {decode_size}: {1 + draft_tokens} for each of {slots} requests"
             )
         self.max_logprobs = check_whole("max_logprobs", max_logprobs, 0, schema.config.vocab_size)
+        if check_whole("num_scheduler_steps", num_scheduler_steps, 1) > 1 and (drafter is not None or uniform):
+            raise ValueError(f"{num_scheduler_steps=} must be 1 with a drafter, or {uniform=}")
         self.manager, self.prefix, self.token_budget, self.draft_tokens = manager, prefix, token_budget, draft_tokens
         model = CompiledModel.of(model)
-        options = dict(uniform=uniform, drafts=drafts, max_logprobs=max_logprobs)
+        options = dict(uniform=uniform, drafts=drafts, max_logprobs=max_logprobs, steps=num_scheduler_steps)
         self._runner = StepRunner(model, manager, decode_size, token_budget, **options)
         self._metrics = EngineMetrics()
         self._scheduler = Scheduler(
@@ -326,7 +332,8 @@ class Engine(Summarised):
             scheduler.current = ()
             scheduler.admit()
             self._metrics.waits += len(scheduler.waiting)
-            if scheduled := scheduler.schedule(decode=decode):
+            counts = scheduler.schedule_steps(self._runner.steps) if decode and self._runner.steps > 1 else {}
+            if not (counts and self._execute_steps(counts)) and (scheduled := scheduler.schedule(decode=decode)):
                 self._execute(scheduled)
         self._metrics.pools = pool_use(self.manager, self._metrics.pools)
 
@@ -358,6 +365,24 @@ class Engine(Summarised):
         self._metrics.mixed_steps += batch.prefill
         for item in scheduled:
             update(scheduler, item, found.rows(rows[item.request.slot]))
+
+    def _execute_steps(self, counts: dict[Request, int]) -> bool:
+        """Runs several decode steps of the running requests; False, and nothing was done, if a step is better alone."""
+        scheduler, runner = self._scheduler, self._runner
+        sampling, seeds, failed = runner.sampling_rows(list(counts))
+        if failed:
+            return False
+        tokens = {request.slot: request.tokens[-1:] for request in counts}
+        of_slots = {request.slot: count for request, count in counts.items()}
+        try:
+            drawn, logprobs, scheduler.cache = runner.run_steps(scheduler.cache, tokens, of_slots, sampling, seeds)
+        except CacheFullError:
+            return False
+        self._metrics.steps += max(counts.values())
+        for request, count in counts.items():
+            here = request.slot, slice(count)
+            update_steps(scheduler, request, StepResults(drawn[here], logprobs[here], None, None))
+        return True
 
     def _next_order(self):
         """The next number that is not the id of a request: it may become one."""

@@ -41,6 +41,7 @@ class StepRunner:
     axis "data" in each part of it. Where `uniform`,
     decode steps run in the second one too. Where `drafts` is not 0, each makes that many drafts a slot for the next.
     Where `max_logprobs` is not 0, each can find so many of the likeliest tokens, and log-probabilities of known tokens.
+    A third one runs several decode steps, `steps`, if that is more than one.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class StepRunner:
         uniform: bool,
         drafts: int = 0,
         max_logprobs: int = 0,
+        steps: int = 1,
     ):
         """Compiles nothing yet."""
         self._model, self._manager = model, manager
         self.decode_size, self.token_budget, self.uniform, self.drafts = decode_size, token_budget, uniform, drafts
-        self.max_logprobs = max_logprobs
+        self.max_logprobs, self.steps = max_logprobs, steps
         self._before = model.compilations
 
     @property
@@ -104,6 +106,27 @@ class StepRunner:
             (ids, logprobs, *found, cache), drafts = self._model.sample_step(cache, batch, *inputs), None
         return batch, StepResults(ids, logprobs, found[0] if top else None, drafts), where, cache
 
+    def run_steps(
+        self,
+        cache: KVCache,
+        tokens: Mapping[int, np.ndarray],
+        counts: Mapping[int, int],
+        sampling: SamplingRows,
+        seeds: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, KVCache]:
+        """Runs up to `steps` decode steps at once; each slot brings its newest token and gets as many as `counts` says.
+
+        Returns ([slots, steps] tokens and log-probabilities, on the host; the cache). The cache is donated.
+
+        Raises:
+          CacheFullError: not enough blocks are free for so many steps; nothing was done.
+        """
+        table = self._manager.requests
+        batch = self._manager.prepare_forward(tokens, reserve=self.steps - 1)
+        args = np.asarray([counts.get(slot, 0) for slot in range(len(seeds))], np.int32), sampling, seeds
+        *found, cache = self._model.sample_loop(cache, batch, *table.put(args, "tokens"), steps=self.steps)
+        return *table.get(found), cache
+
     def sampling_rows(self, requests: Sequence[Request]) -> tuple[SamplingRows, np.ndarray, dict[Request, Exception]]:
         """How each slot's tokens are drawn, their seeds [slots] uint32, and what is wrong with a request, if anything.
 
@@ -132,6 +155,10 @@ class StepRunner:
             batch, _, _, cache = self(cache, {slot: np.zeros((count,), np.int32)}, {slot: [-1]}, sampling, seeds)
             sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
             if count == 1:
+                if 1 < self.steps < schema.max_context:
+                    newest = {slot: np.zeros((1,), np.int32)}
+                    *_, cache = self.run_steps(cache, newest, {slot: 1}, sampling, seeds)
+                    sizes["several"] = self.steps
                 offloaded, cache = offload(manager, cache, slot)
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:

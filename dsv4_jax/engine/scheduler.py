@@ -187,6 +187,23 @@ class Scheduler:
         self.current = tuple(item.request for item in scheduled)
         return scheduled
 
+    def schedule_steps(self, most: int) -> dict[Request, int]:
+        """How many steps each running request may take before the host has to look; none where a step is better alone.
+
+        All bring their newest token. Nobody waits, and no request reaches its limit, or the end of a block that is kept
+        for others, before its last step.
+        """
+        counts = {}
+        for request in self.running:
+            length, schema = self.manager.length(request.slot), self.manager.schema
+            unread = len(request.tokens) - length
+            if self.waiting or unread != 1 or request.num_top_logprobs or length + most > schema.max_context:
+                return {}
+            to_boundary = most if self.prefix is None else schema.block_tokens - length % schema.block_tokens
+            counts[request] = min(most, request.remaining, to_boundary)
+        self.current = tuple(counts)
+        return counts if max(counts.values(), default=0) > 1 else {}
+
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens)

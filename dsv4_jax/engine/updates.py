@@ -3,6 +3,7 @@
 import numpy as np
 
 from dsv4_jax.engine.drafters import accept
+from dsv4_jax.engine.requests import Request
 from dsv4_jax.engine.runner import StepResults
 from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
 
@@ -42,3 +43,17 @@ def update(scheduler: Scheduler, item: ScheduledRequest, found: StepResults) -> 
         scheduler.prefix.observe(scheduler.cache, request.slot, request.tokens)
     if request.finish_reason is not None:
         scheduler.finish(request, request.finish_reason)
+
+
+def update_steps(scheduler: Scheduler, request: Request, found: StepResults) -> None:
+    """Gives a request what several decode steps drew for it, one after the other, until it is done.
+
+    The first of them counts as run already.
+    """
+    for step in range(len(found.tokens)):
+        if step:
+            scheduler.manager.advance(request.slot, 1)
+        item = ScheduledRequest(request, request.tokens[-1:], is_prefill=not request.generated)
+        update(scheduler, item, found.rows(slice(step, step + 1)))
+        if request.finish_reason is not None:
+            break
