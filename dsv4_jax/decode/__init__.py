@@ -1,7 +1,7 @@
 """Decoding: one compiled step, a loop of steps on the device, sampling."""
 
 from dsv4_jax.decode.drafts import DraftingModel
-from dsv4_jax.decode.loop import decode_loop
+from dsv4_jax.decode.loop import decode_loop, sample_loop
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import LogprobRows, Sampling, SamplingRows, TopLogprobs, sample
 from dsv4_jax.decode.step import Model, decode_step, draft_step, forward, last_tokens, sample_step, top_step

@@ -39,7 +39,7 @@ class Engine(Summarised):
 
     Attributes:
       manager: owns the slots and blocks; only the engine may admit requests to it.
-      token_budget, draft_tokens, prefix, max_logprobs: as for `__init__`.
+      token_budget, draft_tokens, prefix, max_logprobs, num_scheduler_steps: as for `__init__`.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Engine(Summarised):
                 f"{token_budget=} must be at least {decode_size}: {1 + draft_tokens} for each of {slots} requests"
             )
         self.max_logprobs = check_whole("max_logprobs", max_logprobs, 0, schema.config.vocab_size)
-        if check_whole("num_scheduler_steps", num_scheduler_steps, 1) > 1 and (drafter is not None or uniform):
+        self.num_scheduler_steps = check_whole("num_scheduler_steps", num_scheduler_steps, 1)
+        if num_scheduler_steps > 1 and (drafter is not None or uniform):
             raise ValueError(f"{num_scheduler_steps=} must be 1 with a drafter, or {uniform=}")
         self.manager, self.prefix, self.token_budget, self.draft_tokens = manager, prefix, token_budget, draft_tokens
         model = CompiledModel.of(model)
@@ -332,7 +333,8 @@ class Engine(Summarised):
             scheduler.current = ()
             scheduler.admit()
             self._metrics.waits += len(scheduler.waiting)
-            counts = scheduler.schedule_steps(self._runner.steps) if decode and self._runner.steps > 1 else {}
+            several = decode and self.num_scheduler_steps > 1
+            counts = scheduler.schedule_steps(self.num_scheduler_steps) if several else {}
             if not (counts and self._execute_steps(counts)) and (scheduled := scheduler.schedule(decode=decode)):
                 self._execute(scheduled)
         self._metrics.pools = pool_use(self.manager, self._metrics.pools)
