@@ -11,6 +11,7 @@ from dsv4_jax.ops.indexer_scores import indexer_scores
 from dsv4_jax.ops.indexer_topk import indexer_topk
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import norm_rope
+from dsv4_jax.ops.norm_rope_append import norm_rope_append
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.router import router
 from dsv4_jax.ops.sparse_attention import sparse_attention
