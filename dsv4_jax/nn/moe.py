@@ -24,9 +24,7 @@ class Router(nnx.Module):
         self.config = config
         self.weight = normal(rngs, (config.n_routed_experts, config.hidden_size))
 
-    def __call__(
-        self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]
-    ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> ops.Routing:
         """Routes each token.
 
         Args:
@@ -34,8 +32,8 @@ class Router(nnx.Module):
           token_ids: [T] int32.
 
         Returns:
-          experts [T, k] int32 and their weights [T, k] float32: the scores `sqrt(softplus(logit))` of the selected
-          experts, normalised to sum to routed_scaling_factor.
+          Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalised to sum to
+          routed_scaling_factor.
         """
         config, weight = self.config, self.weight[...]
         options = dict(chosen=config.num_experts_per_tok, factor=config.routed_scaling_factor)
@@ -123,24 +121,22 @@ class Experts(nnx.Module):
         self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
-    def __call__(
-        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
-    ) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"], routing: ops.Routing) -> Float[Array, "T D"]:
         """The sum of each token's experts, see `ops.experts`.
 
         Args:
           x: [T, hidden].
-          experts: [T, k] int32 in [0, E).
-          weights: [T, k] float32.
+          routing: experts in [0, E).
 
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
+        experts, weights, grouped = routing
         if gate_up.shape[0] < self.number:  # those of this device; others add nothing here
-            experts = experts - ops.model_index() * gate_up.shape[0]
-        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit)
+            experts, grouped = experts - ops.model_index() * gate_up.shape[0], None
+        return ops.experts(x, experts, weights, gate_up, down, grouped, limit=self.limit)
 
 
 class MoE(nnx.Module):
@@ -160,5 +156,5 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
-        routed = self.experts(x, *self.gate(x, token_ids))
+        routed = self.experts(x, self.gate(x, token_ids))
         return ops.all_reduce(round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype))

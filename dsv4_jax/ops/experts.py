@@ -19,6 +19,7 @@ def experts(
     weights: Float[Array, "T k"],
     gate_up: Float[Array, "E _ D"] | StoredWeight,
     down: Float[Array, "E D I"] | StoredWeight,
+    grouped: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None,
     *,
     limit: float,
     implementation: str | None = None,
@@ -34,6 +35,7 @@ def experts(
       weights: [T, k] float32.
       gate_up: [E, 2 * I, D], the gate's rows first, or these matrices in the release's storage.
       down: [E, D, I], likewise.
+      grouped: what `ops.router` returned with `selected`, if its experts are these; or None.
       limit: of SwiGLU.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
         weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more, for
@@ -48,10 +50,10 @@ def experts(
         interpret=functools.partial(_experts_kernel, True),
     )
     arrays = x, selected, weights, gate_up, down
-    return run("experts", implementations, implementation, limit, *arrays)
+    return run("experts", implementations, implementation, limit, grouped, *arrays)
 
 
-def _experts_kernel(interpret, limit, *arrays):
+def _experts_kernel(interpret, limit, grouped, *arrays):
     _, selected, _, *stored = arrays
     if not interpret and selected.size > MOST_PAIRS and not all(isinstance(weight, StoredWeight) for weight in stored):
         raise NotImplementedError(
@@ -59,12 +61,15 @@ def _experts_kernel(interpret, limit, *arrays):
         )
 
     def kernel(x, selected, weights, gate_up, down):
-        chosen = experts_kernel if selected.size <= MOST_PAIRS else grouped_experts
         matrices = _for_kernel(gate_up), _for_kernel(down)
-        y = chosen(x, selected, weights, *matrices, limit=limit, interpret=interpret)
+        options = dict(limit=limit, interpret=interpret)
+        if selected.size <= MOST_PAIRS:
+            y = experts_kernel(x, selected, weights, *matrices, grouped, **options)
+        else:
+            y = grouped_experts(x, selected, weights, *matrices, **options)
         return _sum_of_experts(y, selected, gate_up.shape[0])
 
-    return with_gradient_of(functools.partial(_experts_xla, limit), kernel)(*arrays)
+    return with_gradient_of(functools.partial(_experts_xla, limit, None), kernel)(*arrays)
 
 
 def _for_kernel(weight):
@@ -83,7 +88,7 @@ def _sum_of_experts(y, selected, number):
     return functools.reduce(jnp.add, [y[:, j] for j in range(y.shape[1])])
 
 
-def _experts_xla(limit, x, selected, weights, gate_up, down):
+def _experts_xla(limit, grouped, x, selected, weights, gate_up, down):
     tokens, k = selected.shape
     number = gate_up.shape[0]
     here = (selected >= 0) & (selected < number)

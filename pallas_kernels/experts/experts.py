@@ -1,9 +1,9 @@
 """The sum over a token's experts, for few tokens: as long as reading the experts that are hit takes.
 
-One launch sorts pairs of a token and an expert by expert. In the next, a block of threads takes a stretch of the tiles
-of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and multiplies them with up to 8
-of an expert's tokens, which stay in shared memory while its tiles last: see `weight_stream`. Weights of down arrive
-while blocks still wait for what enters it.
+The router, or a launch of its own, groups pairs of a token and an expert by expert. In the next, a block of threads
+takes a stretch of the tiles of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and
+multiplies them with up to 8 of an expert's tokens, which stay in shared memory while its tiles last: see
+`weight_stream`. Weights of down arrive while blocks still wait for what enters it.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import clusters, stream_stores, weight_stream
-from pallas_kernels.common.checks import check_rules
+from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.expert_blocks import FIRST_PAIR, WORDS, most_blocks
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.stored_weights import COLUMNS, HALF, ROWS, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 from pallas_kernels.experts import assignment
-from pallas_kernels.experts.assignment import FIRST_PAIR, WORDS
 from pallas_kernels.experts.expert_operands import check_operands
 
 
@@ -36,6 +36,7 @@ def experts(
     weights: jax.Array,
     gate_up: jax.Array | tuple[jax.Array, jax.Array],
     down: jax.Array | tuple[jax.Array, jax.Array],
+    grouped: tuple[jax.Array, jax.Array] | None = None,
     *,
     limit: float,
     interpret: bool = False,
@@ -50,6 +51,7 @@ def experts(
       gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a
         byte, and scales [E, 2 * I, D / 32] uint8, E8M0. D and I are multiples of 512, of bfloat16 of 256; I may be 256.
       down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
+      grouped: what `router` returned with `selected`, or None: pairs are sorted here.
       limit: of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -66,7 +68,10 @@ def experts(
     check_rules({f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS})
     selected, weights = selected.reshape(-1), weights.reshape(-1)
     p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, limit)
-    table, counts = assignment.assign(selected, number, interpret=interpret)
+    table, counts = grouped or assignment.assign(selected, number, interpret=interpret)
+    blocks = most_blocks(pairs, number)
+    check_array("grouped pairs", table, jnp.int32, blocks * WORDS)
+    check_array("grouped pairs' counts", counts, jnp.int32, 1 + blocks)
     operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices)
     hidden, y = (jax.ShapeDtypeStruct((pairs, width), jnp.bfloat16) for width in (inner, depth))
     if interpret or not runs_all_blocks_at_once():
@@ -107,7 +112,7 @@ def _launch(p, maps, out_type, table, counts, weights, x, operands, interpret):
     """`maps`: whether it multiplies with gate and up, and with down."""
     workers = 3 if interpret else MULTIPROCESSORS
     # The most blocks of pairs of which a block of threads has tiles.
-    most = [-(-table.shape[0] // workers) + 1] * sum(maps)
+    most = [-(-table.shape[0] // (WORDS * workers)) + 1] * sum(maps)
     run = kernel(
         functools.partial(_body, p, maps),
         out_type=out_type,
@@ -124,7 +129,7 @@ def _launch(p, maps, out_type, table, counts, weights, x, operands, interpret):
         ),
         interpret=interpret,
     )
-    return run(table.reshape(-1), counts, weights, x, operands)
+    return run(table, counts, weights, x, operands)
 
 
 def _body(p, maps, table, counts, weights, x, matrices, *outs, tables, factors, ready, stream):

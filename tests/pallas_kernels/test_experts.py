@@ -100,6 +100,22 @@ def test_pairs_without_an_expert_here_add_nothing(implementation, number):
     compare(implementation, x, without_some_experts(selected), *others)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_pairs_grouped_by_the_router(implementation):
+    x, _, _, *matrices = operands(2, 1, 128, 512, 256)
+    keys = jax.random.split(jax.random.key(0))
+    weight, bias = jax.random.normal(keys[0], (128, 512)), jax.random.normal(keys[1], (128,))
+    routing = ops.router(x, weight, bias, chosen=1, factor=1.0, implementation=implementation)
+    assert routing.grouped is not None
+    arrays = x, routing.experts, routing.weights, *matrices
+    got = run(*arrays, routing.grouped, implementation=implementation)
+    np.testing.assert_array_equal(got, run(*arrays, implementation=implementation))
+    # Not grouped once more: the table counts.
+    table, counts = routing.grouped
+    other = table.at[0].set((table[0] + 1) % 128), counts
+    assert not np.array_equal(got, run(*arrays, other, implementation=implementation))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["FP4", "BF16"])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
