@@ -105,7 +105,7 @@ def router(
     together = tokens <= MOST_GROUPED_TOKENS
     if together:
         blocks = most_blocks(tokens * chosen, experts)
-        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, 1 + blocks)]
+        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, 2 + blocks)]
         scratch |= dict(
             sizes=plgpu.SMEM((scratch_words(experts),), jnp.int32),
             selected=plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None,

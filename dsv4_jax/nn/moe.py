@@ -10,6 +10,7 @@ from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.layers import Linear, normal
 from dsv4_jax.nn.projections import Projections
+from dsv4_jax.ops.linear import Matrix
 from dsv4_jax.quant import round_to
 
 
@@ -105,6 +106,12 @@ class MLP(nnx.Module):
         inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))
 
+    def joined_matrices(self) -> tuple[Matrix, Matrix] | None:
+        """(those of gate and up, that of down) as `ops.experts` takes them; None where the first two are not joined."""
+        if not self.input_projections.joined:
+            return None
+        return self.input_projections.joined[0].weight.get_value(), self.down_proj.weight.get_value()
+
 
 class Experts(nnx.Module):
     """All routed experts' weights, and their sum for each token.
@@ -121,12 +128,15 @@ class Experts(nnx.Module):
         self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
-    def __call__(self, x: Float[Array, "T D"], routing: ops.Routing) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], routing: ops.Routing, shared: tuple[Matrix, Matrix] | None = None
+    ) -> Float[Array, "T D"]:
         """The sum of each token's experts, see `ops.experts`.
 
         Args:
           x: [T, hidden].
           routing: experts in [0, E).
+          shared: None, or the matrices of an expert that all tokens have.
 
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
@@ -136,7 +146,7 @@ class Experts(nnx.Module):
         experts, weights, grouped = routing
         if gate_up.shape[0] < self.number:  # those of this device; others add nothing here
             experts, grouped = experts - ops.model_index() * gate_up.shape[0], None
-        return ops.experts(x, experts, weights, gate_up, down, grouped, limit=self.limit)
+        return ops.experts(x, experts, weights, gate_up, down, grouped, shared, limit=self.limit)
 
 
 class MoE(nnx.Module):
@@ -156,5 +166,8 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
-        routed = self.experts(x, self.gate(x, token_ids))
-        return ops.all_reduce(round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype))
+        shared = self.shared_experts.joined_matrices()
+        y = self.experts(x, self.gate(x, token_ids), shared)
+        if shared is None:
+            y += self.shared_experts(x).astype(jnp.float32)
+        return ops.all_reduce(round_to(y, x.dtype))

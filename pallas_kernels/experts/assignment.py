@@ -27,7 +27,7 @@ def assign(selected: jax.Array, experts: int, *, interpret: bool = False) -> tup
         functools.partial(_body, experts),
         out_type=(
             jax.ShapeDtypeStruct((blocks * WORDS,), jnp.int32),
-            jax.ShapeDtypeStruct((1 + blocks,), jnp.int32),
+            jax.ShapeDtypeStruct((2 + blocks,), jnp.int32),
         ),
         kernel_name="experts_assign",
         grid=(1,),
