@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import bfloat16_words as words, clusters, mlir_helpers as mlir, thread_ops, vectors
 from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.expert_blocks import WORDS, group_pairs, most_blocks, scratch_words
+from pallas_kernels.common.expert_blocks import WORDS, counts_size, group_pairs, most_blocks, scratch_words
 from pallas_kernels.common.mlir_helpers import THREADS, WARP
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.support import traced_once
@@ -105,7 +105,7 @@ def router(
     together = tokens <= MOST_GROUPED_TOKENS
     if together:
         blocks = most_blocks(tokens * chosen, experts)
-        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, 2 + blocks)]
+        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, counts_size(blocks, depth))]
         scratch |= dict(
             sizes=plgpu.SMEM((scratch_words(experts),), jnp.int32),
             selected=plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None,

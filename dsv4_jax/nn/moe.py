@@ -139,7 +139,7 @@ class Experts(nnx.Module):
           shared: None, or the matrices of an expert that all tokens have.
 
         Returns:
-          [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
+          [T, hidden] float32; each linear is rounded to x's dtype, the sum is not, but with a shared expert.
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
@@ -169,5 +169,5 @@ class MoE(nnx.Module):
         shared = self.shared_experts.joined_matrices()
         y = self.experts(x, self.gate(x, token_ids), shared)
         if shared is None:
-            y += self.shared_experts(x).astype(jnp.float32)
-        return ops.all_reduce(round_to(y, x.dtype))
+            y = round_to(y + self.shared_experts(x).astype(jnp.float32), x.dtype)
+        return ops.all_reduce(y)

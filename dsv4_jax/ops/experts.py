@@ -45,12 +45,13 @@ def experts(
         bfloat16 only in the interpreter: on a GPU its results were wrong, so XLA multiplies.
 
     Returns:
-      [T, D] float32; each linear map is rounded to x's dtype, the sum is not. The shared expert is its last term.
+      [T, D] float32; each linear map is rounded to x's dtype, the sum is not. With a shared expert, whose is the last
+      term, the sum is rounded to x's dtype too.
     """
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
         options = dict(limit=limit, implementation=implementation)
         routed = experts(x, selected, weights, gate_up, down, grouped, **options)
-        return routed + _shared_expert(limit, x, *shared, implementation=implementation)
+        return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
     implementations = dict(
         xla=_experts_xla,
         mosaic_gpu=functools.partial(_experts_kernel, False),
@@ -68,15 +69,14 @@ def _experts_kernel(interpret, limit, grouped, *arrays):
         )
 
     def kernel(x, selected, weights, gate_up, down, *shared):
-        matrices, last = (_for_kernel(gate_up), _for_kernel(down)), None
+        matrices = _for_kernel(gate_up), _for_kernel(down)
         options = dict(limit=limit, interpret=interpret)
         if selected.size <= MOST_PAIRS:
             codes = tuple((weight.codes, weight.scale) for weight in shared) or None
-            y, last = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
+            y = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
         else:
             y = grouped_experts(x, selected, weights, *matrices, **options)
-        y = _sum_of_experts(y, selected, gate_up.shape[0])
-        return y if last is None else y + last.astype(jnp.float32)
+        return y if shared else _sum_of_experts(y, selected, gate_up.shape[0])
 
     return with_gradient_of(functools.partial(_experts_xla, limit, None), kernel)(*arrays)
 
@@ -114,7 +114,9 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
 
 def _experts_xla(limit, grouped, x, selected, weights, gate_up, down, *shared):
     y = _routed_xla(limit, x, selected, weights, gate_up, down)
-    return y + _shared_expert(limit, x, *shared, implementation="xla") if shared else y
+    if not shared:
+        return y
+    return round_to(y + _shared_expert(limit, x, *shared, implementation="xla"), x.dtype)
 
 
 def _routed_xla(limit, x, selected, weights, gate_up, down):

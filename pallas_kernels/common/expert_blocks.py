@@ -6,6 +6,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops as ops
 from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.stored_weights import ROWS
 from pallas_kernels.common.thread_ops import U32
 
 
@@ -18,6 +19,11 @@ _WARPS = mlir.THREADS // mlir.WARP
 def most_blocks(pairs: int, experts: int) -> int:
     """The most blocks of pairs of one expert that there can be."""
     return min(pairs, experts + pairs // SIZE)
+
+
+def counts_size(blocks: int, channels: int) -> int:
+    """Of the counts that `experts` keeps: their number, one of each block and of the shared expert, of each tile."""
+    return 2 + blocks + channels // ROWS
 
 
 def scratch_words(experts: int) -> int:
@@ -33,11 +39,11 @@ def group_pairs(selected, table, counts, experts: int, scratch) -> None:
       selected: [P] int32 in global memory, the expert of each pair; pairs with none in 0 .. E - 1 are left out.
       table: [blocks * 16] int32 in global memory, receives of each block its expert, and its pairs from word 8 on, -1
         where there is none; unspecified after the last block.
-      counts: [2 + blocks] int32 in global memory, receives the number of blocks, then zeros.
+      counts: [N] int32 in global memory, receives the number of blocks, then zeros; N at least 1.
       experts: E.
       scratch: [`scratch_words(E)`] int32 in shared memory.
     """
-    blocks, chosen = counts.shape[0] - 2, selected[...]
+    blocks, chosen = table.shape[0] // WORDS, selected[...]
     here = (chosen >= 0) & (chosen < experts)
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
@@ -46,12 +52,12 @@ def group_pairs(selected, table, counts, experts: int, scratch) -> None:
     place = jnp.where(here, (jnp.cumsum(filled) - filled)[jnp.where(here, chosen, 0)] + rank // SIZE, blocks)
     rows = jnp.full((blocks, WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
     table[...] = rows.at[place, FIRST_PAIR + rank % SIZE].set(pairs, mode="drop").reshape(-1)
-    counts[...] = jnp.zeros((2 + blocks,), jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
+    counts[...] = jnp.zeros(counts.shape, jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
 
 
 @group_pairs.mosaic
 def _(selected, table, counts, experts, scratch):
-    pairs, blocks = selected.shape[0], counts.shape[0] - 2
+    pairs, blocks, cleared = selected.shape[0], table.shape[0] // WORDS, counts.shape[0]
     number = (scratch.shape[0] - _WARPS) // (_WARPS + 1)
     threads = mlir.THREADS
     # Consecutive pairs of a warp, and a turn's 32 of these.
@@ -75,7 +81,7 @@ def _(selected, table, counts, experts, scratch):
                         visit(at)
 
         every(_WARPS * number, lambda i: ops.store(sizes + (i << 2), 0))
-        every(2 + blocks, lambda i: ops.store_global(counts, i, U32(0)))
+        every(cleared, lambda i: ops.store_global(counts, i, U32(0)))
         every(blocks * WORDS, lambda i: ops.store_global(table, i, U32(0xFFFFFFFF)))
         mgpu.utils.warpgroup_barrier()
         found = []

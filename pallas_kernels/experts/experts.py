@@ -18,8 +18,8 @@ from jax import lax
 
 from pallas_kernels.common import clusters, stream_stores, weight_stream
 from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.expert_blocks import FIRST_PAIR, WORDS, most_blocks
-from pallas_kernels.common.primitive import kernel
+from pallas_kernels.common.expert_blocks import FIRST_PAIR, WORDS, counts_size, most_blocks
+from pallas_kernels.common.primitive import interpreting, kernel
 from pallas_kernels.common.stored_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
@@ -43,7 +43,7 @@ def experts(
     *,
     limit: float,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> jax.Array:
     """What each of a token's experts makes of it: `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), +-limit))`.
 
     Args:
@@ -63,8 +63,9 @@ def experts(
 
     Returns:
       [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Unspecified for pairs
-      that have no expert. And what the shared expert makes of each token, [T, D] bfloat16, or None. The order of a sum
-      depends on the weights' shapes and storage alone.
+      that have no expert. With a shared expert [T, D] bfloat16: the sum over the pairs that have an expert, in their
+      order, and the shared one, in float32, rounded. The order of a product's sums depends on the weights' shapes and
+      storage alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -78,24 +79,38 @@ def experts(
         check_shared(tokens, depth, inner, layout, *shared)
     shared_inner = 0 if shared is None else shared[1][0].shape[1]
     p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
-    table, counts = grouped or assignment.assign(selected, number, interpret=interpret)
+    table, counts = grouped or assignment.assign(selected, number, depth, interpret=interpret)
     check_array("grouped pairs", table, jnp.int32, p.blocks * WORDS)
-    check_array("grouped pairs' counts", counts, jnp.int32, 2 + p.blocks)
+    check_array("grouped pairs' counts", counts, jnp.int32, counts_size(p.blocks, depth))
     operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
     rows = (pairs, tokens) if shared else (pairs,)
     hidden, y = (
         [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
         for widths in ((inner, shared_inner), (depth, depth))
     )
+    if shared and not interpret:
+        y.append(jax.ShapeDtypeStruct((tokens, depth), jnp.bfloat16))
+    counts = jax.new_ref(counts)
+    launch = functools.partial(_launch, p, interpret=interpret)
+    arrays = selected, table, counts, weights, operands
     if interpret or not runs_all_blocks_at_once():
         # Blocks that may run one after the other do not wait for each other.
         up, down_ = (True, False), (False, True)
-        (hidden,) = _launch(p, up, (hidden,), table, counts, weights, [x] * len(rows), operands, interpret=interpret)
-        (y,) = _launch(p, down_, (y,), table, counts, weights, hidden, operands, interpret=interpret)
+        (hidden,) = launch(up, (hidden,), [x] * len(rows), *arrays)
+        (y,) = launch(down_, (y,), hidden, *arrays)
     else:
-        counts, inputs = jax.new_ref(counts), [x] * len(rows)
-        _, y = _launch(p, (True, True), (hidden, y), table, counts, weights, inputs, operands, interpret=False)
-    return y[0].reshape(tokens, -1, depth), y[1] if shared else None
+        _, y = launch((True, True), (hidden, y), [x] * len(rows), *arrays)
+    if not shared:
+        return y[0].reshape(tokens, -1, depth)
+    return _total(y[0], y[1], selected, number) if interpret else y[-1]
+
+
+def _total(terms, last, selected, experts):
+    """What `assignment.add_up` makes of all tiles."""
+    here = (selected >= 0) & (selected < experts)
+    terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
+    total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
+    return (total + last.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +176,7 @@ class ExpertsProblem:
         return -(-tiles // self.tiles[i]) + 1
 
 
-def _launch(p, maps, out_type, table, counts, weights, inputs, operands, interpret):
+def _launch(p, maps, out_type, inputs, selected, table, counts, weights, operands, *, interpret):
     """Outputs of the experts, and of the shared one, of each map.
 
     `maps`: whether it multiplies with gate and up, and with down; `inputs`: of the experts, and of the shared one.
@@ -179,16 +194,21 @@ def _launch(p, maps, out_type, table, counts, weights, inputs, operands, interpr
         scratch_types=dict(
             tables=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in most],
             factors=plgpu.SMEM((most[0] * COLUMNS,), jnp.float32) if maps[0] else None,
+            scratch=plgpu.SMEM((4,), jnp.int32),
             ready=plgpu.Barrier(num_arrivals=weight_stream.WARPGROUPS),
             stream=p.stream.scratch(4 * WORDS * 2 * sum(most) + 2048, interpret=interpret),
         ),
         interpret=interpret,
     )
-    outs = run(table, counts, weights, inputs, operands)
-    return [outs[i : i + len(inputs)] for i in range(0, len(outs), len(inputs))]
+    return _by_map(run(selected, table, counts, weights, inputs, operands), maps, len(inputs))
 
 
-def _body(p, maps, table, counts, weights, inputs, matrices, *outs, tables, factors, ready, stream):
+def _by_map(outs, maps, each):
+    """What is of the first map, and what is of the second; the latter may have more."""
+    return [outs[:each], outs[each:]] if all(maps) else [outs]
+
+
+def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, tables, factors, ready, scratch, stream):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers, blocks, both = lax.axis_size("worker"), counts[0], all(maps)
     todo = [i for i in range(2) if maps[i]]
@@ -243,6 +263,7 @@ def _body(p, maps, table, counts, weights, inputs, matrices, *outs, tables, fact
                 stream_stores.store_swiglu(out, sums, tile, p.limit, pairs_of(n), own_factors)
             else:
                 stream_stores.store_rows(out, sums, tile, pairs_of(n))
+                add_up(tile)
             if both and gated:
                 assignment.announce(counts, first_block + block_of(n))
 
@@ -269,14 +290,21 @@ def _body(p, maps, table, counts, weights, inputs, matrices, *outs, tables, fact
                 stream_stores.store_swiglu(out, sums, first + n, p.limit)
             else:
                 stream_stores.store_rows(out, sums, first + n)
+                add_up(first + n)
             if both and gated:
                 assignment.announce(counts, jnp.int32(p.blocks))
 
         depth, (codes, scales) = p.shared if i else p.depth, matrices[1][i]
         return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
-    outs = [outs[i : i + len(inputs)] for i in range(0, len(outs), len(inputs))]
-    products = []
+    outs, products = _by_map(outs, maps, len(inputs)), []
+
+    def add_up(tile):
+        if p.shared and not interpreting():
+            terms, last, total = outs[-1]
+            arrays = total, terms, last, selected, counts
+            assignment.add_up(*arrays, 2 + p.blocks, tile, p.experts, scratch)
+
     for n, i in enumerate(todo):
         sources = inputs if n == 0 else outs[0]
         products.append(product(i, sources[0], outs[n][0], tables[n], *stretches[n]))
