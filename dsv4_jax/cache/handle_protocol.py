@@ -20,6 +20,16 @@ class CacheHandle(Protocol):
 
     def write_swa(self, kv: Float[Array, "T D"]) -> "CacheHandle": ...
 
+    def norm_rope_append(
+        self,
+        q: Float[Array, "T H D"],
+        kv: Float[Array, "T D"],
+        weight: Float[Array, "D"],
+        inv_freq: Float[Array, "P"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "T H D"], "CacheHandle"]: ...
+
     def flush(
         self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
     ) -> "CacheHandle": ...

@@ -161,6 +161,18 @@ class WindowOnlyHandle:
     def write_swa(self, kv: Float[Array, "T D"]) -> "WindowOnlyHandle":
         return WindowOnlyHandle(self.window.write_swa(kv))
 
+    def norm_rope_append(
+        self,
+        q: Float[Array, "T H D"],
+        kv: Float[Array, "T D"],
+        weight: Float[Array, "D"],
+        inv_freq: Float[Array, "P"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "T H D"], "WindowOnlyHandle"]:
+        q, window = self.window.norm_rope_append(q, kv, weight, inv_freq, eps=eps)
+        return q, WindowOnlyHandle(window)
+
     def flush(
         self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
     ) -> "WindowOnlyHandle":

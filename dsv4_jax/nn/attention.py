@@ -16,7 +16,7 @@ from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery
 from dsv4_jax.nn.layers import GroupedLinear, Linear, RMSNorm, normal
 from dsv4_jax.nn.projections import Projections
-from dsv4_jax.ops import all_reduce, apply_rope, norm_rope
+from dsv4_jax.ops import all_reduce, apply_rope
 
 
 class Attention(nnx.Module):
@@ -79,14 +79,13 @@ class Attention(nnx.Module):
           y [T, hidden] in x's dtype; the carry, with this layer's own selection; the updated cache.
         """
         config, spec = self.config, self.config.layers[self.layer]
-        positions = jnp.maximum(handle.batch.positions, 0)
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         of_x = self.input_projections(self, x)
         of_latent = self.latent_projections(self, of_x["q_a_proj"], self.q_a_norm)
         q = of_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
-        q, kv = norm_rope(q, of_x["kv_proj"], self.kv_norm.weight[...], positions, inv_freq, eps=config.rms_norm_eps)
-        handle = handle.write_swa(kv)
+        rows = q, of_x["kv_proj"], self.kv_norm.weight[...]
+        q, handle = handle.norm_rope_append(*rows, inv_freq, eps=config.rms_norm_eps)
 
         def operands(path):
             return of_x[f"{path}.kv_proj"], of_x[f"{path}.gate_proj"], operator.attrgetter(path)(self).weights()

@@ -1,7 +1,8 @@
-"""Quantising rows and index keys, bit-equal to `dsv4_jax.quant`; storing one that lies over a warpgroup.
+"""Quantising rows and index keys, bit-equal to `dsv4_jax.quant`; storing one that lies over a warp or a warpgroup.
 
-What turns largest magnitudes into scales, and values into codes, works in any register layout. `encode_row` and
-`encode_key` are for vectors over a warpgroup (see `vectors`).
+What turns largest magnitudes into scales, and values into codes, works in any register layout. `store_quantised` is for
+rows of which each warp has one (see `kv_rows`), `encode_row` and `encode_key` for vectors over a warpgroup (see
+`vectors`).
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import mlir_helpers as mlir, vectors
+from pallas_kernels.common import kv_rows, mlir_helpers as mlir, vectors
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.layouts import KeyLayout, RowLayout
 from pallas_kernels.common.primitive import primitive
@@ -54,6 +55,28 @@ def _(x, layout):
         return [mlir.ptx("rcp.rn.f32 $0, $1;", value, results=f32, pure=True) for value in mlir.values(x)]
 
     return mlir.inline(emit, x, layout=lambda _: layout, returns=x)
+
+
+def store_quantised(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
+    """Quantises x [4, 8, 64] float32, a row of each warp, and writes each to a row of pools; -1 writes nothing.
+
+    `pools`: references to (nope, rope, scale) [R, ..] in global memory; the padding of E8M0 scales is written too.
+    """
+    nope, rope, scale = pools
+    nope_groups = layout.nope_dim // kv_rows.GROUP
+    if layout.scale_block is None:
+        group = kv_rows.iota(x.shape, 1)
+        largest = jnp.max(jnp.max(jnp.where(group < nope_groups, jnp.abs(x), 0.0), axis=2), axis=1)
+        stored, factor = row_scale(largest, kv_rows.PER_ROW)
+        factor = lax.broadcast_in_dim(factor, x.shape, (0,))
+    else:
+        bits, factor = block_scale(jnp.max(jnp.abs(x), axis=2))
+        factor = lax.broadcast_in_dim(factor, x.shape, (0, 1))
+        group = kv_rows.iota(bits.shape, 1)
+        stored = jnp.where(group < nope_groups, bits, 0).astype(jnp.uint8)
+    kv_rows.store_rows(nope, row, e4m3_codes(x * factor))
+    kv_rows.store_rows(rope, row, x.astype(jnp.bfloat16), first_group=nope_groups)
+    kv_rows.store_rows(scale, row, stored)
 
 
 def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first, keep, scratch) -> None:

@@ -28,12 +28,12 @@ from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.combine import combine
+from pallas_kernels.sparse_attention.dense_rows import HALF, turn_back
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, AttentionProblem, Paged as Paged, RowAddresses
 
 
 HEADS = 64  # of a block: the rows of one `wgmma`
-HALF = ROW_DIM // 2
 STAGES = 2
 # Warpgroups: one scores and adds the first half of the columns, one adds the second half, one gathers.
 SCORER, ADDER, LOADER = range(3)
@@ -59,6 +59,7 @@ def sparse_attention(
     layer: jax.Array,
     rings: tuple[jax.Array, jax.Array, jax.Array],
     compressed: Paged | None,
+    inv_freq: jax.Array | None = None,
     *,
     window: int,
     layout: RowLayout,
@@ -77,6 +78,8 @@ def sparse_attention(
       rings: (nope [layers, slots, ring, N] uint8, rope [.., R] bfloat16, scale as in `Paged`); the row of a position is
         `position % ring`.
       compressed: entries, or None.
+      inv_freq: [P] float32, at most 1, P a multiple of 4 up to 128: the last 2 * P channels of results are
+        rotated back by the token's position, in interleaved pairs. Rounded before and after. None: they are not.
       window: rows a token sees, itself included; a multiple of 64, at most the ring.
       layout: of the rings' rows: N + R = 512, both multiples of 64, a scale for 64 values or one for the row. The NaN
         codes 0x7F and 0xFF are read as +-480.
@@ -106,6 +109,10 @@ def sparse_attention(
     )
     if places is not None:
         check_array("places", places, jnp.int32, tokens)
+    if inv_freq is not None:
+        check_array("inv_freq", inv_freq, jnp.float32, None)
+        pairs = len(inv_freq)
+        check_rules({f"up to {HALF // 2} pairs, a multiple of 4, got {pairs}": 2 * pairs <= HALF and pairs % 4 == 0})
     if compressed is not None:
         check_rules({f"one layout, got {layout} and {compressed.layout}": compressed.layout == layout})
         check_row_pools(layout, *compressed.pools)
@@ -133,10 +140,13 @@ def sparse_attention(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if splits == 1:
-        return run(q, sinks, problem)
-    sums, stats = run(q, sinks, problem)
-    return combine(sums, stats, sinks, interpret=interpret)
+    if splits > 1:
+        sums, stats = run(q, sinks, problem, None)
+        return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
+    if inv_freq is None:
+        return run(q, sinks, problem, None)
+    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
+    return run(q, sinks, problem, (jnp.cos(angle), jnp.sin(angle)))
 
 
 def _splits(blocks, tiles):
@@ -196,7 +206,7 @@ class PipelineBuffers:
         )
 
 
-def _body(splits, q, sinks, problem, out, stats=None, *, buffers):
+def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
     """A block: its part of a token's attention, or with `splits` the sums of the part and their `stats`."""
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
     heads = pl.ds(lax.axis_index("heads") * HEADS, HEADS)
@@ -213,7 +223,10 @@ def _body(splits, q, sinks, problem, out, stats=None, *, buffers):
         if scale is None:
             wgmma_results.store(out.at[token, split, heads, columns], acc)
             return
-        buffers.queries[0, :, columns] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(jnp.bfloat16)
+        acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
+        if angles is not None and warpgroup == ADDER:
+            acc = turn_back(acc, angles, token)
+        buffers.queries[0, :, columns] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.barrier_arrive(buffers.stored)
         plgpu.barrier_wait(buffers.stored)
