@@ -147,7 +147,12 @@ class DenseHandle:
         keys = None if index is None else self._rounded_index(self._pool(*index), keys=True)
         return dataclasses.replace(self, entries=entries, keys=keys)
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]:
+        if inv_freq is not None:
+            q = ops.apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq)
+
         def score(block):
             q, weights = block
             dots = jax.nn.relu(_product("bqhd,bed->bqhe", q, self.keys))

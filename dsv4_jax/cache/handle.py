@@ -189,19 +189,22 @@ class LayerCacheHandle(Summarised):
         batch, view = self.batch, self.read_classical_view()
         return self._of_all_parts(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]:
         """[T, E] float32 scores of every entry for every token (see `ops.indexer_scores`).
 
         Where the context is split, -inf for entries of other devices.
 
         Args:
-          q: [T, index heads, index_head_dim] after RoPE.
+          q: [T, index heads, index_head_dim].
           weights: [T, index heads] float32.
+          inv_freq: [P] radians per token, by which q is rotated first; None: q comes after RoPE.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions)
+        return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
         """[T, index_topk] int32 best entries of each token, ascending, -1 at the end (see `ops.indexer_topk`)."""

@@ -178,7 +178,9 @@ class WindowOnlyHandle:
     ) -> "WindowOnlyHandle":
         return self
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]:
         return jnp.zeros((q.shape[0], 0), jnp.float32)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:

@@ -126,15 +126,22 @@ def quantise_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, 
     if layout.hadamard:
         x = round_bfloat16(_hadamard(x, layout.dim, scratch))
     amax = vectors.butterfly(jnp.maximum, jnp.abs(x), layout.scale_block // 2, 1, scratch)
+    stored, step, factor = key_scales(amax, layout, vectors.layout(x.shape[0]))
+    return e2m1_codes(x * factor), stored, step
+
+
+def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(Scale bits, uint8; what codes are multiples of; what to multiply values with) of blocks of E2M1 values.
+
+    `amax`: their largest magnitudes, float32; `registers`: its layout.
+    """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
-        stored, step, factor = bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
-    else:
-        stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
-        step = _e4m3_value(stored) * layout.global_scale
-        inverse = divide_one(jnp.where(step > 0, step, 1.0), vectors.layout(x.shape[0]))
-        factor = jnp.where(step > 0, inverse, 0.0)
-    return _e2m1_codes(x * factor), stored, step
+        return bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
+    stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
+    step = _e4m3_value(stored) * layout.global_scale
+    inverse = divide_one(jnp.where(step > 0, step, 1.0), registers)
+    return stored, step, jnp.where(step > 0, inverse, 0.0)
 
 
 def _hadamard(x, dim, scratch):
@@ -162,7 +169,7 @@ def _e4m3_value(bits):
     return jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
 
 
-def _e2m1_codes(x):
+def e2m1_codes(x: jax.Array) -> jax.Array:
     """Codes 0 to 15 as int32, ties to even."""
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8

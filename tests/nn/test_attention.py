@@ -50,8 +50,8 @@ class RecordingHandle(LayerCacheHandle):
         self.calls["flush"] = (kv, gate, weights), index
         return self
 
-    def indexer_scores(self, q, weights):
-        self.calls["indexer_scores"] = q, weights
+    def indexer_scores(self, q, weights, inv_freq=None):
+        self.calls["indexer_scores"] = apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq), weights
         return jnp.zeros((4, 9))
 
     def indexer_topk(self, scores):

@@ -39,8 +39,8 @@ class RecordingHandle:
         out, handle = self.handle.attend(*args)
         return out, dataclasses.replace(self, handle=handle)
 
-    def indexer_scores(self, q, weights):
-        self.record["scores"] = self.handle.indexer_scores(q, weights)
+    def indexer_scores(self, *args):
+        self.record["scores"] = self.handle.indexer_scores(*args)
         return self.record["scores"]
 
     def indexer_topk(self, scores):
