@@ -36,8 +36,7 @@ def experts(
       down: [E, D, I], likewise.
       limit: of SwiGLU.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
-        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more, for
-        bfloat16 only in the interpreter: on a GPU its results were wrong, so XLA multiplies.
+        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more.
 
     Returns:
       [T, D] float32; each linear map is rounded to x's dtype, the sum is not.
@@ -52,12 +51,6 @@ def experts(
 
 
 def _experts_kernel(interpret, limit, *arrays):
-    _, selected, _, *stored = arrays
-    if not interpret and selected.size > MOST_PAIRS and not all(isinstance(weight, StoredWeight) for weight in stored):
-        raise NotImplementedError(
-            f"the kernel for bfloat16 takes up to {MOST_PAIRS} pairs of a token and an expert, got {selected.size}"
-        )
-
     def kernel(x, selected, weights, gate_up, down):
         chosen = experts_kernel if selected.size <= MOST_PAIRS else grouped_experts
         matrices = _for_kernel(gate_up), _for_kernel(down)
