@@ -41,8 +41,7 @@ def experts(
         storage, as the others, up to 8 tokens pass it in the same launch.
       limit: of SwiGLU.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
-        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more, for
-        bfloat16 only in the interpreter: on a GPU its results were wrong, so XLA multiplies.
+        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more.
 
     Returns:
       [T, D] float32; each linear map is rounded to x's dtype, the sum is not. With a shared expert, whose is the last
@@ -62,12 +61,6 @@ def experts(
 
 
 def _experts_kernel(interpret, limit, grouped, *arrays):
-    _, selected, _, *stored = arrays[:5]
-    if not interpret and selected.size > MOST_PAIRS and not all(isinstance(weight, StoredWeight) for weight in stored):
-        raise NotImplementedError(
-            f"the kernel for bfloat16 takes up to {MOST_PAIRS} pairs of a token and an expert, got {selected.size}"
-        )
-
     def kernel(x, selected, weights, gate_up, down, *shared):
         matrices = _for_kernel(gate_up), _for_kernel(down)
         options = dict(limit=limit, interpret=interpret)
