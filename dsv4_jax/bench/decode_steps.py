@@ -309,13 +309,11 @@ def _fits(config, weights, sizes, mesh):
 
 
 def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOptions) -> dict[str, Any]:
-    blocks, devices = (
-        requests * -(-context // BLOCK_TOKENS),
-        options.mesh.size if options.mesh and options.split_context else 1,
-    )
+    blocks = requests * -(-context // BLOCK_TOKENS)
+    devices = options.mesh.size if options.mesh and options.split_context else 1
     sizes = dict(num_blocks=-(-blocks // devices) * devices, max_requests=requests, max_context=context)
-    split = dict(split_context=options.split_context)
-    return sizes | split | dict(kv_format=kv_format, max_query_tokens=1 + options.drafts)
+    sizes |= dict(max_query_tokens=1 + options.drafts, split_context=options.split_context)
+    return sizes | dict(kv_format=kv_format)
 
 
 def _steps_in_a_row(decoder: StackDecoder) -> float:
