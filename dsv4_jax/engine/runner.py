@@ -1,5 +1,6 @@
 """Runs an engine's steps on the device, in programs of fixed shapes."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, LogprobRows, SamplingRows, TopLogprobs
 from dsv4_jax.engine.requests import Request
-from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.forward import first_tokens
 
 
@@ -157,8 +158,9 @@ class StepRunner:
             if count == 1:
                 if 1 < self.steps < schema.max_context:
                     newest = {slot: np.zeros((1,), np.int32)}
-                    *_, cache = self.run_steps(cache, newest, {slot: 1}, sampling, seeds)
-                    sizes["several"] = self.steps
+                    with contextlib.suppress(CacheFullError):  # in so small a cache steps always run alone
+                        *_, cache = self.run_steps(cache, newest, {slot: 1}, sampling, seeds)
+                        sizes["several"] = self.steps
                 offloaded, cache = offload(manager, cache, slot)
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:

@@ -68,6 +68,16 @@ def test_where_blocks_are_few_steps_run_alone(small, tight):
     assert tokens[0] == tokens[1]
 
 
+def test_a_cache_too_small_for_several_steps(small, wide):
+    """One token and 32 more want three blocks of 16."""
+    manager = wide(2)
+    engine = several(small, manager, num_scheduler_steps=32)
+    assert engine.warm_up() == {"mixed": BUDGET, "decode": 3} and is_drained(engine, 2)
+    request = engine.add(PROMPTS[0], max_new_tokens=8)
+    drain(engine)
+    assert len(request.generated) == 8 and is_drained(engine, 2)
+
+
 def test_not_with_drafts(small, roomy):
     for options in (dict(drafter=PromptLookup()), dict(uniform=True)):
         with pytest.raises(ValueError, match="num_scheduler_steps=6 must be 1 with a drafter, or uniform="):
