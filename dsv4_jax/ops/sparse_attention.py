@@ -150,9 +150,7 @@ def _part(q, kv, valid, least=LOWEST):
 
 
 def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, interpret):
-    # A block of the kernel has 64 heads, of which a device that shares a layer with others may have fewer.
-    heads, missing = q.shape[1], -q.shape[1] % HEADS
-    q, sinks = jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
+    heads = q.shape[1]
     layout = quantised(window.layout)
     # Kernels rotate back what lies together in a warpgroup.
     turned = None
@@ -165,7 +163,7 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         if turned is not None:
             angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * turned[None, :]
             angles = jnp.cos(angle), jnp.sin(angle)
-        out = many_queries(q, sinks, rows, angles, interpret=interpret)
+        out = many_queries(*_padded(q, sinks, HEADS), rows, angles, interpret=interpret)
         return turned_back(out[:, :heads], positions, inv_freq)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
@@ -182,8 +180,8 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
             quantised(compressed.layout),
         )
     out = kernel(
-        q,
-        sinks,
+        # A device that shares a layer with others may have few heads.
+        *_padded(q, sinks, min(HEADS, -(-heads // 8) * 8)),
         slots,
         positions,
         layer,
@@ -196,6 +194,12 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
         interpret=interpret,
     )
     return turned_back(out[:, :heads], positions, inv_freq)
+
+
+def _padded(q, sinks, multiple):
+    """q and sinks of a multiple of so many heads."""
+    missing = -q.shape[1] % multiple
+    return jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
 
 
 def _dense_rows(window, compressed, tokens):

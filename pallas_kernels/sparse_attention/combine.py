@@ -31,7 +31,7 @@ def combine(
       sinks, inv_freq, interpret: as in `sparse_attention`.
       positions: [T] int32, with inv_freq; negative ones are taken for 0.
     """
-    tokens, splits, heads, dim = sums.shape
+    (tokens, splits, _, dim), (heads,) = sums.shape, sinks.shape
     # A block loads this many parts at once, each into columns / 128 registers of a thread.
     columns, at_a_time = (512, splits) if splits <= 16 else (128, min(splits, 32))
 

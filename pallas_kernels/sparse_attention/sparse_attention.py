@@ -70,7 +70,7 @@ def sparse_attention(
     """Attention of each token over its window and its compressed entries; a row is key and value of all heads.
 
     Args:
-      q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
+      q: [T, H, 512] bfloat16, H a multiple of 64, or of 8 below that. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits: one more weight in the softmax's sum, with no value.
       slots: [T] int32 request slots; -1 = padding.
       positions: [T] int32; -1 = padding.
@@ -102,7 +102,8 @@ def sparse_attention(
     check_row_pools(layout, *rings)
     check_rules(
         {
-            f"a multiple of {HEADS} heads, got {heads}": heads % HEADS == 0,
+            f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % min(HEADS, -(-heads // 8) * 8)
+            == 0,
             f"windows of a multiple of {TILE} rows, got {window}": window % TILE == 0,
             f"rows with RoPE values, got {layout}": layout.rope_dim > 0,
         }
@@ -123,16 +124,18 @@ def sparse_attention(
     if tokens == 0:
         return q
     problem = AttentionProblem(slots, positions, layer.reshape(1), places, compressed, rings, window, layout)
-    splits = splits or _splits(tokens * heads // HEADS, problem.tiles)
+    # A block has room for 64 heads, of which a device that shares a layer with others may have fewer.
+    groups = -(-heads // HEADS)
+    splits = splits or _splits(tokens * groups, problem.tiles)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if splits > 1:
-        shapes = (tokens, splits, heads, ROW_DIM), (tokens, splits, 2, heads)
+        shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     run = kernel(
         functools.partial(_body, splits),
         out_type=out_type,
         kernel_name="sparse_attention",
-        grid=(tokens, heads // HEADS, splits),
+        grid=(tokens, groups, splits),
         grid_names=("token", "heads", "split"),
         num_threads=3,
         thread_name="warpgroup",
@@ -143,6 +146,7 @@ def sparse_attention(
     if splits > 1:
         sums, stats = run(q, sinks, problem, None)
         return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
+    sinks = jnp.pad(sinks, (0, groups * HEADS - heads))
     if inv_freq is None:
         return run(q, sinks, problem, None)
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
@@ -209,7 +213,9 @@ class PipelineBuffers:
 def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
     """A block: its part of a token's attention, or with `splits` the sums of the part and their `stats`."""
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
-    heads = pl.ds(lax.axis_index("heads") * HEADS, HEADS)
+    group = lax.axis_index("heads") * HEADS
+    heads, there = pl.ds(group, HEADS), pl.ds(group, min(q.shape[1], HEADS))
+    queries = buffers.queries.at[0, pl.ds(0, there.size)]
     first, last = problem.tile_range(token, split, splits)
 
     @pl.when(warpgroup == LOADER)
@@ -231,7 +237,7 @@ def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
         plgpu.barrier_arrive(buffers.stored)
         plgpu.barrier_wait(buffers.stored)
         if warpgroup == SCORER:
-            plgpu.copy_smem_to_gmem(buffers.queries.at[0], out.at[token, heads])
+            plgpu.copy_smem_to_gmem(queries, out.at[token, there])
             plgpu.wait_smem_to_gmem(0)
 
     nothing = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), _L)
@@ -239,7 +245,7 @@ def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
     @pl.when(warpgroup == SCORER)
     def _():
         plgpu.set_max_registers(MULTIPLYING, action="increase")
-        plgpu.copy_gmem_to_smem(q.at[token, heads], buffers.queries.at[0], buffers.queries_ready)
+        plgpu.copy_gmem_to_smem(q.at[token, there], queries, buffers.queries_ready)
         plgpu.barrier_wait(buffers.queries_ready)
         none = (
             nothing,

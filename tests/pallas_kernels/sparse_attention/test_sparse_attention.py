@@ -129,7 +129,7 @@ def test_other_widths_interpreted():
 def test_one_part_interpreted():
     """Not split, as where tokens are many; a token's bits do not change when its neighbours do."""
     rng = np.random.default_rng(2)
-    args = call(FORMATS["v4"], rng, [1, 1], [100, 101], rate=4, count=70, **SMALL)
+    args = call(FORMATS["v4"], rng, [1, 1], [100, 101], rate=4, count=70, **SMALL | {"heads": 32})
 
     @jax.jit
     def attend(q, sinks, window, compressed, indices, slots, positions):
@@ -230,7 +230,7 @@ REAL = dict(window=128, ring=135, per_block=32, max_blocks=64)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "count"),
-    [(1, 64, 512), (9, 64, 512), (70, 64, 512), (3, 128, 1024), (2, 16, 512), (8, 32, 512)],
+    [(1, 64, 512), (9, 64, 512), (70, 64, 512), (3, 128, 1024), (2, 16, 512), (8, 32, 512), (140, 32, 64)],
 )
 def test_index_lists_on_gpu(fmt, tokens, heads, count):
     rng = np.random.default_rng(tokens)
