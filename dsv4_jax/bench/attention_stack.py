@@ -147,9 +147,13 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 
     These are 1024 random blocks, repeated, the same in every layer.
     """
-    where = None if mesh is None else KVCache.abstract(schema).shardings(mesh)
-    cache = jax.jit(functools.partial(_random_cache, schema), out_shardings=where)()
-    return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
+    cache = jax.jit(functools.partial(_random_cache, schema))
+    if mesh is None:
+        return cache()
+    # As leaves: JAX would build a cache of shardings with what is no sharding in place of what a group lacks.
+    where, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
+    leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=where)()
+    return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))
 
 
 def _random_cache(schema):
