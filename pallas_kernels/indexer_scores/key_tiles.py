@@ -24,19 +24,18 @@ from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.common.unpack import e2m1_pairs, e2m1_value, multiply
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.indexer_scores import query_operands
+from pallas_kernels.indexer_scores.query_operands import DIM, HEADS
 
 
 KEYS = 64  # a tile
-HEADS = 64
-DIM = 128
 WARPS, WARP_KEYS = 4, 16
 SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 
-# Keys are used times 2**-shift: then codes times scales are bfloat16 for every E4M3 scale and for E8M0 scales of 2**-93
-# to 2**33. Larger ones would need a weight above 2**31 in the RMS norm that keys pass; smaller ones lose less than
-# 2**-93 a dim.
-SHIFT = dict(e8m0=32, e4m3=10)
+# NVFP4 keys are used times 2**-SHIFT: then codes times scales are bfloat16 for every scale.
+SHIFT = 10
+# MXFP4 keys and their queries are used as E4M3, the largest possible value of each as 384 = 6 * 2**TOP.
+TOP, FARTHEST = 6, 12
 
 PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
@@ -49,6 +48,7 @@ _SCALES = plgpu.ShapeDtypeStruct(
         plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
     ),
 )
+_E4M3_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 4), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 4
 _KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
 
 
@@ -122,55 +122,70 @@ def _(codes, scales, rows):
 
 @primitive
 def unpack(tile: tuple[jax.Array, jax.Array], layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
-    """The keys of a loaded tile times 2**-shift, exact but without the layout's `global_scale`.
+    """The keys of a loaded tile as the product's left operand, without the layout's `global_scale`.
 
-    They come as two halves [64, 64] bfloat16 of the permuted dims.
+    NVFP4: times 2**-SHIFT, exact, in two halves [64, 64] bfloat16 of the permuted dims. MXFP4: (E4M3 values, of which
+    2**-6 are the key in units of its largest scale; each row's largest scale byte). A scale more than FARTHEST binades
+    below the largest is taken as so far below: that changes a dim by less than 2**-12 of what the largest scale holds.
     """
     words, scales = tile
     codes = (words[:, :, None] >> (4 * lax.iota(jnp.int32, 8))[None, None, :]) & 15
     value = e2m1_value(codes).reshape(KEYS, -1, layout.scale_block)
     if layout.scale == "e8m0":
-        factor = lax.bitcast_convert_type(scales << 23, jnp.float32)
-    else:
-        bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
-        factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, -1)
-    keys = value * (factor * 2.0 ** -SHIFT[layout.scale])[:, :, None]
-    keys = permute_dims(keys.reshape(KEYS, DIM)).astype(jnp.bfloat16)
+        largest = jnp.max(scales, axis=1, keepdims=True)
+        below = jnp.minimum(largest - scales, FARTHEST)[:, :, None]
+        value = jnp.where((below == FARTHEST) & (jnp.abs(value) == 0.5), 0.0, value)  # its table holds no 2**-7
+        value = value * lax.bitcast_convert_type((127 + TOP - below) << 23, jnp.float32)
+        return permute_dims(value.reshape(KEYS, DIM)), largest
+    bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
+    factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, -1)
+    keys = permute_dims((value * (factor * 2.0**-SHIFT)[:, :, None]).reshape(KEYS, DIM)).astype(jnp.bfloat16)
     return keys[:, : DIM // 2], keys[:, DIM // 2 :]
 
 
 @unpack.mosaic
 def _(tile, layout):
-    def emit(words, scales):
-        halves: list[list[Any]] = [[None] * 16, [None] * 16]
-        pair_type = mlir.vector_type(2, ir.BF16Type.get())
-        for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-            factors = _factors(U32(scale), layout)
-            for i, word in enumerate(mlir.values(quad)):
-                for pair, bits in enumerate(e2m1_pairs(U32(word))):
-                    # The register's place in the operand of one of 8 steps of 16 dims.
-                    step, column = 2 * i + pair // 2, pair % 2
-                    value = multiply(bits, factors[i * len(factors) // 4])
-                    halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
-        return halves
-
     words, scales = tile
-    return mlir.inline(emit, (words, _CODES.layout), (scales, _SCALES.layout), returns=(_KEYS, _KEYS))
+    emit, returns = (_e4m3_keys, (_E4M3_KEYS, _SCALES)) if layout.scale == "e8m0" else (_bf16_keys, (_KEYS, _KEYS))
+    return mlir.inline(emit, (words, _CODES.layout), (scales, _SCALES.layout), returns=returns)
 
 
-def _factors(scale, layout):
-    """Pairs of each scale times 2**(126 - down), as bfloat16."""
-    down = SHIFT[layout.scale]
-    if layout.scale == "e8m0":
-        exponent = U32(arith.minsi((scale + (126 - down)).value, mlir.i32(254)))
-        return [exponent * 0x00800080]
-    found = []
-    for i in range(2):
-        bits = scale >> 8 * i & 0x7F
-        # E4M3's bits, moved, are a bfloat16 2**120 smaller.
-        exact = multiply(bits * 0x00100010, 0x7B807B80)
-        found.append(multiply(exact, (127 + 126 - down) * 0x00800080))
-    return found
+def _bf16_keys(words, scales):
+    halves: list[list[Any]] = [[None] * 16, [None] * 16]
+    pair_type = mlir.vector_type(2, ir.BF16Type.get())
+    for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
+        # E4M3's bits, moved, are a bfloat16 2**120 smaller; unpacked codes are 2**126 smaller.
+        exact = [multiply((U32(scale) >> 8 * i & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
+        factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
+        for i, word in enumerate(mlir.values(quad)):
+            for pair, bits in enumerate(e2m1_pairs(U32(word))):
+                # The register's place in the operand of one of 8 steps of 16 dims.
+                step, column = 2 * i + pair // 2, pair % 2
+                value = multiply(bits, factors[i // 2])
+                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
+    return halves
+
+
+def _e4m3_keys(words, scales):
+    """A byte permutation looks four sizes up in a table, which holds the scale too; signs are put beside them."""
+    first, second = map(U32, mlir.values(scales))
+    both = first | second << 16
+    for distance in (1, 2):
+        other = U32(mgpu.utils.shfl_bfly(both.value, distance))
+        both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, other)
+    largest = both & 0xFFFF, both >> 16
+    held: list[Any] = [None] * 16
+    for row, (quad, scale, top) in enumerate(zip(words.registers.flat, (first, second), largest, strict=True)):
+        below = (top - scale).minimum(FARTHEST)
+        # 0, 0.5, 1, 1.5 and 2, 3, 4, 6, times 2**TOP; a binade less is 8 less.
+        low, high = U32(0x6C686000) - below * 0x08080800, U32(0x7C787470) - below * 0x08080808
+        for i, word in enumerate(map(U32, mlir.values(quad))):
+            sizes, left = word & 0x77777777, word << 4
+            for half, (selector, order) in enumerate(((sizes, 0x5140), (sizes >> 16, 0x7362))):
+                size = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", low, high, selector)
+                sign = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", left, word, order) & 0x80808080
+                held[4 * i + 2 * half + row] = (size | sign).value
+    return held, [x.value for x in largest]
 
 
 @primitive
@@ -190,16 +205,17 @@ def score(
 
     Args:
       keys: what `unpack` returned.
-      queries, weights: [tokens * 64, 128] bfloat16 with TRANSFORMS, dims permuted, and [tokens, 64] float32, in shared
-        memory.
+      queries, weights: what `query_operands` left in shared memory.
       token, row, first: int32 scalars.
       out: [T, E] float32 in global memory; entries past E are not written.
       block: [4] int32 in layout PER_WARP, negative where the warp's keys do not exist: their score is -inf.
       factor: positive.
     """
-    tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
+    scaled = queries.dtype == jnp.float8_e4m3fn
+    tile = keys[0] if scaled else jnp.concatenate(keys, axis=1).astype(jnp.float32)
     dots = jnp.dot(tile, queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32).T, precision="highest")
     total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest") * factor
+    total = total * lax.bitcast_convert_type(keys[1][:, 0] << 23, jnp.float32) if scaled else total
     total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
@@ -210,12 +226,13 @@ def score(
 
 @score.mosaic
 def _(keys, *, queries, weights, token, out, row, first, block, factor):
-    entries = out.shape[1]
+    entries, scaled = out.shape[1], queries.dtype == jnp.float8_e4m3fn
 
-    def emit(low, high, queries, weights, token, out, row, first, block):
+    def emit(one, other, queries, weights, token, out, row, first, block):
         token, row, first, block = map(mlir.scalar, (token, row, first, block))
-        dots = _dots([*low.registers.flat, *high.registers.flat], queries, token)
         lane, f32 = thread_ops.lane(), mlir.f32_type()
+        registers = mlir.values(one) if scaled else [*one.registers.flat, *other.registers.flat]
+        dots = _dots(registers, queries, token, "e4m3" if scaled else "bf16")
         place = U32(token) * HEADS + ((lane & 3) << 1)
         pointer = mlir.at(mlir.shared_pointer(weights), place.value, f32)
         sums = [mlir.f32(0.0), mlir.f32(0.0)]
@@ -228,6 +245,9 @@ def _(keys, *, queries, weights, token, out, row, first, block, factor):
                     weight = vector.extract(pair, [], [j])
                     sums[half] = math.fma(weight, arith.addf(x, math.absf(x)), sums[half])
         total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
+        if scaled:
+            even, odd = map(U32, mlir.values(other))
+            total = arith.mulf(total, mgpu.utils.bitcast(((lane & 1).equals(1).where(odd, even) << 23).value, f32))
         missing = arith.cmpi(arith.CmpIPredicate.slt, block, mlir.i32(0))
         total = arith.select(missing, mlir.f32(-np.inf), total)
         first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + U32(first)
@@ -237,8 +257,10 @@ def _(keys, *, queries, weights, token, out, row, first, block, factor):
             offset = _multiply_add(mlir.to_i64(row), entries, mlir.to_i64((first + key).value))
             llvm.store(total, mlir.at(mlir.global_pointer(out), offset, f32))
 
-    operands = (queries, plgpu.RefType(TRANSFORMS)), weights, token, out, row, first, (block, PER_WARP)
-    mlir.inline(emit, *((half, _KEYS.layout) for half in keys), *operands)
+    layouts = (_E4M3_KEYS, _SCALES) if scaled else (_KEYS, _KEYS)
+    transforms = query_operands.transforms(queries.dtype)
+    operands = (queries, plgpu.RefType(transforms)), weights, token, out, row, first, (block, PER_WARP)
+    mlir.inline(emit, *((x, kind.layout) for x, kind in zip(keys, layouts, strict=True)), *operands)
 
 
 def _add_quads(sums, lane):
@@ -249,21 +271,24 @@ def _add_quads(sums, lane):
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
 
-def _dots(keys, queries, token):
+def _dots(registers, queries, token, kind):
     """A tile's products with a token's queries, complete: 32 float32 values of [64 keys, 64 heads]."""
-    registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in keys]
+    size = dict(e4m3=1, bf16=2)[kind]
+    registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(queries))
-    address = _multiply_add(mlir.to_i64(token), HEADS * DIM * 2, address)
+    address = _multiply_add(mlir.to_i64(token), HEADS * DIM * size, address)
     start = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # 8 heads further on are 2048 bytes; 128-byte swizzle.
-    descriptor = arith.ori(start, mlir.i64(1 << 62 | (2048 >> 4) << 32 | 1 << 16))
-    sums = ", ".join(f"${i}" for i in range(32))
+    # From 8 heads to the next; 128-byte swizzle.
+    descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 * size >> 4) << 32 | 1 << 16))
+    sums, steps = ", ".join(f"${i}" for i in range(32)), len(registers) // 4
     lines = ["{ .reg .pred p; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
-    for step in range(8):
+    for step in range(steps):
         a = ", ".join(f"${32 + 4 * step + i}" for i in range(4))
+        # After 4 steps of 32 bytes the heads' next 128 bytes follow.
         lines += [
-            f"add.s64 d, $64, {(step // 4 * 1024 + step % 4 * 32) >> 4};",
-            f"wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{sums}}}, {{{a}}}, d, p, 1, 1, 0;",
+            f"add.s64 d, ${32 + 4 * steps}, {(step // 4 * 1024 + step % 4 * 32) >> 4};",
+            f"wgmma.mma_async.sync.aligned.m64n64k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
+            + (", 0;" if kind == "bf16" else ";"),
         ]
         if step == 0:
             lines.append("setp.eq.b32 p, 0, 0;")

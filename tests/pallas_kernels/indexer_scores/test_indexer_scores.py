@@ -23,7 +23,7 @@ FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0
 BOUND = 2.0**-18
 
 
-def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2):
+def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2, spread=11):
     """A view of requests with `lengths` keys of very different size; unused blocks are poisoned, some are missing."""
     used = [min(-(-n // per_block), max_blocks) for n in lengths]
     blocks = sum(used) + 2
@@ -38,9 +38,12 @@ def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2)
     codes[-1, named] = rng.integers(0, 256, codes[-1, named].shape) * (
         rng.random((*scales[-1, named].shape[:2], 1)) < 0.9
     )
-    # Every E4M3 scale, and of E8M0's those that the kernel takes exactly and float32 products can hold.
-    low, high = (0, 0x7F) if fmt.name == "per_entry" else (127 - 60, 127 + 33)
-    scales[-1, named] = rng.integers(low, high, scales[-1, named].shape)
+    # Every E4M3 scale; of E8M0's those that float32 products can hold, a key's within the range that is exact.
+    shape = scales[-1, named].shape
+    if fmt.name == "per_entry":
+        scales[-1, named] = rng.integers(0, 0x7F, shape)
+    else:
+        scales[-1, named] = rng.integers(127 - 48, 127 + 33, (*shape[:2], 1)) - rng.integers(0, spread + 1, shape)
     table = np.where(rng.random(table.shape) < missing, -1, table)
     rows = IndexRows(jnp.asarray(codes), jnp.asarray(scales))
     return ops.IndexerView(rows, ints(layers - 1), ints(table), 4, fmt.keys(DIM))
