@@ -101,7 +101,7 @@ def indexer_scores(
         layer, slots, positions, q, weights, block_table, codes, scales, shares, out,
         *, queries, query_weights, filled, freed
     ):  # fmt: skip
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        warpgroup, block, pool = lax.axis_index("warpgroup"), lax.axis_index("block"), layer[0]
         score = functools.partial(key_tiles.score, queries=queries, weights=query_weights, out=out, factor=factor)
 
         def at(ref, token):
@@ -193,21 +193,22 @@ def indexer_scores(
 
             def load(tile, block):
                 key = jnp.minimum(tile, last - 1) * KEYS + warp_key()
-                row = (layer[0] * num_blocks + jnp.maximum(block, 0)) * per_block + lax.rem(key, jnp.int32(per_block))
+                row = (pool * num_blocks + jnp.maximum(block, 0)) * per_block + lax.rem(key, jnp.int32(per_block))
                 return key_tiles.load_tile(codes, scales, row)
 
             def score_tile(i, carry):
                 packed, block, following = carry
                 tile = first + warpgroup + i * warpgroups
                 after = blocks(tile + 2 * warpgroups)
-                next_packed = load(tile + warpgroups, following)
                 keys = key_tiles.unpack(packed, layout)
+                # Into the registers that have just been read: copying them took 14 instructions of 280.
+                packed = load(tile + warpgroups, following)
 
                 def score_token(j, _):
                     score(keys, token=j, row=token + j, first=tile * KEYS, block=block)
 
                 lax.fori_loop(0, count, score_token, None)
-                return next_packed, following, after
+                return packed, following, after
 
             block = blocks(first + warpgroup)
             following = blocks(first + warpgroup + warpgroups)
