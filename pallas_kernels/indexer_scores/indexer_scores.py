@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.async_copies import commit_copies, wait_copies
 from pallas_kernels.common.checks import check_array, check_pools, check_rules
 from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import kernel
@@ -26,6 +27,7 @@ from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my
 
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
+STAGES = 4  # tiles of a warpgroup that are on their way or read
 CHUNK = 8  # tokens whose queries fit into shared memory
 # Of more tokens than this XLA works out the shares: to find them itself took a block 0.2 ms of 8,192 tokens.
 MOST_SEARCHED = 256
@@ -76,7 +78,7 @@ def indexer_scores(
     check_array("positions", positions, jnp.int32, tokens)
     check_array("block_table", block_table, jnp.int32, None, None)
     check_pools(layout, (codes, scales))
-    (num_slots, max_blocks), (_, num_blocks, per_block, _) = block_table.shape, codes.shape
+    (num_slots, max_blocks), (_, num_blocks, per_block, _), scale_width = block_table.shape, codes.shape, scales.shape[-1]
     check_rules({f"blocks of a multiple of {WARP_KEYS} keys, got {per_block}": per_block % WARP_KEYS == 0})
     entries = max_blocks * per_block
     if tokens == 0 or entries == 0:
@@ -99,7 +101,7 @@ def indexer_scores(
 
     def body(
         layer, slots, positions, q, weights, block_table, codes, scales, shares, out,
-        *, queries, query_weights, filled, freed
+        *, queries, query_weights, staged, filled, freed
     ):  # fmt: skip
         warpgroup, block, pool = lax.axis_index("warpgroup"), lax.axis_index("block"), layer[0]
         score = functools.partial(key_tiles.score, queries=queries, weights=query_weights, out=out, factor=factor)
@@ -191,28 +193,34 @@ def indexer_scores(
                 column = jnp.minimum(lax.div(key, jnp.int32(per_block)), max_blocks - 1)
                 return load_words(block_table, slot * max_blocks + column, PER_WARP)
 
-            def load(tile, block):
-                key = jnp.minimum(tile, last - 1) * KEYS + warp_key()
+            def start(i, block):
+                """Starts to copy the warpgroup's tile i."""
+                key = jnp.minimum(tile(i), last - 1) * KEYS + warp_key()
                 row = (pool * num_blocks + jnp.maximum(block, 0)) * per_block + lax.rem(key, jnp.int32(per_block))
-                return key_tiles.load_tile(codes, scales, row)
+                key_tiles.start_tile(staged, place(i), (codes, scales), row)
+                commit_copies()
 
-            def score_tile(i, carry):
-                packed, block, following = carry
-                tile = first + warpgroup + i * warpgroups
-                after = blocks(tile + 2 * warpgroups)
-                keys = key_tiles.unpack(packed, layout)
-                # Into the registers that have just been read: copying them took 14 instructions of 280.
-                packed = load(tile + warpgroups, following)
+            def place(i):
+                return warpgroup * STAGES + lax.rem(i, jnp.int32(STAGES))
+
+            def tile(i):
+                return first + warpgroup + i * warpgroups
+
+            def score_tile(i, held):
+                after = blocks(tile(i + STAGES))
+                start(i + STAGES - 1, held[-1])
+                wait_copies(STAGES - 1)
+                keys = key_tiles.unpack(key_tiles.read_tile(staged, place(i)), layout)
 
                 def score_token(j, _):
-                    score(keys, token=j, row=token + j, first=tile * KEYS, block=block)
+                    score(keys, token=j, row=token + j, first=tile(i) * KEYS, block=held[0])
 
                 lax.fori_loop(0, count, score_token, None)
-                return packed, following, after
+                return (*held[1:], after)
 
-            block = blocks(first + warpgroup)
-            following = blocks(first + warpgroup + warpgroups)
-            packed = load(first + warpgroup, block)
+            held = tuple(blocks(tile(i)) for i in range(STAGES))
+            for i in range(STAGES - 1):
+                start(jnp.int32(i), held[i])
             if dtype == jnp.bfloat16:
                 for i in range(chunk):
 
@@ -224,7 +232,8 @@ def indexer_scores(
                 encode_queries(token, count)
 
             own = lax.div(jnp.maximum(last - first - warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
-            lax.fori_loop(0, own, score_tile, (packed, block, following))
+            lax.fori_loop(0, own, score_tile, held)
+            wait_copies(0)
 
         def warp_key():
             return plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
@@ -245,6 +254,7 @@ def indexer_scores(
         scratch_types=dict(
             queries=plgpu.SMEM((chunk * HEADS, DIM), dtype, transforms=query_operands.transforms(dtype)),
             query_weights=plgpu.SMEM((chunk, HEADS), jnp.float32),
+            staged=tuple(plgpu.SMEM((warpgroups * STAGES, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
             filled=filled,
             freed=plgpu.Barrier(num_arrivals=warpgroups),
         ),

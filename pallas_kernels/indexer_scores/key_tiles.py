@@ -1,8 +1,7 @@
 """Tiles of packed FP4 indexer keys in registers, as the left operand of Hopper's matrix product.
 
 A warpgroup holds 64 keys of 128 dims: warp w keys 16w .. 16w + 15, and thread (r, c) of its 8 x 4 lanes the 32 dims
-32c .. 32c + 31 of keys r and r + 8. That is 16 contiguous bytes a key, loaded straight from the pool, and whole scale
-blocks: one of MXFP4 or two of NVFP4. The tensor core wants other dims in that thread, but a dot product does not depend
+32c .. 32c + 31 of keys r and r + 8. That is 16 contiguous bytes a key, which the thread copies itself, and whole scale blocks: one of MXFP4 or two of NVFP4. The tensor core wants other dims in that thread, but a dot product does not depend
 on the order of the dims: `permute_dims` reorders the queries instead.
 """
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, vector
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.checks import check_rules
@@ -84,40 +83,72 @@ def _(ref, index, layout):
 
 
 @primitive
-def load_tile(codes, scales, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A tile's words of 8 codes [64, 16] int32, and scale bytes of each 32 dims [64, 4] int32.
+def start_tile(staged, place: jax.Array, pools, rows: jax.Array) -> None:
+    """Starts to copy a tile's codes and scales to shared memory; each thread copies what it reads back.
 
-    They are loaded from codes [.., 64] uint8 and scales [.., 4 or 8] uint8 in global memory. `rows`: [4] int32 in
-    layout PER_WARP, the row of each warp's first key, leading axes merged; its 16 keys stand together.
+    staged: ([places, 64, 64], [places, 64, 4 or 8]) uint8 in shared memory, of which `place` is written.
+    pools: codes [.., 64] and scales [.., 4 or 8] uint8 in global memory.
+    rows: [4] int32 in layout PER_WARP, the row of each warp's first key, leading axes merged; its 16 keys stand
+      together.
     """
-    codes, scales = (ref[...].reshape(-1, ref.shape[-1]) for ref in (codes, scales))
-    groups = scales.shape[1] // 4
     rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
-    words = codes[rows].astype(jnp.int32).reshape(KEYS, 16, 4)
-    factors = scales[rows].astype(jnp.int32).reshape(KEYS, 4, groups)
+    for target, pool in zip(staged, pools, strict=True):
+        target[place] = pool[...].reshape(-1, pool.shape[-1])[rows]
+
+
+@start_tile.mosaic
+def _(staged, place, pools, rows):
+    width = pools[1].shape[-1]
+
+    def emit(words, factors, place, codes, scales, rows):
+        key, dims = _own_key()
+        row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
+        key = U32(mlir.scalar(place)) * KEYS + key
+        for target, source, size, offset in ((words, codes, DIM // 2, dims * 16), (factors, scales, width, U32(0))):
+            target = mlir.at(mlir.shared_pointer(target), (key * size + offset).value)
+            source = mlir.at(mlir.global_pointer(source), _multiply_add(row, size, mlir.to_i64(offset.value)))
+            held = min(size, 16)
+            cache = nvvm.LoadCacheModifierKind.CG if held == 16 else nvvm.LoadCacheModifierKind.CA
+            for below in (0, 8 * size):
+                nvvm.cp_async_shared_global(mlir.at(target, below), mlir.at(source, below), held, cache)
+
+    mlir.inline(emit, *staged, place, *pools, (rows, PER_WARP))
+
+
+@primitive
+def read_tile(staged, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A copied tile's words of 8 codes [64, 16] int32, and scale bytes of each 32 dims [64, 4] int32."""
+    words, factors = (ref[place].astype(jnp.int32) for ref in staged)
+    groups = factors.shape[1] // 4
     shifts = 8 * lax.iota(jnp.int32, 4)[None, None, :]
+    words, factors = words.reshape(KEYS, 16, 4), factors.reshape(KEYS, 4, groups)
     return jnp.sum(words << shifts, axis=2), jnp.sum(factors << shifts[..., :groups], axis=2)
 
 
-@load_tile.mosaic
-def _(codes, scales, rows):
-    groups = scales.shape[-1] // 4
+@read_tile.mosaic
+def _(staged, place):
+    groups = staged[1].shape[-1] // 4
 
-    def emit(codes, scales, rows):
-        lane = thread_ops.lane()
-        row = mlir.to_i64(arith.addi(mlir.scalar(rows), (lane >> 2).value))
-        offset = _multiply_add(row, 4, mlir.to_i64((lane & 3).value))
-        at_words = mlir.at(mlir.global_pointer(codes), offset, mlir.vector_type(4, mlir.int_type()))
-        at_factors = mlir.at(mlir.global_pointer(scales), offset, mlir.int_type(8 * groups))
-        words, factors = [], []
-        for key in (0, 8):
-            load = f"ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4 + {key * DIM // 2}];"
-            words += mlir.ptx(load, at_words, results=[mlir.int_type()] * 4)
-            load = f"ld.global.nc.u{8 * groups} $0, [$1 + {key * groups * 4}];"
-            factors.append(mlir.ptx(load, at_factors, results=mlir.int_type()))
-        return words, factors
+    def emit(words, factors, place):
+        key, dims = _own_key()
+        key = U32(mlir.scalar(place)) * KEYS + key
+        words = mlir.at(mlir.shared_pointer(words), (key * (DIM // 2) + dims * 16).value)
+        factors = mlir.at(mlir.shared_pointer(factors), ((key * 4 + dims) * groups).value)
+        quad, bits = mlir.vector_type(4, mlir.int_type()), mlir.int_type(8 * groups)
+        found, scales = [], []
+        for row in (0, 8):
+            found += mlir.values(llvm.load(quad, mlir.at(words, row * DIM // 2), alignment=16))
+            scale = llvm.load(bits, mlir.at(factors, row * groups * 4), alignment=groups)
+            scales.append(arith.extui(mlir.int_type(), scale))
+        return found, scales
 
-    return mlir.inline(emit, codes, scales, (rows, PER_WARP), returns=(_CODES, _SCALES))
+    return mlir.inline(emit, *staged, place, returns=(_CODES, _SCALES))
+
+
+def _own_key():
+    """(first key of this thread in a tile, its 32 dims)."""
+    thread = thread_ops.thread() % mlir.THREADS
+    return (thread >> 5) * WARP_KEYS + (thread >> 2 & 7), thread & 3
 
 
 @primitive
