@@ -8,7 +8,7 @@ from pallas_kernels.common import kv_rows
 from pallas_kernels.common.checks import check_array
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.row_encoder import block_scale, e4m3_codes, row_scale
+from pallas_kernels.common.row_encoder import store_quantised
 from pallas_kernels.common.support import traced_once
 
 
@@ -54,36 +54,13 @@ def append_swa(
     check_array("positions", positions, jnp.int32, tokens)
     if tokens == 0:
         return nope, rope, scale
-    _, num_slots, ring, _ = nope.shape
-    nope_groups = layout.nope_dim // kv_rows.GROUP
 
-    def body(kv_ref, slots_ref, positions_ref, layer_ref, nope_ref, rope_ref, scale_ref):
+    def body(kv_ref, slots_ref, positions_ref, layer_ref, *pool_refs):
         token = lax.axis_index("block") * kv_rows.WARPS + kv_rows.iota((kv_rows.WARPS,), 0)
-        at = jnp.minimum(token, tokens - 1)
-        slot = kv_rows.load_rows(slots_ref, at, (kv_rows.WARPS,))
-        position = kv_rows.load_rows(positions_ref, at, (kv_rows.WARPS,))
-        x = kv_rows.load_rows(kv_ref, at, (kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP)).astype(jnp.float32)
-        keep = (token < tokens) & (slot >= 0) & (slot < num_slots) & (position >= 0)
-        if tokens > ring:
-            # A later token of the same run takes this row.
-            later = kv_rows.load_rows(slots_ref, jnp.minimum(token + ring, tokens - 1), (kv_rows.WARPS,))
-            keep &= (token + ring >= tokens) | (later != slot)
-        row = (layer_ref[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
-        row = jnp.where(keep, row, -1)
-
-        if layout.scale_block is None:
-            group = kv_rows.iota(x.shape, 1)
-            largest = jnp.max(jnp.max(jnp.where(group < nope_groups, jnp.abs(x), 0.0), axis=2), axis=1)
-            stored_scale, factor = row_scale(largest, kv_rows.PER_ROW)
-            factor = lax.broadcast_in_dim(factor, x.shape, (0,))
-        else:
-            bits, factor = block_scale(jnp.max(jnp.abs(x), axis=2))
-            factor = lax.broadcast_in_dim(factor, x.shape, (0, 1))
-            group = kv_rows.iota(bits.shape, 1)
-            stored_scale = jnp.where(group < nope_groups, bits, 0).astype(jnp.uint8)
-        kv_rows.store_rows(nope_ref, row, e4m3_codes(x * factor))
-        kv_rows.store_rows(rope_ref, row, x.astype(jnp.bfloat16), first_group=nope_groups)
-        kv_rows.store_rows(scale_ref, row, stored_scale)
+        row = kv_rows.ring_rows(token, slots_ref, positions_ref, layer_ref, nope.shape)
+        shape = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
+        x = kv_rows.load_rows(kv_ref, jnp.minimum(token, tokens - 1), shape)
+        store_quantised(x.astype(jnp.float32), pool_refs, row, layout)
 
     run = kernel(
         body,

@@ -1,8 +1,10 @@
 """Quantised rows back to dense bfloat16 with a valid mask: one body, three ways to find the rows."""
 
+import functools
 from collections.abc import Callable
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -61,7 +63,7 @@ def gather_compressed_kv(
     return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret)
 
 
-@traced_once("compress_rate", "layout")
+@traced_once("compress_rate", "layout", "only_visible")
 def gather_all_compressed_kv(
     slots: jax.Array,
     positions: jax.Array,
@@ -73,6 +75,7 @@ def gather_all_compressed_kv(
     *,
     compress_rate: int,
     layout: RowLayout,
+    only_visible: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Every entry visible to each token: entries `0 .. (position + 1) // compress_rate - 1` of its request.
@@ -81,6 +84,7 @@ def gather_all_compressed_kv(
       slots, positions: [T] int32; -1 = padding.
       layer, block_table, nope, rope, scale, layout, interpret: as in `gather_compressed_kv`.
       compress_rate: tokens an entry stands for.
+      only_visible: what is not visible is left unwritten for the most part, in kv and in valid.
 
     Returns:
       (kv [T, E, 512] bfloat16, valid [T, E] bool) with E = max_blocks * entries a block; as `gather_compressed_kv`.
@@ -101,8 +105,13 @@ def gather_all_compressed_kv(
         entry = jnp.where(visible, entry, -1)
         return _through_table(slot, entry, layer, table_ref, block_table.shape, nope.shape)
 
-    operands = [slots, positions, block_table.reshape(-1)]
-    return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret)
+    def any_visible(first, slots_ref, positions_ref, table_ref):
+        token, entry = lax.div(first, jnp.int32(count)), lax.rem(first, jnp.int32(count))
+        sees = (slots_ref[token] >= 0) & (entry < lax.div(positions_ref[token] + 1, jnp.int32(compress_rate)))
+        return sees | (entry + BLOCK_ROWS > count)  # or the next token's are in the block too
+
+    operands, wanted = [slots, positions, block_table.reshape(-1)], any_visible if only_visible else None
+    return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret, wanted)
 
 
 @traced_once("window", "layout")
@@ -169,16 +178,28 @@ def _gather(
     pools: tuple[jax.Array, ...],
     layout: RowLayout,
     interpret: bool,
+    wanted: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dense rows [*shape, 512] and valid [*shape]; `address(item, layer, *operand refs)` finds each item's row."""
+    """Dense rows [*shape, 512] and valid [*shape]; `address(item, layer, *operand refs)` finds each item's row.
+
+    `wanted(first item, *operand refs)`: whether a block of threads writes its rows; by default all do.
+    """
     kv_rows.check_row_pools(layout, *pools)
     items, nope_groups = shape[0] * shape[1], layout.nope_dim // kv_rows.GROUP
     if items == 0:
         return jnp.zeros((*shape, kv_rows.ROW_DIM), jnp.bfloat16), jnp.zeros(shape, bool)
 
     def body(operands, layer, pools, kv_out, valid_out):
+        first = lax.axis_index("block") * BLOCK_ROWS
+        rows = functools.partial(write, first, operands, layer, pools, kv_out, valid_out)
+        if wanted is None:
+            rows()
+        else:
+            pl.when(wanted(first, *operands))(rows)
+
+    def write(first, operands, layer, pools, kv_out, valid_out):
         nope, rope, scale = pools
-        item = lax.axis_index("block") * BLOCK_ROWS + kv_rows.iota((BLOCK_ROWS,), 0)
+        item = first + kv_rows.iota((BLOCK_ROWS,), 0)
         row, valid = address(jnp.minimum(item, items - 1), layer[0], *operands)
         # Rows that are not valid read row 0, which stays in the cache.
         row = jnp.where(valid, row, 0)

@@ -1,4 +1,4 @@
-"""A layer's queries and its key-value row, RMS-normed and rotated in one launch: a warp has a row."""
+"""A layer's queries and its key-value row, RMS-normed, rotated and stored in one launch: a warp has a row."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -9,9 +9,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common import kv_rows, mlir_helpers as mlir
-from pallas_kernels.common.checks import check_array
+from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.deterministic_math import cos_sin, inverse_sqrt, product, round_bfloat16
+from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.common.primitive import kernel, primitive
+from pallas_kernels.common.row_encoder import store_quantised
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 
 
@@ -39,7 +41,7 @@ def norm_rope(
       q: [T, H, 512] bfloat16.
       kv: [T, 512] bfloat16.
       weight: [512] float32, of kv's norm.
-      positions: [T] int32, 0 .. 2**20.
+      positions: [T] int32, up to 2**20; negative ones are taken for 0.
       inv_freq: [P] float32, at most 1, P at most 256: the last 2 * P channels are rotated, in interleaved pairs.
       eps: added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -50,38 +52,102 @@ def norm_rope(
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    check_array("q", q, jnp.bfloat16, None, None, DIM)
-    tokens, heads, _ = q.shape
-    check_array("kv", kv, jnp.bfloat16, tokens, DIM)
-    check_array("weight", weight, jnp.float32, DIM)
-    check_array("positions", positions, jnp.int32, tokens)
-    check_array("inv_freq", inv_freq, jnp.float32, None)
-    (pairs,) = inv_freq.shape
-    if pairs > DIM // 2:
-        raise NotImplementedError(f"the kernel rotates up to {DIM} channels, got {2 * pairs}")
-    if tokens == 0:
+    _check(q, kv, weight, positions, inv_freq)
+    if len(q) == 0:
         return q, kv
 
+    def store(row, token, kv_out):
+        kv_rows.store_rows(kv_out, jnp.where(token < len(q), token, -1), row)
+
+    q, kv = _launch("norm_rope", store, [kv], (), eps, interpret, q, kv, weight, positions, inv_freq)
+    return q, kv
+
+
+@traced_once("layout", "eps", writes=True)
+def norm_rope_append(
+    q: jax.Array,
+    kv: jax.Array,
+    weight: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    inv_freq: jax.Array,
+    layer: jax.Array,
+    nope: jax.Array,
+    rope: jax.Array,
+    scale: jax.Array,
+    *,
+    layout: RowLayout,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`norm_rope`, whose key-value rows `append_swa` stores, in one launch: the same bits.
+
+    Args:
+      q, kv, weight, inv_freq, eps: as in `norm_rope`.
+      slots, positions, layer, nope, rope, scale, layout: as in `append_swa`.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      (q, nope, rope, scale): the queries, and the pools updated, in place when the caller donates them.
+
+    Raises:
+      NotImplementedError: a layout, shape or dtype is not one of these.
+    """
+    kv_rows.check_row_pools(layout, nope, rope, scale)
+    _check(q, kv, weight, positions, inv_freq)
+    check_array("slots", slots, jnp.int32, len(q))
+    if len(q) == 0:
+        return q, nope, rope, scale
+
+    def store(row, token, slots, positions, layer, *pools):
+        at = kv_rows.ring_rows(token, slots, positions, layer, nope.shape)
+        store_quantised(row.astype(jnp.float32), pools, at, layout)
+
+    pools = [nope, rope, scale]
+    refs = [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in pools]
+    written = slots, positions, layer.reshape(1), *refs
+    (q,) = _launch("norm_rope_append", store, [], written, eps, interpret, q, kv, weight, positions, inv_freq)
+    nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pools, strict=True))
+    return q, nope, rope, scale
+
+
+def _check(q, kv, weight, positions, inv_freq):
+    check_array("q", q, jnp.bfloat16, None, None, DIM)
+    check_array("kv", kv, jnp.bfloat16, len(q), DIM)
+    check_array("weight", weight, jnp.float32, DIM)
+    check_array("positions", positions, jnp.int32, len(q))
+    check_array("inv_freq", inv_freq, jnp.float32, None)
+    check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
+
+
+def _launch(name, store, more_out, operands, eps, interpret, q, kv, weight, positions, inv_freq):
+    """Rotated queries, and what else has the shapes and dtypes of `more_out`.
+
+    `store(row [4, 8, 64] bfloat16, token [4], *operands, *more_out)` is called with a token's row in one of four warps;
+    the others' numbers are T.
+    """
+    (tokens, heads, _), pairs = q.shape, len(inv_freq)
     at_once = MOST_AT_ONCE if tokens * heads >= MULTIPROCESSORS * kv_rows.WARPS * MOST_AT_ONCE else 1
     steps = -(-heads // (kv_rows.WARPS * at_once))
     parts = min(steps, -(-BLOCKS // tokens))
     rows_shape = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
 
-    def body(q, kv, weight, positions, inv_freq, q_out, kv_out):
+    def body(q, kv, weight, positions, inv_freq, *refs):
+        *operands, q_out = refs[: len(refs) - len(more_out)]
         token, part = lax.axis_index("token"), lax.axis_index("part")
         channel = kv_rows.iota(rows_shape, 1) * kv_rows.GROUP + kv_rows.iota(rows_shape, 2)
         # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
         frequency = _take(inv_freq, (channel - (DIM - 2 * pairs)) >> 1)
-        cos, sin = cos_sin(frequency * positions[token].astype(jnp.float32))
+        cos, sin = cos_sin(frequency * jnp.maximum(positions[token], 0).astype(jnp.float32))
         warp = kv_rows.iota((kv_rows.WARPS,), 0)
 
         def load(ref, row):
             return kv_rows.load_rows(ref, jnp.maximum(row, 0), rows_shape).astype(jnp.float32)
 
-        def finish(x, row, weight, out):
+        def finish(x, weight):
             mean = product(jnp.sum(jnp.sum(product(x, x), axis=2), axis=1), 1 / DIM)
             x = x * lax.broadcast_in_dim(inverse_sqrt(mean + eps), x.shape, (0,))
-            kv_rows.store_rows(out, row, _rotate(x if weight is None else weight * x, cos, sin, DIM - 2 * pairs))
+            return _rotate(x if weight is None else weight * x, cos, sin, DIM - 2 * pairs)
 
         @pl.when(part < parts)
         def _():
@@ -94,23 +160,24 @@ def norm_rope(
                 rows = [jnp.where(head < heads, token * heads + head, -1) for head in heads_at_once]
                 loaded = [load(q, row) for row in rows]
                 for x, row in zip(loaded, rows, strict=True):
-                    finish(x, row, None, q_out)
+                    kv_rows.store_rows(q_out, row, finish(x, None))
 
         @pl.when(part == parts)
         def _():
-            row = jnp.where(warp == 0, token, -1)
-            finish(load(kv, row), row, _take(weight, channel), kv_out)
+            own = jnp.where(warp == 0, token, tokens)
+            row = finish(load(kv, jnp.minimum(own, tokens - 1)), _take(weight, channel))
+            store(row, own, *operands, *refs[len(refs) - len(more_out) :])
 
     run = kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((x.size // DIM, DIM), x.dtype) for x in (q, kv)],
-        kernel_name="norm_rope",
+        out_type=[jax.ShapeDtypeStruct((x.size // DIM, DIM), x.dtype) for x in (q, *more_out)],
+        kernel_name=name,
         grid=(tokens, parts + 1),
         grid_names=("token", "part"),
         interpret=interpret,
     )
-    q_out, kv_out = run(q.reshape(-1, DIM), kv, weight, positions, inv_freq)
-    return q_out.reshape(q.shape), kv_out
+    q_out, *rest = run(q.reshape(-1, DIM), kv, weight, positions, inv_freq, *operands)
+    return q_out.reshape(q.shape), *rest
 
 
 @primitive

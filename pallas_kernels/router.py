@@ -1,6 +1,11 @@
-"""Which experts a token goes to, for few tokens: products with a slice of channels, then scores and selection."""
+"""Which experts a token goes to, for few tokens: products with a slice of channels, then scores and selection.
+
+Where tokens are so few that the blocks which select are one cluster, one of them sorts pairs of a token and an expert
+for `experts`.
+"""
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,8 +16,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops, vectors
+from pallas_kernels.common import bfloat16_words as words, clusters, mlir_helpers as mlir, thread_ops, vectors
 from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.expert_blocks import WORDS, counts_size, group_pairs, most_blocks, scratch_words
 from pallas_kernels.common.mlir_helpers import THREADS, WARP
 from pallas_kernels.common.primitive import kernel, primitive
 from pallas_kernels.common.support import traced_once
@@ -20,6 +26,7 @@ from pallas_kernels.common.thread_ops import U32
 
 
 MOST_TOKENS = 256
+MOST_GROUPED_TOKENS = 8  # blocks of a cluster that every device runs
 CHANNELS = 4 * WARP  # of a slice
 STEP = 16  # channels of `mma`
 ROWS = 8  # experts of a warp
@@ -39,7 +46,7 @@ def router(
     chosen: int,
     factor: float,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Scores `sqrt(softplus(x @ weight.T))`, and the experts that they or a table select.
 
     Args:
@@ -53,7 +60,9 @@ def router(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      experts [T, chosen] int32, and their weights [T, chosen] float32: the scores over their sum, times `factor`.
+      experts [T, chosen] int32, and their weights [T, chosen] float32: the scores over their sum, times `factor`. And
+      for `experts` (table, counts) of the pairs of a token and an expert, see `group_pairs`, or None of more than 8
+      tokens.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -86,23 +95,38 @@ def router(
         interpret=interpret,
     )
     given = (table, token_ids) if bias is None else (bias,)
+    found = [jax.ShapeDtypeStruct((tokens * chosen,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    scratch: dict[str, Any] = dict(
+        inbox=plgpu.SMEM((ADDERS, experts), jnp.float32),
+        scores=plgpu.SMEM((experts,), jnp.float32),
+        biased=plgpu.SMEM((experts,), jnp.float32),
+        summed=plgpu.Barrier(num_arrivals=ADDERS),
+    )
+    together = tokens <= MOST_GROUPED_TOKENS
+    if together:
+        blocks = most_blocks(tokens * chosen, experts)
+        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, counts_size(blocks, depth))]
+        scratch |= dict(
+            sizes=plgpu.SMEM((scratch_words(experts),), jnp.int32),
+            selected=plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None,
+        )
     select = kernel(
-        functools.partial(_select, factor),
-        out_type=[jax.ShapeDtypeStruct((tokens, chosen), dtype) for dtype in (jnp.int32, jnp.float32)],
+        functools.partial(_select, factor, chosen),
+        out_type=found,
         kernel_name="router_select",
-        grid=(tokens,),
-        grid_names=("token",),
+        grid=(1 if together else tokens,),
+        grid_names=("group",),
+        # As many blocks as tokens, but a power of two: three of a cluster take longer to start than two.
+        cluster=(1 << (tokens - 1).bit_length() if together else 1,),
+        cluster_names=("token",),
         num_threads=ADDERS,
         thread_name="warpgroup",
-        scratch_types=dict(
-            inbox=plgpu.SMEM((ADDERS, experts), jnp.float32),
-            scores=plgpu.SMEM((experts,), jnp.float32),
-            biased=plgpu.SMEM((experts,), jnp.float32),
-            summed=plgpu.Barrier(num_arrivals=ADDERS),
-        ),
+        scratch_types=scratch,
         interpret=interpret,
     )
-    return tuple(select(products(x, weight), *given))
+    selected, weights, *grouped = select(products(x, weight), *given)
+    selected, weights = (found.reshape(tokens, chosen) for found in (selected, weights))
+    return selected, weights, tuple(grouped) or None
 
 
 @primitive
@@ -156,28 +180,51 @@ def _(part, group, tile, x, weight, out):
     mlir.inline(emit, part, group, tile, x, weight, out)
 
 
-def _select(factor, products, *refs, inbox, scores, biased, summed):
-    *given, experts, weights = refs
-    token, warpgroup = lax.axis_index("token"), lax.axis_index("warpgroup")
+def _select(factor, chosen, products, *refs, inbox, scores, biased, summed, sizes=None, selected=None):
+    *given, experts, weights = refs[: len(refs) - 2 * (sizes is not None)]
+    token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
+    warpgroup, tokens = lax.axis_index("warpgroup"), products.shape[1]
     share = products.shape[0] // ADDERS
     parts = range(0, scores.shape[0], THREADS)
-    places = [[(warpgroup * share + i, token, pl.ds(first, THREADS)) for i in range(share)] for first in parts]
-    loaded = [[vectors.load(products.at[place]) for place in slices] for slices in places]
-    for first, terms in zip(parts, loaded, strict=True):
-        inbox[warpgroup, pl.ds(first, THREADS)] = functools.reduce(jnp.add, terms)
-    plgpu.barrier_arrive(summed)
+
+    # A cluster may have more blocks than there are tokens.
+    @pl.when(token < tokens)
+    def _():
+        places = [[(warpgroup * share + i, token, pl.ds(first, THREADS)) for i in range(share)] for first in parts]
+        loaded = [[vectors.load(products.at[place]) for place in slices] for slices in places]
+        for first, terms in zip(parts, loaded, strict=True):
+            inbox[warpgroup, pl.ds(first, THREADS)] = functools.reduce(jnp.add, terms)
+        plgpu.barrier_arrive(summed)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.barrier_wait(summed)
+            for first in parts:
+                mine = pl.ds(first, THREADS)
+                logits = functools.reduce(jnp.add, [vectors.load(inbox.at[i, mine]) for i in range(ADDERS)])
+                score = jnp.sqrt(_softplus(logits))
+                scores[mine] = score
+                if len(given) == 1:
+                    biased[mine] = score + vectors.load(given[0].at[mine])
+            select(experts, weights, token, scores, biased, given, chosen, factor)
+
+    if sizes is None:
+        return
+
+    @pl.when(warpgroup > 0)
+    def _():
+        clusters.arrive(None)
+        clusters.wait(None)
 
     @pl.when(warpgroup == 0)
     def _():
-        plgpu.barrier_wait(summed)
-        for first in range(0, scores.shape[0], THREADS):
-            mine = pl.ds(first, THREADS)
-            logits = functools.reduce(jnp.add, [vectors.load(inbox.at[i, mine]) for i in range(ADDERS)])
-            score = jnp.sqrt(_softplus(logits))
-            scores[mine] = score
-            if len(given) == 1:
-                biased[mine] = score + vectors.load(given[0].at[mine])
-        select(experts, weights, token, scores, biased, given, factor)
+        clusters.arrive(selected)
+        clusters.wait(selected)
+
+        @pl.when(token == 0)
+        def _():
+            table, counts = refs[-2:]
+            group_pairs(experts, table, counts, scores.shape[0], sizes)
 
 
 def _softplus(x):
@@ -192,25 +239,25 @@ def _softplus(x):
 
 
 @primitive
-def select(experts, weights, token: jax.Array, scores, biased, given, factor: float) -> None:
-    """Writes a token's experts and weights, see `router`; one warpgroup runs it.
+def select(experts, weights, token: jax.Array, scores, biased, given, chosen: int, factor: float) -> None:
+    """Writes a token's experts and weights, see `router`, to [T * chosen] arrays; one warpgroup runs it.
 
     `scores`, `biased`: [E] float32 in shared memory; the latter counts if `given` is (bias,), not (table, token_ids).
     """
-    chosen = experts.shape[1]
     if len(given) == 1:
         found = lax.top_k(biased[...], chosen)[1]
     else:
         table, token_ids = given
         found = table[jnp.clip(token_ids[token], 0, table.shape[0] - 1), :]
     found_scores = scores[...][found]
-    experts[token, :] = found
-    weights[token, :] = found_scores / (jnp.sum(found_scores) + 1e-20) * factor
+    mine = pl.ds(token * chosen, chosen)
+    experts[mine] = found
+    weights[mine] = found_scores / (jnp.sum(found_scores) + 1e-20) * factor
 
 
 @select.mosaic
-def _(experts, weights, token, scores, biased, given, factor):
-    number, chosen = scores.shape[0], experts.shape[1]
+def _(experts, weights, token, scores, biased, given, chosen, factor):
+    number = scores.shape[0]
 
     def emit(experts, weights, token, scores, biased, *given):
         token = U32(mlir.scalar(token))

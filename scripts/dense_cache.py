@@ -128,6 +128,18 @@ class DenseHandle:
     def write_swa(self, kv: Float[Array, "T D"]) -> "DenseHandle":
         return dataclasses.replace(self, window=self._rounded(self._rows(kv), self.cache.schema.window_codec))
 
+    def norm_rope_append(
+        self,
+        q: Float[Array, "T H D"],
+        kv: Float[Array, "T D"],
+        weight: Float[Array, "D"],
+        inv_freq: Float[Array, "P"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
+        q, kv = ops.norm_rope(q, kv, weight, self.batch.positions, inv_freq, eps=eps)
+        return q, self.write_swa(kv)
+
     def flush(
         self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
     ) -> "DenseHandle":
@@ -135,7 +147,12 @@ class DenseHandle:
         keys = None if index is None else self._rounded_index(self._pool(*index), keys=True)
         return dataclasses.replace(self, entries=entries, keys=keys)
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]:
+        if inv_freq is not None:
+            q = ops.apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq)
+
         def score(block):
             q, weights = block
             dots = jax.nn.relu(_product("bqhd,bed->bqhe", q, self.keys))

@@ -204,7 +204,7 @@ class TrainedLayer(DecoderLayer):
         assert isinstance(after, DenseCache)
         residual = residual.after(after.dropped(y, 2 * self.layer))
         x, residual = self.ffn_hc.enter(residual, self.post_attention_layernorm)
-        experts, weights = self.mlp.gate(x, batch.token_ids)
+        experts, weights, _ = self.mlp.gate(x, batch.token_ids)
         routed = all_experts(self.mlp.experts, x, experts, weights)
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
         after = after.with_load(self.layer, experts)

@@ -73,10 +73,11 @@ def _norm_rope_case(append, config, tokens, heads):
         return (jnp.zeros_like(q[0]), view), inputs
 
     def call(state, layer, q, kv, slots, positions, weight, inv_freq, *, implementation):
-        q, kv = ops.norm_rope(
-            q, kv, weight, positions, inv_freq, eps=config.rms_norm_eps, implementation=implementation
-        )
-        return q, _append(state[1], layer, kv, slots, positions, implementation=implementation)
+        view = dataclasses.replace(state[1], layer=layer)
+        arrays = q, kv, weight, slots, positions, inv_freq
+        options = dict(eps=config.rms_norm_eps, implementation=implementation)
+        q, view = ops.norm_rope_append(view, *arrays, **options)
+        return q, dataclasses.replace(view, layer=0)
 
     nbytes = append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes
     label = f"{heads} head{'s' * (heads > 1)}, {append.shape}"

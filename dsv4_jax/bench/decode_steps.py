@@ -149,8 +149,9 @@ class StepCase:
                 kernels = _kernels(decoder)
             kinds = by_kind(kernels, decoder.step_text)
             result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
-            result["longest_kernels"] = longest(kernels, STEPS // 4)
-            result["launches"] = len(kernels) * 4 / STEPS
+            calls = STEPS // 4 * _devices(decoder)
+            result["longest_kernels"] = longest(kernels, calls)
+            result["launches"] = len(kernels) / calls
             result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
 
@@ -337,8 +338,13 @@ def _dispatch(decoder: StackDecoder) -> float:
     return statistics.median(seconds)
 
 
+def _devices(decoder: StackDecoder) -> int:
+    """How many GPUs share each step."""
+    return 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
+
+
 def _kernels(decoder: StackDecoder) -> list[tuple[str, float]]:
-    """(name, milliseconds a step) of each launch."""
+    """(name, milliseconds a step and GPU) of each launch."""
     steps = STEPS // 4
     jax.block_until_ready(decoder.step(decoder.batch()))
 
@@ -346,4 +352,4 @@ def _kernels(decoder: StackDecoder) -> list[tuple[str, float]]:
         for _ in range(steps):
             jax.block_until_ready(decoder.step(decoder.batch()))
 
-    return [(name, milliseconds / steps) for name, milliseconds in timing.kernels(run)]
+    return [(name, milliseconds / steps / _devices(decoder)) for name, milliseconds in timing.kernels(run)]

@@ -10,7 +10,8 @@ import numpy as np
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, int32, layer_count, normal, random_rows, tree_bytes
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.ops.indexer_scores import score_rounded_kernel, score_rounded_xla
+from dsv4_jax.config import CSA
+from dsv4_jax.ops.indexer_scores import round_index_query_xla, score_rounded_kernel, score_rounded_xla
 from pallas_kernels.indexer_scores.key_tiles import permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
@@ -39,7 +40,7 @@ def indexer_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     keys. Their queries come rotated and rounded: the cases "index query" time that.
     """
     group = next(group for group in schema.groups.values() if group.key is not None)
-    for tokens in (2,) if small else (1, 32, 2048):
+    for tokens in (2,) if small else (1, 32, 2048, 8192):
         yield _query_case(schema, group, tokens)
     for label, lengths, tokens in _SMALL_SCORES if small else _SCORES:
         yield _scores_case(schema, group, label, lengths, tokens)
@@ -54,15 +55,17 @@ def indexer_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 def _query_case(schema, group, tokens):
     config, key = schema.config, group.key
+    inv_freq = jnp.asarray(config.inv_freq(config.layer_types.index(CSA)))
 
     def make(rng, calls):
         shape = tokens, config.index_n_heads, config.index_head_dim
-        return None, [(normal(rng, shape, jnp.bfloat16),) for _ in range(calls)]
+        positions = jnp.arange(tokens, dtype=jnp.int32)
+        return inv_freq, [(normal(rng, shape, jnp.bfloat16), positions) for _ in range(calls)]
 
-    def call(_, q, *, implementation):
+    def call(inv_freq, q, positions, *, implementation):
         if implementation == "xla":
-            return permute_dims(key.round_query(q))
-        return round_index_query(q, layout=key.layout)
+            return permute_dims(round_index_query_xla(key, q, positions, inv_freq))
+        return round_index_query(q, positions, inv_freq, layout=key.layout)
 
     nbytes = 4 * tokens * config.index_n_heads * config.index_head_dim
     return Case("index query", f"T={tokens}", nbytes, make, call)

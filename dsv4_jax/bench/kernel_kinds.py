@@ -14,6 +14,7 @@ KINDS = {
     "attention": ("sparse_attention", "combine", "gather_"),
     "projections": ("linear", "matmul", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
     "norm + rotation": ("norm_rope",),
+    "collectives": ("all_reduce", "nccl"),
 }
 REST = "rest"
 LONGEST = 24  # kernels listed by name

@@ -232,7 +232,7 @@ _COLUMNS = ("layer", "context", "chunk", "ms", "floor", "% of it", "tokens/s", "
 
 
 def _kinds():
-    skipped = ("hyper-connections", "router", "experts")
+    skipped = ("hyper-connections", "router", "experts", "collectives")
     return [kind for kind in (*KINDS, REST) if kind not in skipped]
 
 

@@ -7,7 +7,7 @@ from dsv4_jax.bench.kernel_kinds import KINDS, REST
 
 
 Row = dict[str, Any]
-OF_WHOLE_LAYERS = ("hyper-connections", "router", "experts")
+OF_WHOLE_LAYERS = ("hyper-connections", "router", "experts", "collectives")
 # Shares of drafts that are right, each after right ones, for which tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)
 

@@ -64,6 +64,37 @@ class LayerCacheHandle(Summarised):
         handle = dataclasses.replace(self, pending=kv)
         return handle if self.batch.prefill else handle._commit()
 
+    def norm_rope_append(
+        self,
+        q: Float[Array, "T H D"],
+        kv: Float[Array, "T D"],
+        weight: Float[Array, "D"],
+        inv_freq: Float[Array, "P"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
+        """Norms and rotates queries and window rows (see `ops.norm_rope`), and stores the rows.
+
+        Args:
+          q: [T, heads, head_dim] in the model's dtype; on a mesh those of this device.
+          kv: [T, head_dim] likewise. Padding tokens write nothing.
+          weight: [head_dim] float32, of the rows' norm.
+          inv_freq: [P] radians per token.
+          eps: added to the mean square.
+
+        Returns:
+          (queries in their dtype, the handle to go on with).
+        """
+        batch, dim = self.batch, self._cache.schema.window_codec.dim
+        self._check_shape("q", q, None, dim)
+        self._check_shape("kv", kv, dim)
+        if batch.prefill:
+            q, kv = ops.norm_rope(q, kv, weight, jnp.maximum(batch.positions, 0), inv_freq, eps=eps)
+            return q, self.write_swa(kv)
+        arrays = q, kv, weight, batch.slots, batch.positions, inv_freq
+        q, view = ops.norm_rope_append(self.read_swa_view(), *arrays, eps=eps)
+        return q, self._with_swa(view)
+
     def flush(
         self,
         kv: Float[Array, "T width"],
@@ -158,19 +189,22 @@ class LayerCacheHandle(Summarised):
         batch, view = self.batch, self.read_classical_view()
         return self._of_all_parts(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]:
         """[T, E] float32 scores of every entry for every token (see `ops.indexer_scores`).
 
         Where the context is split, -inf for entries of other devices.
 
         Args:
-          q: [T, index heads, index_head_dim] after RoPE.
+          q: [T, index heads, index_head_dim].
           weights: [T, index heads] float32.
+          inv_freq: [P] radians per token, by which q is rotated first; None: q comes after RoPE.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions)
+        return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
         """[T, index_topk] int32 best entries of each token, ascending, -1 at the end (see `ops.indexer_topk`)."""
@@ -304,5 +338,9 @@ class LayerCacheHandle(Summarised):
     def _commit(self):
         if self.pending is None:
             return self
-        view = ops.append_swa(self.read_swa_view(), self.pending, self.batch.slots, self.batch.positions)
+        return self._with_swa(
+            ops.append_swa(self.read_swa_view(), self.pending, self.batch.slots, self.batch.positions)
+        )
+
+    def _with_swa(self, view):
         return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, swa=view.rows), pending=None)

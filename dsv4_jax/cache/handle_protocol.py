@@ -20,11 +20,23 @@ class CacheHandle(Protocol):
 
     def write_swa(self, kv: Float[Array, "T D"]) -> "CacheHandle": ...
 
+    def norm_rope_append(
+        self,
+        q: Float[Array, "T H D"],
+        kv: Float[Array, "T D"],
+        weight: Float[Array, "D"],
+        inv_freq: Float[Array, "P"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "T H D"], "CacheHandle"]: ...
+
     def flush(
         self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
     ) -> "CacheHandle": ...
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]: ...
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]: ...
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]: ...
 

@@ -161,12 +161,26 @@ class WindowOnlyHandle:
     def write_swa(self, kv: Float[Array, "T D"]) -> "WindowOnlyHandle":
         return WindowOnlyHandle(self.window.write_swa(kv))
 
+    def norm_rope_append(
+        self,
+        q: Float[Array, "T H D"],
+        kv: Float[Array, "T D"],
+        weight: Float[Array, "D"],
+        inv_freq: Float[Array, "P"],
+        *,
+        eps: float,
+    ) -> tuple[Float[Array, "T H D"], "WindowOnlyHandle"]:
+        q, window = self.window.norm_rope_append(q, kv, weight, inv_freq, eps=eps)
+        return q, WindowOnlyHandle(window)
+
     def flush(
         self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
     ) -> "WindowOnlyHandle":
         return self
 
-    def indexer_scores(self, q: Float[Array, "T H I"], weights: Float[Array, "T H"]) -> Float[Array, "T E"]:
+    def indexer_scores(
+        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+    ) -> Float[Array, "T E"]:
         return jnp.zeros((q.shape[0], 0), jnp.float32)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:

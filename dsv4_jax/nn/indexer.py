@@ -9,7 +9,6 @@ from dsv4_jax.cache import CacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.layers import Linear
-from dsv4_jax.ops import apply_rope
 from dsv4_jax.quant import round_to
 
 
@@ -33,8 +32,8 @@ class IndexerScorer(nnx.Module):
 class IndexerQuery(nnx.Module):
     """The query half of the lightning indexer: scores index keys and selects entries (dsv4.md 4).
 
-    An entry's score is `sum_h w_h * relu(q_h . key)`. The query's rotation and rounding to the keys' format happen in
-    `LayerCacheHandle.indexer_scores`: they belong to the format, not to the model.
+    An entry's score is `sum_h w_h * relu(q_h . key)`. The query's RoPE, its rotation and its rounding to the keys'
+    format happen in `LayerCacheHandle.indexer_scores`: the latter belong to the format, not to the model.
 
     Attributes:
       q_b_proj: Linear, q_lora_rank to index_n_heads * index_head_dim; None where it is joined.
@@ -63,9 +62,8 @@ class IndexerQuery(nnx.Module):
         """
         config = self.config
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
-        positions = jnp.maximum(handle.batch.positions, 0)
-        q = apply_rope(q, positions, jnp.asarray(config.inv_freq(self.layer)))
-        return handle.indexer_topk(handle.indexer_scores(q, self.scorer(head_weights)))
+        inv_freq = jnp.asarray(config.inv_freq(self.layer))
+        return handle.indexer_topk(handle.indexer_scores(q, self.scorer(head_weights), inv_freq))
 
 
 class CSAIndexer(Compressor, IndexerQuery):

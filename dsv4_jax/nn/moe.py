@@ -10,6 +10,7 @@ from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.layers import Linear, normal
 from dsv4_jax.nn.projections import Projections
+from dsv4_jax.ops.linear import Matrix
 from dsv4_jax.quant import round_to
 
 
@@ -24,9 +25,7 @@ class Router(nnx.Module):
         self.config = config
         self.weight = normal(rngs, (config.n_routed_experts, config.hidden_size))
 
-    def __call__(
-        self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]
-    ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> ops.Routing:
         """Routes each token.
 
         Args:
@@ -34,8 +33,8 @@ class Router(nnx.Module):
           token_ids: [T] int32.
 
         Returns:
-          experts [T, k] int32 and their weights [T, k] float32: the scores `sqrt(softplus(logit))` of the selected
-          experts, normalised to sum to routed_scaling_factor.
+          Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalised to sum to
+          routed_scaling_factor.
         """
         config, weight = self.config, self.weight[...]
         options = dict(chosen=config.num_experts_per_tok, factor=config.routed_scaling_factor)
@@ -107,6 +106,12 @@ class MLP(nnx.Module):
         inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))
 
+    def joined_matrices(self) -> tuple[Matrix, Matrix] | None:
+        """(those of gate and up, that of down) as `ops.experts` takes them; None where the first two are not joined."""
+        if not self.input_projections.joined:
+            return None
+        return self.input_projections.joined[0].weight.get_value(), self.down_proj.weight.get_value()
+
 
 class Experts(nnx.Module):
     """All routed experts' weights, and their sum for each token.
@@ -124,23 +129,24 @@ class Experts(nnx.Module):
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
     def __call__(
-        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+        self, x: Float[Array, "T D"], routing: ops.Routing, shared: tuple[Matrix, Matrix] | None = None
     ) -> Float[Array, "T D"]:
         """The sum of each token's experts, see `ops.experts`.
 
         Args:
           x: [T, hidden].
-          experts: [T, k] int32 in [0, E).
-          weights: [T, k] float32.
+          routing: experts in [0, E).
+          shared: None, or the matrices of an expert that all tokens have.
 
         Returns:
-          [T, hidden] float32; each linear is rounded to x's dtype, the sum is not.
+          [T, hidden] float32; each linear is rounded to x's dtype, the sum is not, but with a shared expert.
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
+        experts, weights, grouped = routing
         if gate_up.shape[0] < self.number:  # those of this device; others add nothing here
-            experts = experts - ops.model_index() * gate_up.shape[0]
-        return ops.experts(x, experts, weights, gate_up, down, limit=self.limit)
+            experts, grouped = experts - ops.model_index() * gate_up.shape[0], None
+        return ops.experts(x, experts, weights, gate_up, down, grouped, shared, limit=self.limit)
 
 
 class MoE(nnx.Module):
@@ -159,6 +165,9 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
-        """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype."""
-        routed = self.experts(x, *self.gate(x, token_ids))
-        return ops.all_reduce(round_to(routed + self.shared_experts(x).astype(jnp.float32), x.dtype))
+        """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype, or this device's part of it."""
+        shared = self.shared_experts.joined_matrices()
+        y = self.experts(x, self.gate(x, token_ids), shared)
+        if shared is None:
+            y = round_to(y + self.shared_experts(x).astype(jnp.float32), x.dtype)
+        return y

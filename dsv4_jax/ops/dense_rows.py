@@ -22,7 +22,7 @@ def dense_rows(
     """What `sparse_attention` of these arguments attends to, as its kernel for many tokens takes it.
 
     Its arrays hold the call's T rows, a window of rows for each of up to min(T, slots) requests, and as many times
-    all entries that a request may have.
+    all entries that a request may have, of which only visible ones are written.
     """
     tokens, before = slots.shape[0], window.window - 1
     token = jnp.arange(tokens, dtype=jnp.int32)
@@ -43,7 +43,8 @@ def dense_rows(
     base, counts, entries = jnp.zeros((tokens,), jnp.int32), jnp.zeros((tokens,), jnp.int32), None
     if compressed is not None:
         last = jnp.where(first >= 0, take(positions, take(end, first) - 1), -1)
-        entries, _ = gather_all_compressed_kv(compressed, slot, last, dtype=new_kv.dtype, implementation=implementation)
+        options = dict(dtype=new_kv.dtype, only_visible=True, implementation=implementation)
+        entries, _ = gather_all_compressed_kv(compressed, slot, last, **options)
         entries = entries.reshape(-1, entries.shape[-1])
         base = run * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)

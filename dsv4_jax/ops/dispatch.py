@@ -97,14 +97,18 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
 
 
 def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
-    """A function that computes what `kernel` does and has the gradient of `reference`, both of the same arrays."""
+    """A function that computes what `kernel` does and has the gradient of `reference`, both of the same arrays.
+
+    What a kernel returns behind the results that the reference has has no gradient.
+    """
 
     @jax.custom_vjp
     def call(*arrays):
         return kernel(*arrays)
 
     def backward(arrays, cotangents):
-        return jax.vjp(reference, *arrays)[1](cotangents)
+        values, pull = jax.vjp(reference, *arrays)
+        return pull(cotangents[: len(values)] if isinstance(values, tuple) else cotangents)
 
     call.defvjp(lambda *arrays: (kernel(*arrays), arrays), backward)
     return call

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import run, with_gradient_of
-from dsv4_jax.ops.linear import same_dtype
+from dsv4_jax.ops.linear import Matrix, linear, same_dtype
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import StoredWeight, round_to
-from pallas_kernels.experts import MOST_PAIRS, experts as experts_kernel, grouped_experts
+from pallas_kernels.experts import MOST_PAIRS, MOST_SHARED_TOKENS, experts as experts_kernel, grouped_experts
 
 
 def experts(
@@ -19,6 +19,8 @@ def experts(
     weights: Float[Array, "T k"],
     gate_up: Float[Array, "E _ D"] | StoredWeight,
     down: Float[Array, "E D I"] | StoredWeight,
+    grouped: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None,
+    shared: tuple[Matrix, Matrix] | None = None,
     *,
     limit: float,
     implementation: str | None = None,
@@ -34,37 +36,42 @@ def experts(
       weights: [T, k] float32.
       gate_up: [E, 2 * I, D], the gate's rows first, or these matrices in the release's storage.
       down: [E, D, I], likewise.
+      grouped: what `ops.router` returned with `selected`, if its experts are these; or None.
+      shared: None, or of an expert that all tokens have, without a weight, [2 * S, D] and [D, S]. In the release's
+        storage, as the others, up to 8 tokens pass it in the same launch.
       limit: of SwiGLU.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
-        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more, for
-        bfloat16 only in the interpreter: on a GPU its results were wrong, so XLA multiplies.
+        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more.
 
     Returns:
-      [T, D] float32; each linear map is rounded to x's dtype, the sum is not.
+      [T, D] float32; each linear map is rounded to x's dtype, the sum is not. With a shared expert, whose is the last
+      term, the sum is rounded to x's dtype too.
     """
+    if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
+        options = dict(limit=limit, implementation=implementation)
+        routed = experts(x, selected, weights, gate_up, down, grouped, **options)
+        return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
     implementations = dict(
         xla=_experts_xla,
         mosaic_gpu=functools.partial(_experts_kernel, False),
         interpret=functools.partial(_experts_kernel, True),
     )
-    arrays = x, selected, weights, gate_up, down
-    return run("experts", implementations, implementation, limit, *arrays)
+    arrays = x, selected, weights, gate_up, down, *(shared or ())
+    return run("experts", implementations, implementation, limit, grouped, *arrays)
 
 
-def _experts_kernel(interpret, limit, *arrays):
-    _, selected, _, *stored = arrays
-    if not interpret and selected.size > MOST_PAIRS and not all(isinstance(weight, StoredWeight) for weight in stored):
-        raise NotImplementedError(
-            f"the kernel for bfloat16 takes up to {MOST_PAIRS} pairs of a token and an expert, got {selected.size}"
-        )
-
-    def kernel(x, selected, weights, gate_up, down):
-        chosen = experts_kernel if selected.size <= MOST_PAIRS else grouped_experts
+def _experts_kernel(interpret, limit, grouped, *arrays):
+    def kernel(x, selected, weights, gate_up, down, *shared):
         matrices = _for_kernel(gate_up), _for_kernel(down)
-        y = chosen(x, selected, weights, *matrices, limit=limit, interpret=interpret)
-        return _sum_of_experts(y, selected, gate_up.shape[0])
+        options = dict(limit=limit, interpret=interpret)
+        if selected.size <= MOST_PAIRS:
+            codes = tuple((weight.codes, weight.scale) for weight in shared) or None
+            y = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
+        else:
+            y = grouped_experts(x, selected, weights, *matrices, **options)
+        return y if shared else _sum_of_experts(y, selected, gate_up.shape[0])
 
-    return with_gradient_of(functools.partial(_experts_xla, limit), kernel)(*arrays)
+    return with_gradient_of(functools.partial(_experts_xla, limit, None), kernel)(*arrays)
 
 
 def _for_kernel(weight):
@@ -83,7 +90,29 @@ def _sum_of_experts(y, selected, number):
     return functools.reduce(jnp.add, [y[:, j] for j in range(y.shape[1])])
 
 
-def _experts_xla(limit, x, selected, weights, gate_up, down):
+def _take_one_launch(x, *matrices):
+    """Whether a kernel passes tokens through the shared expert, the last two matrices, beside the others."""
+    kinds = [weight.kind if isinstance(weight, StoredWeight) else None for weight in matrices]
+    inner, shared = matrices[1].shape[2], matrices[3].shape[1]
+    few = x.shape[0] <= MOST_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
+    return few and kinds == ["FP4", "FP4", "FP8", "FP8"]
+
+
+def _shared_expert(limit, x, gate_up, down, *, implementation):
+    """[T, D] float32."""
+    (inner,) = linear(x, gate_up, swiglu_limit=limit, implementation=implementation)
+    (y,) = linear(inner, down, parts=((down.shape[0], True),), implementation=implementation)
+    return y.astype(jnp.float32)
+
+
+def _experts_xla(limit, grouped, x, selected, weights, gate_up, down, *shared):
+    y = _routed_xla(limit, x, selected, weights, gate_up, down)
+    if not shared:
+        return y
+    return round_to(y + _shared_expert(limit, x, *shared, implementation="xla"), x.dtype)
+
+
+def _routed_xla(limit, x, selected, weights, gate_up, down):
     tokens, k = selected.shape
     number = gate_up.shape[0]
     here = (selected >= 0) & (selected < number)
@@ -93,7 +122,7 @@ def _experts_xla(limit, x, selected, weights, gate_up, down):
         # dequantised where they are stored so.
         order = jnp.arange(by_expert.size, dtype=jnp.int32)
 
-        def linear(x, weight):
+        def multiply(x, weight):
             return _paired_linear(x, weight[jnp.minimum(by_expert, number - 1)])
 
     else:
@@ -101,12 +130,12 @@ def _experts_xla(limit, x, selected, weights, gate_up, down):
         order = jnp.argsort(by_expert)
         sizes = jnp.bincount(by_expert, length=number)
 
-        def linear(x, weight):
+        def multiply(x, weight):
             return _ragged_linear(x, weight[...], sizes)
 
-    gate, up = jnp.split(linear(x[order // k], gate_up), 2, axis=1)
+    gate, up = jnp.split(multiply(x[order // k], gate_up), 2, axis=1)
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
-    y = linear(round_to(inner, x.dtype), down)
+    y = multiply(round_to(inner, x.dtype), down)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
     return _sum_of_experts(y, selected, number)
 

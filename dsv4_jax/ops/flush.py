@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.rope import apply_rope_alike
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
 from pallas_kernels.common.deterministic_math import (
@@ -20,7 +21,6 @@ from pallas_kernels.common.deterministic_math import (
     PARTS,
     SLICE,
     WHOLE,
-    cos_sin,
     exp_negative,
     inverse_sqrt,
     product,
@@ -122,7 +122,9 @@ def write_entries(
       The view with updated rows.
     """
     first = jnp.maximum(closed.entries, 0) * pool.compress_rate
-    return pool.write(closed.slots, closed.entries, closed.entries >= 0, _rope(closed.values, first, inv_freq))
+    return pool.write(
+        closed.slots, closed.entries, closed.entries >= 0, apply_rope_alike(closed.values, first, inv_freq)
+    )
 
 
 def flush(
@@ -283,13 +285,3 @@ def _sum_channels(x):
     """[n] from [n, D]: each slice of channels, then the slices."""
     slices = x.shape[1] // SLICE if x.shape[1] % SLICE == 0 else 1
     return ordered_sum(ordered_sum(x.reshape(x.shape[0], slices, -1), axis=2), axis=1)
-
-
-def _rope(x, position, inv_freq):
-    """`ops.apply_rope` in arithmetic that is the same everywhere (cos and sin of the backends are not)."""
-    head, tail = jnp.split(x, [x.shape[1] - 2 * inv_freq.shape[0]], axis=1)
-    cos, sin = cos_sin(position.astype(jnp.float32)[:, None] * inv_freq[None, :])
-    pairs = tail.astype(jnp.float32).reshape(*cos.shape, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
-    return jnp.concatenate([head, round_to(turned.reshape(tail.shape), x.dtype)], axis=1)

@@ -45,6 +45,7 @@ def gather_all_compressed_kv(
     positions: Int[Array, "T"],
     *,
     dtype=jnp.bfloat16,
+    only_visible: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
     """Every compressed entry visible to each token: entries `0 .. (position + 1) // rate - 1` of its request.
@@ -54,16 +55,18 @@ def gather_all_compressed_kv(
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
       dtype: of the result.
+      only_visible: what is not visible is never read, so that a kernel need not write it: its values, and those of
+        `valid`, are unspecified. Then a call's time follows from what is visible, not from what could be.
       implementation: as in `gather_compressed_kv`.
 
     Returns:
       (kv, valid): kv [T, E, D] with E = max_blocks * entries a block, zeros where not valid; valid [T, E] bool.
     """
     choices = implementations(_gather_all_compressed_kv_xla, _gather_all_compressed_kv_kernel)
-    return run("gather_all_compressed_kv", choices, implementation, view, slots, positions, dtype)
+    return run("gather_all_compressed_kv", choices, implementation, view, slots, positions, dtype, only_visible)
 
 
-def _gather_all_compressed_kv_xla(view, slots, positions, dtype):
+def _gather_all_compressed_kv_xla(view, slots, positions, dtype, only_visible):
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
     visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
     return _gather_compressed_kv_xla(view, jnp.where(visible, entries, -1), slots, dtype)
@@ -131,8 +134,9 @@ def _gather_compressed_kv_kernel(view, indices, slots, dtype, *, interpret):
     return kernels.gather_compressed_kv(indices, slots, *_kernel_pools(view, view.block_table), **options)
 
 
-def _gather_all_compressed_kv_kernel(view, slots, positions, dtype, *, interpret):
-    options = _kernel_options(view, dtype, interpret) | dict(compress_rate=view.compress_rate)
+def _gather_all_compressed_kv_kernel(view, slots, positions, dtype, only_visible, *, interpret):
+    options = _kernel_options(view, dtype, interpret)
+    options |= dict(compress_rate=view.compress_rate, only_visible=only_visible)
     return kernels.gather_all_compressed_kv(slots, positions, *_kernel_pools(view, view.block_table), **options)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.rope import apply_rope_alike
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from pallas_kernels.common.layouts import quantised
 from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
@@ -22,16 +23,19 @@ def indexer_scores(
     slots: Int[Array, "T"],
     positions: Int[Array, "T"],
     *,
+    inv_freq: Float[Array, "P"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T E"]:
     """`score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` over the entries visible to token t (dsv4.md 4).
 
     Args:
       view: the layer's indexer keys.
-      q: [T, H, D] queries after RoPE, model dtype; rotated and rounded here as the keys were.
+      q: [T, H, D] queries, model dtype; rotated and rounded here as the keys were.
       weights: [T, H] float32 head weights, both scale factors included.
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
+      inv_freq: [P] radians per token, with which the last 2 * P channels of q are rotated at the token's position
+        (dsv4.md 2.2), as keys are; None: q comes after RoPE.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (64 heads of 128 dims, bfloat16, in
         formats "v4" and "per_entry").
 
@@ -41,16 +45,24 @@ def indexer_scores(
       nothing there, "xla" writes -inf.
     """
     choices = implementations(_scores_xla, _scores_kernel)
-    return run("indexer_scores", choices, implementation, view, q, weights, slots, positions)
+    return run("indexer_scores", choices, implementation, view, q, weights, slots, positions, inv_freq)
 
 
-def _scores_xla(view, q, *token):
-    return score_rounded_xla(view, view.codec.round_query(q), *token)
+def _scores_xla(view, q, weights, slots, positions, inv_freq):
+    q = round_index_query_xla(view.codec, q, positions, inv_freq)
+    return score_rounded_xla(view, q, weights, slots, positions)
 
 
-def _scores_kernel(view, q, *token, interpret):
-    q = round_index_query(q, quantised(view.layout), interpret=interpret)
-    return score_rounded_kernel(view, q, *token, interpret=interpret)
+def _scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret):
+    q = round_index_query(q, positions, inv_freq, quantised(view.layout), interpret=interpret)
+    return score_rounded_kernel(view, q, weights, slots, positions, interpret=interpret)
+
+
+def round_index_query_xla(codec, q, positions, inv_freq):
+    """Queries rotated and rounded as `codec` does keys, dims in their order; `inv_freq` as in `indexer_scores`."""
+    if inv_freq is not None:
+        q = apply_rope_alike(q, jnp.maximum(positions, 0), inv_freq)
+    return codec.round_query(q)
 
 
 def score_rounded_xla(view, q, weights, slots, positions):

@@ -22,7 +22,7 @@ from pallas_kernels.linear import (
 
 
 Part = tuple[int, bool]
-Matrix = Float[Array, "m k"] | StoredWeight
+Matrix = Float[Array, "_ _"] | StoredWeight
 # With fewer rows XLA is faster: it multiplies several weights at once where they have one input.
 LEAST_ROWS = 1536
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.quant import round_to
+from pallas_kernels.common.deterministic_math import cos_sin, product
 
 
 def apply_rope(
@@ -40,4 +41,18 @@ def apply_rope(
     return jnp.concatenate([head, round_to(turned.reshape(*x.shape[:-1], 2 * pairs), x.dtype)], axis=-1)
 
 
-__all__ = ["apply_rope"]
+def apply_rope_alike(
+    x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
+) -> Float[Array, "T ... D"]:
+    """`apply_rope` in arithmetic that is the same everywhere (cos and sin of the backends are not)."""
+    pairs = inv_freq.shape[0]
+    head, tail = jnp.split(x, [x.shape[-1] - 2 * pairs], axis=-1)
+    angle = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
+    cos, sin = cos_sin(angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), pairs))
+    tail = tail.astype(jnp.float32).reshape(*tail.shape[:-1], pairs, 2)
+    even, odd = tail[..., 0], tail[..., 1]
+    turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
+    return jnp.concatenate([head, round_to(turned.reshape(*x.shape[:-1], 2 * pairs), x.dtype)], axis=-1)
+
+
+__all__ = ["apply_rope", "apply_rope_alike"]

@@ -1,6 +1,7 @@
 """Which experts each token goes to."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,20 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
 from dsv4_jax.ops.linear import linear
 from pallas_kernels.router import MOST_TOKENS, router as router_kernel
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+      experts: [T, k] int32.
+      weights: [T, k] float32.
+      grouped: for `ops.experts`: pairs of a token and an expert by expert, or None where it groups them itself.
+    """
+
+    experts: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+    grouped: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None
 
 
 def router(
@@ -21,7 +36,7 @@ def router(
     chosen: int,
     factor: float,
     implementation: str | None = None,
-) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+) -> Routing:
     """Selects experts for each token, and weights them with the scores `sqrt(softplus(x @ weight.T))`.
 
     The gradient is that of "xla", whatever computes the values.
@@ -39,7 +54,7 @@ def router(
         bfloat16, D in multiples of 512 and E in multiples of 128.
 
     Returns:
-      experts [T, chosen] int32 and their weights [T, chosen] float32. Implementations add products up in different
+      `Routing`: the experts and their weights. Implementations add products up in different
       orders: where two experts' scores are closer than float32 rounding, they may select another one.
 
     Raises:
@@ -64,7 +79,7 @@ def _router_xla(x, weight, bias, table, token_ids, *, chosen, factor):
     else:
         experts = jax.lax.top_k(scores + bias[None, :], chosen)[1]
     weights = jnp.take_along_axis(scores, experts, axis=1)
-    return experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * factor
+    return Routing(experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * factor)
 
 
 def _router_kernel_or_xla(x, *arrays, **options):
@@ -75,4 +90,8 @@ def _router_kernel_or_xla(x, *arrays, **options):
 
 def _router_kernel(*arrays, interpret, **options):
     kernel = functools.partial(router_kernel, interpret=interpret, **options)
-    return with_gradient_of(functools.partial(_router_xla, **options), kernel)(*arrays)
+
+    def reference(*arrays):
+        return tuple(_router_xla(*arrays, **options)[:2])
+
+    return Routing(*with_gradient_of(reference, kernel)(*arrays))

@@ -150,18 +150,20 @@ def _part(q, kv, valid, least=LOWEST):
 
 
 def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, interpret):
-    # A block of the kernel has 64 heads, of which a device that shares a layer with others may have fewer.
-    heads, missing = q.shape[1], -q.shape[1] % HEADS
-    q, sinks = jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
+    heads = q.shape[1]
     layout = quantised(window.layout)
+    # Kernels rotate back what lies together in a warpgroup.
+    turned = None
+    if inv_freq is not None and inv_freq.shape[0] <= MOST_PAIRS and inv_freq.shape[0] % 4 == 0:
+        turned, inv_freq = inv_freq, None
     if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
         name = "interpret" if interpret else "mosaic_gpu"
         rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
         angles = None
-        if inv_freq is not None and inv_freq.shape[0] <= MOST_PAIRS and inv_freq.shape[0] % 4 == 0:
-            angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
-            angles, inv_freq = (jnp.cos(angle), jnp.sin(angle)), None
-        out = many_queries(q, sinks, rows, angles, interpret=interpret)
+        if turned is not None:
+            angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * turned[None, :]
+            angles = jnp.cos(angle), jnp.sin(angle)
+        out = many_queries(*_padded(q, sinks, HEADS), rows, angles, interpret=interpret)
         return turned_back(out[:, :heads], positions, inv_freq)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
@@ -178,19 +180,26 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
             quantised(compressed.layout),
         )
     out = kernel(
-        q,
-        sinks,
+        # A device that shares a layer with others may have few heads.
+        *_padded(q, sinks, min(HEADS, -(-heads // 8) * 8)),
         slots,
         positions,
         layer,
         rings,
         entries,
+        turned,
         window=window.window,
         places=places,
         layout=layout,
         interpret=interpret,
     )
     return turned_back(out[:, :heads], positions, inv_freq)
+
+
+def _padded(q, sinks, multiple):
+    """q and sinks of a multiple of so many heads."""
+    missing = -q.shape[1] % multiple
+    return jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
 
 
 def _dense_rows(window, compressed, tokens):

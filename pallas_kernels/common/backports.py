@@ -3,8 +3,12 @@
 The modules that Mosaic makes of them are the same, byte for byte. Importing this module changes JAX 0.11.
 """
 
+import contextvars
+
 import jax
-from jax.experimental.mosaic.gpu import constraints
+from jax._src.interpreters import mlir
+from jax.experimental.mosaic.gpu import constraints, core
+from jaxlib.mlir import ir
 
 
 def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
@@ -43,3 +47,29 @@ def join_systems(
 if jax.__version_info__ < (0, 12):
     constraints.compute_transitively_equal_vars = equal_variables
     constraints.ConstraintSystem.__and__ = join_systems
+
+
+def _mark_programmatic_launches() -> None:
+    """Lets CUDA graphs start a kernel's blocks while those of the kernel before end: XLA reads `uses_pdl` of the call.
+
+    JAX 0.12 sets it in the module alone, which serves launches outside of graphs.
+    """
+    uses = contextvars.ContextVar("uses", default=False)
+    lower, call = core._mosaic_gpu_lowering_rule, mlir.custom_call
+
+    def lower_kernel(*args, module, **options):
+        token = uses.set("mosaic_gpu.uses_pdl" in module.operation.attributes)
+        try:
+            return lower(*args, module=module, **options)
+        finally:
+            uses.reset(token)
+
+    def custom_call(*args, **options):
+        if uses.get() and options.get("call_target_name") == "mosaic_gpu_v2":
+            options["backend_config"] = {**options["backend_config"], "uses_pdl": ir.BoolAttr.get(True)}
+        return call(*args, **options)
+
+    core._mosaic_gpu_lowering_rule, mlir.custom_call = lower_kernel, custom_call
+
+
+_mark_programmatic_launches()

@@ -56,6 +56,31 @@ def check_row_pools(layout: RowLayout, nope: jax.Array, rope: jax.Array, scale: 
     check_pools(layout, (nope, rope, scale))
 
 
+def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
+    """[n] int32: the rows of rings [layers, slots, ring, ..] that hold tokens, `position % ring` of their slots.
+
+    Args:
+      token: [n] int32 in layout PER_ROW.
+      slots, positions: [T] int32 in global memory; tokens of one slot stand together and in order.
+      layer: [1] int32 in global memory.
+      shape: of the rings.
+
+    Returns:
+      -1 where nothing is written: for numbers from T on, for tokens whose slot or position is -1, and where a later
+      token of the call has the same row.
+    """
+    _, num_slots, ring, *_ = shape
+    tokens = slots.shape[0]
+    at = jnp.minimum(token, tokens - 1)
+    slot, position = load_rows(slots, at, token.shape), load_rows(positions, at, token.shape)
+    keep = (token < tokens) & (slot >= 0) & (slot < num_slots) & (position >= 0)
+    if tokens > ring:
+        later = load_rows(slots, jnp.minimum(token + ring, tokens - 1), token.shape)
+        keep &= (token + ring >= tokens) | (later != slot)
+    row = (layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
+    return jnp.where(keep, row, -1)
+
+
 @primitive
 def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int = 0) -> jax.Array:
     """[*shape] in the layout of its rank: rows of a pool [R, C], or [R], in global memory, by number.

@@ -30,18 +30,34 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 _interpreting = jax.make_user_context(False)
 
 
-def kernel(body: Callable[..., None], *, interpret: bool, **options) -> Callable:
+def kernel(body: Callable[..., None], *, interpret: bool, starts_early: bool = False, **options) -> Callable:
     """`plgpu.kernel`, with primitives in the body, whose operands have the tree structure that they are passed in.
 
-    `interpret`: run on the CPU, interpreted, with the race detector on.
+    Its blocks may start while those of the kernel before it end: programmatic dependent launch.
+
+    Args:
+      body: of the kernel.
+      interpret: run on the CPU, interpreted, with the race detector on.
+      starts_early: the body calls `wait_for_inputs` itself, before anything but reading what no kernel writes.
+      options: as for `plgpu.kernel`.
     """
 
     def traced(*refs, **scratch):
         with _interpreting(interpret):
+            if not interpret:
+                plgpu.griddepcontrol_launch_dependents()
+            if not starts_early:
+                wait_for_inputs()
             body(*refs, **scratch)
 
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else False
     return plgpu.kernel(traced, interpret=params, **options)
+
+
+def wait_for_inputs() -> None:
+    """Waits until the kernels before have ended; then what they wrote is visible to this thread."""
+    if not interpreting():
+        plgpu.griddepcontrol_wait()
 
 
 def interpreting() -> bool:

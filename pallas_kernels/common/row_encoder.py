@@ -1,7 +1,8 @@
-"""Quantising rows and index keys, bit-equal to `dsv4_jax.quant`; storing one that lies over a warpgroup.
+"""Quantising rows and index keys, bit-equal to `dsv4_jax.quant`; storing one that lies over a warp or a warpgroup.
 
-What turns largest magnitudes into scales, and values into codes, works in any register layout. `encode_row` and
-`encode_key` are for vectors over a warpgroup (see `vectors`).
+What turns largest magnitudes into scales, and values into codes, works in any register layout. `store_quantised` is for
+rows of which each warp has one (see `kv_rows`), `encode_row` and `encode_key` for vectors over a warpgroup (see
+`vectors`).
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import mlir_helpers as mlir, vectors
+from pallas_kernels.common import kv_rows, mlir_helpers as mlir, vectors
 from pallas_kernels.common.deterministic_math import round_bfloat16
 from pallas_kernels.common.layouts import KeyLayout, RowLayout
 from pallas_kernels.common.primitive import primitive
@@ -54,6 +55,28 @@ def _(x, layout):
         return [mlir.ptx("rcp.rn.f32 $0, $1;", value, results=f32, pure=True) for value in mlir.values(x)]
 
     return mlir.inline(emit, x, layout=lambda _: layout, returns=x)
+
+
+def store_quantised(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
+    """Quantises x [4, 8, 64] float32, a row of each warp, and writes each to a row of pools; -1 writes nothing.
+
+    `pools`: references to (nope, rope, scale) [R, ..] in global memory; the padding of E8M0 scales is written too.
+    """
+    nope, rope, scale = pools
+    nope_groups = layout.nope_dim // kv_rows.GROUP
+    if layout.scale_block is None:
+        group = kv_rows.iota(x.shape, 1)
+        largest = jnp.max(jnp.max(jnp.where(group < nope_groups, jnp.abs(x), 0.0), axis=2), axis=1)
+        stored, factor = row_scale(largest, kv_rows.PER_ROW)
+        factor = lax.broadcast_in_dim(factor, x.shape, (0,))
+    else:
+        bits, factor = block_scale(jnp.max(jnp.abs(x), axis=2))
+        factor = lax.broadcast_in_dim(factor, x.shape, (0, 1))
+        group = kv_rows.iota(bits.shape, 1)
+        stored = jnp.where(group < nope_groups, bits, 0).astype(jnp.uint8)
+    kv_rows.store_rows(nope, row, e4m3_codes(x * factor))
+    kv_rows.store_rows(rope, row, x.astype(jnp.bfloat16), first_group=nope_groups)
+    kv_rows.store_rows(scale, row, stored)
 
 
 def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first, keep, scratch) -> None:
@@ -103,15 +126,22 @@ def quantise_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, 
     if layout.hadamard:
         x = round_bfloat16(_hadamard(x, layout.dim, scratch))
     amax = vectors.butterfly(jnp.maximum, jnp.abs(x), layout.scale_block // 2, 1, scratch)
+    stored, step, factor = key_scales(amax, layout, vectors.layout(x.shape[0]))
+    return e2m1_codes(x * factor), stored, step
+
+
+def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(Scale bits, uint8; what codes are multiples of; what to multiply values with) of blocks of E2M1 values.
+
+    `amax`: their largest magnitudes, float32; `registers`: its layout.
+    """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
-        stored, step, factor = bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
-    else:
-        stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
-        step = _e4m3_value(stored) * layout.global_scale
-        inverse = divide_one(jnp.where(step > 0, step, 1.0), vectors.layout(x.shape[0]))
-        factor = jnp.where(step > 0, inverse, 0.0)
-    return _e2m1_codes(x * factor), stored, step
+        return bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
+    stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
+    step = _e4m3_value(stored) * layout.global_scale
+    inverse = divide_one(jnp.where(step > 0, step, 1.0), registers)
+    return stored, step, jnp.where(step > 0, inverse, 0.0)
 
 
 def _hadamard(x, dim, scratch):
@@ -139,7 +169,7 @@ def _e4m3_value(bits):
     return jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
 
 
-def _e2m1_codes(x):
+def e2m1_codes(x: jax.Array) -> jax.Array:
     """Codes 0 to 15 as int32, ties to even."""
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8

@@ -89,8 +89,11 @@ class StoredGemm:
 
     @property
     def overlaps(self) -> bool:
-        """Whether weights are unpacked beside the last step's products: where inputs are few, and registers enough."""
-        return self.warpgroups == 4
+        """Whether weights are unpacked beside the last step's products: where inputs are few, and registers enough.
+
+        Not bfloat16: a step has one chunk, so its weights would be loaded into registers which products still read.
+        """
+        return self.warpgroups == 4 and self.layout.bits < 16
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers for `run`, and `staging` for `column_stores`."""

@@ -50,14 +50,14 @@ def _(out, sums, tile, limit, rows=None, weights=None):
 
 
 @primitive
-def store_rows(out, sums: jax.Array, tile: jax.Array, rows: Any) -> None:
+def store_rows(out, sums: jax.Array, tile: jax.Array, rows: Any = None) -> None:
     """Writes 64 channels of 2**32 times the sums [64, N], rounded. See `store_swiglu`."""
     _each_row(out, (sums * 2.0**SHIFT).T, tile * ROWS, rows, None)
 
 
 @store_rows.mosaic
-def _(out, sums, tile, rows):
-    def emit(out, sums, tile, rows):
+def _(out, sums, tile, rows=None):
+    def emit(out, sums, tile, *rows):
         bf16 = ir.BF16Type.get()
 
         def store(place, _, values):
@@ -65,9 +65,11 @@ def _(out, sums, tile, rows):
                 value = arith.truncf(bf16, arith.mulf(value, mlir.f32(2.0**SHIFT)))
                 llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
 
-        _each_column(out, sums, rows, U32(mlir.scalar(tile)) * ROWS, gated=False, store=store)
+        numbers = rows[0] if rows else None
+        _each_column(out, sums, numbers, U32(mlir.scalar(tile)) * ROWS, gated=False, store=store)
 
-    mlir.inline(emit, out, sums, tile, rows, layout=lambda _: plgpu.Layout.WGMMA)
+    tables = [] if rows is None else [rows]
+    mlir.inline(emit, out, sums, tile, *tables, layout=lambda _: plgpu.Layout.WGMMA)
 
 
 def _each_row(out, values, channel, rows, weights):

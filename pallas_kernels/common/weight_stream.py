@@ -74,7 +74,7 @@ class WeightStream:
     """What is static.
 
     Attributes:
-      matrices: layout and columns of each; FP4 is not beside others.
+      matrices: layout and columns of each; FP4 is not beside bfloat16.
       tokens: columns of a product, a multiple of 8.
       segments: of a stage: 4, 2 or 1.
       places: for a tile's sums: 4, one for each warpgroup that multiplies, or 1, to which these add in turn: for more
@@ -118,7 +118,8 @@ class WeightStream:
     def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
         """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
         stages, scales = self.stages(other_bytes), FP4 in self.layouts
-        # The same memory as arrays of each dtype; the interpreter takes any two writes to such arrays for a race.
+        # The same memory as arrays of each dtype: FP4's and FP8's codes lie alike. The interpreter takes any two writes
+        # to such arrays for a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
         codes = [
             plgpu.SMEM(
@@ -162,6 +163,9 @@ class WeightStream:
           products: what to multiply.
           codes_tile, scales_tile, inputs, sums, full, free, met, left, taken: `scratch`.
         """
+        # Where tiles have four steps or more a warpgroup has the same stages as in what came before.
+        steps = [product.depth // (self.segments * product.layout.segment) for product in products]
+        assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in steps[:i]) for i, n in enumerate(steps))
         codes_tile = {ref.dtype: ref for ref in codes_tile}
         stages, slots = next(iter(codes_tile.values())).shape[0], self.slots
 
@@ -224,7 +228,7 @@ class WeightStream:
                         step = (lax.div(i, parts) * MULTIPLIERS + own) * parts + lax.rem(i, parts)
                         stage = lax.rem(before + tile * steps + step, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[stage])
-                        operand = scales if scales_tile is None else scales_tile.at[stage, pl.ds(0, table)]
+                        operand = scales_tile.at[stage, pl.ds(0, table)] if layout.bits == 4 else scales
                         operands = codes.at[stage], operand, inputs, step
                         acc = stored_weights.multiply_add(acc, *operands, layout, product.gated)
                         _release(free.at[stage])
@@ -278,13 +282,16 @@ class WeightStream:
             size = codes_there.shape[1]
             columns = pl.ds(pl.multiple_of(at, size), size)
             plgpu.copy_gmem_to_smem(product.codes.at[source, columns], codes_there.at[target], full)
-            if scales_tile is not None:
+            if product.layout.bits == 4:
                 # A scale for 16 bytes.
                 columns = pl.ds(lax.div(lax.div(at, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
                 lines = HALF * _scale_bytes(product) // SCALE_BYTES
                 source = pl.ds(pl.multiple_of(lax.div(row, jnp.int32(HALF)) * lines, lines), lines)
                 there = scales_tile.at[stage, pl.ds(half * lines, lines)]
                 plgpu.copy_gmem_to_smem(product.scales.at[source, columns], there, full)
+            elif scales_tile is not None:
+                # Where FP4 is beside it: nothing is copied in place of its scales.
+                plgpu.barrier_arrive(full)
 
     def _scales(self, product, tile):
         """FP8's scales of a tile."""

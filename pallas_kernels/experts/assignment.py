@@ -1,4 +1,4 @@
-"""Which tokens an expert has: blocks of up to 8 (token, expert) pairs of one expert."""
+"""Which tokens an expert has: what blocks of threads read of that, and how they wait for each other."""
 
 import functools
 
@@ -7,158 +7,51 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops as ops
+from pallas_kernels.common.expert_blocks import (
+    FIRST_PAIR,
+    SIZE,
+    WORDS,
+    counts_size,
+    group_pairs,
+    most_blocks,
+    scratch_words,
+)
 from pallas_kernels.common.primitive import kernel, primitive
+from pallas_kernels.common.stored_weights import ROWS
 from pallas_kernels.common.thread_ops import U32
 
 
-SIZE = 8  # pairs of a block
-WORDS = 16  # of a block in the table: its expert, then, from FIRST_PAIR on, its pairs
-FIRST_PAIR = 8
-_WARPS = mlir.THREADS // mlir.WARP
-
-
-def most_blocks(pairs: int, experts: int) -> int:
-    """The most blocks of pairs of one expert that there can be."""
-    return min(pairs, experts + pairs // SIZE)
-
-
-def assign(selected: jax.Array, experts: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Groups pairs by expert, in ascending order of experts and pairs. One block of threads runs it.
+def assign(selected: jax.Array, experts: int, channels: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """(table, counts) of `group_pairs`; one block of threads runs it.
 
     Args:
-      selected: [P] int32, the expert of each pair; pairs with none in 0 .. E - 1 are left out.
-      experts: E.
+      selected: [P] int32, the expert of each pair.
+      experts: how many there are.
+      channels: of a token.
       interpret: run on the CPU, interpreted, with the race detector on.
-
-    Returns:
-      table [blocks, 16] int32: the block's expert, and its pairs from word 8 on, -1 where there is none; unspecified
-      after the last block. And [1 + blocks] int32: the number of blocks, then zeros.
     """
     blocks = most_blocks(selected.size, experts)
-    numbers = -(-experts // mlir.THREADS) * mlir.THREADS
     run = kernel(
         functools.partial(_body, experts),
         out_type=(
             jax.ShapeDtypeStruct((blocks * WORDS,), jnp.int32),
-            jax.ShapeDtypeStruct((1 + blocks,), jnp.int32),
+            jax.ShapeDtypeStruct((counts_size(blocks, channels),), jnp.int32),
         ),
         kernel_name="experts_assign",
         grid=(1,),
         grid_names=("worker",),
-        scratch_types=dict(scratch=plgpu.SMEM(((_WARPS + 1) * numbers + _WARPS,), jnp.int32)),
+        scratch_types=dict(scratch=plgpu.SMEM((scratch_words(experts),), jnp.int32)),
         interpret=interpret,
     )
-    table, counts = run(selected)
-    return table.reshape(blocks, WORDS), counts
+    return tuple(run(selected))
 
 
 def _body(experts, selected, table, counts, *, scratch):
     group_pairs(selected, table, counts, experts, scratch)
-
-
-@primitive
-def group_pairs(selected, table, counts, experts: int, scratch) -> None:
-    """`assign` of [P] to [blocks * 16] and [1 + blocks], all in global memory.
-
-    `scratch`: [5 * N + 4] int32 in shared memory, N a multiple of 128, at least the number of experts.
-    """
-    blocks, chosen = counts.shape[0] - 1, selected[...]
-    here = (chosen >= 0) & (chosen < experts)
-    pairs = lax.iota(jnp.int32, chosen.shape[0])
-    rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
-    sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, experts)[:, None], axis=1)
-    filled = (sizes + SIZE - 1) // SIZE
-    place = jnp.where(here, (jnp.cumsum(filled) - filled)[jnp.where(here, chosen, 0)] + rank // SIZE, blocks)
-    rows = jnp.full((blocks, WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
-    table[...] = rows.at[place, FIRST_PAIR + rank % SIZE].set(pairs, mode="drop").reshape(-1)
-    counts[...] = jnp.zeros((1 + blocks,), jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
-
-
-@group_pairs.mosaic
-def _(selected, table, counts, experts, scratch):
-    pairs, blocks = selected.shape[0], counts.shape[0] - 1
-    number = (scratch.shape[0] - _WARPS) // (_WARPS + 1)
-    threads = mlir.THREADS
-    # Consecutive pairs of a warp, and a turn's 32 of these.
-    turns = -(-pairs // threads)
-
-    def emit(selected, table, counts, scratch):
-        thread, lane, warp = ops.thread(), ops.lane(), ops.thread() >> 5
-        sizes = ops.shared(scratch)  # of each warp's experts, then: pairs before these
-        starts = sizes + 4 * _WARPS * number  # each expert's first block
-        sums = starts + 4 * number
-        own_sizes = sizes + (warp * number << 2)
-
-        def every(total, visit):
-            """Visits 0 .. total - 1, a number a thread at a time."""
-            for first in range(0, total, threads):
-                at = thread + first
-                if first + threads <= total:
-                    visit(at)
-                else:
-                    with ops.when(at < total):
-                        visit(at)
-
-        every(_WARPS * number, lambda i: ops.store(sizes + (i << 2), 0))
-        every(1 + blocks, lambda i: ops.store_global(counts, i, U32(0)))
-        every(blocks * WORDS, lambda i: ops.store_global(table, i, U32(0xFFFFFFFF)))
-        mgpu.utils.warpgroup_barrier()
-        found = []
-        # A thread's pairs stay in its registers, also where it has none in the last turns.
-        for turn in range(turns):
-            pair = warp * (turns * mlir.WARP) + lane + turn * mlir.WARP
-            expert = ops.load_global(selected, pair.minimum(pairs - 1))
-            inside = (pair < pairs) & (expert < experts)
-            same = ops.ptx("match.any.sync.b32 $0, $1, 0xffffffff;", inside.where(expert, 0xFFFFFFFF))
-            below = ops.count_bits(same & ((U32(1) << lane) - 1))
-            there = own_sizes + (expert.minimum(experts - 1) << 2)
-            before = ops.load(there)
-            mgpu.utils.warp_barrier()
-            with ops.when(inside & below.equals(0)):
-                ops.store(there, before + ops.count_bits(same))
-            mgpu.utils.warp_barrier()
-            found.append((pair, expert, before + below, inside))
-        mgpu.utils.warpgroup_barrier()
-        each = number // threads
-        filled = []
-        for i in range(each):
-            at = sizes + (thread * each + i << 2)
-            before = U32(0)
-            for other in range(_WARPS):
-                size = ops.load(at + 4 * other * number)
-                ops.store(at + 4 * other * number, before)
-                before = before + size
-            filled.append((before + (SIZE - 1)) // SIZE)
-        total = U32(0)
-        for x in filled:
-            total = total + x
-        # The blocks before this warp's experts, then before this thread's.
-        up_to = ops.warp_prefix_sum(total)
-        with ops.when(lane.equals(31)):
-            ops.store(sums + (warp << 2), up_to)
-        mgpu.utils.warpgroup_barrier()
-        before = up_to - total
-        all_blocks = U32(0)
-        for other in range(_WARPS):
-            others = ops.load(sums + 4 * other)
-            before = before + (warp > other).where(others, 0)
-            all_blocks = all_blocks + others
-        for i, x in enumerate(filled):
-            ops.store(starts + (thread * each + i << 2), before)
-            before = before + x
-        with ops.when(thread.equals(0)):
-            ops.store_global(counts, U32(0), all_blocks)
-        mgpu.utils.warpgroup_barrier()
-        for pair, expert, rank, inside in found:
-            with ops.when(inside):
-                rank = rank + ops.load(own_sizes + (expert << 2))
-                block = ops.load(starts + (expert << 2)) + rank // SIZE
-                ops.store_global(table, block * WORDS, expert)
-                ops.store_global(table, block * WORDS + rank % SIZE + FIRST_PAIR, pair)
-
-    mlir.inline(emit, selected, table, counts, scratch)
 
 
 @primitive
@@ -229,7 +122,7 @@ def _(counts, block):
     def emit(counts, block):
         mgpu.utils.warpgroup_barrier()
         with ops.when(U32(mlir.thread()).equals(0)):
-            place = _count(counts, block)
+            place = _count(counts, _of_block(block))
             mlir.ptx("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [$0], 1;", place)
 
     mlir.inline(emit, counts, block)
@@ -243,7 +136,7 @@ def await_tiles(counts, block: jax.Array, tiles: int) -> None:
 @await_tiles.mosaic
 def _(counts, block, tiles):
     def emit(counts, block):
-        place = _count(counts, block)
+        place = _count(counts, _of_block(block))
         with ops.when(ops.lane().equals(0)):
             code = """{ .reg .pred p; .reg .b32 r; waiting: ld.acquire.gpu.global.u32 r, [$0];
                 setp.lt.u32 p, r, $1; @p bra waiting; }"""
@@ -253,6 +146,77 @@ def _(counts, block, tiles):
     mlir.inline(emit, counts, block)
 
 
-def _count(counts, block):
-    offset = mlir.to_i64((U32(mlir.scalar(block)) * 4 + 4).value)
-    return mlir.at(mlir.global_pointer(counts), offset)
+@primitive
+def add_up(total, terms, last, selected, counts, first: int, tile: jax.Array, experts: int, scratch) -> None:
+    """Counts one more part of a tile of channels that this warpgroup has written, and adds terms up after the last.
+
+    There is a part of each block of pairs, and one of the shared expert. The warpgroup that brings the last one writes
+    `total`: the sum over a token's pairs in their order, then the shared expert's.
+
+    Args:
+      total: [T, D] bfloat16 in global memory.
+      terms: [P, D] bfloat16 in global memory, those of pairs; of pairs without an expert anything.
+      last: [T, D] bfloat16 in global memory, the shared expert's.
+      selected: [P] int32 in global memory, the experts of pairs.
+      counts: [N] int32 in global memory: the number of blocks of pairs; from `first` on those of tiles, 0 at first.
+      tile: number of 64 channels.
+      experts: how many there are.
+      scratch: [4] int32 in shared memory, of this warpgroup.
+    """
+    # The interpreter has no order of blocks' reads and writes: `experts` adds terms up behind an interpreted launch.
+
+
+@add_up.mosaic
+def _(total, terms, last, selected, counts, first, tile, experts, scratch):
+    (tokens, width), chosen = total.shape, terms.shape[0] // total.shape[0]
+    pairs_of_channels = ROWS // 2
+
+    def emit(total, terms, last, selected, counts, tile, scratch):
+        thread, tile, flag = ops.thread() % mlir.THREADS, U32(mlir.scalar(tile)), ops.shared(scratch)
+        mgpu.utils.warpgroup_barrier()
+        with ops.when(thread.equals(0)):
+            place = _count(counts, mlir.to_i64((tile + first).value))
+            code = "fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 $0, [$1], 1; fence.acq_rel.gpu;"
+            ops.store(flag, U32(mlir.ptx(code, place, results=mlir.int_type())))
+        mgpu.utils.warpgroup_barrier()
+
+        def place_of(ref, row, column):
+            at = arith.addi(arith.muli(mlir.to_i64(row.value), mlir.i64(width)), mlir.to_i64(column.value))
+            return mlir.at(mlir.global_pointer(ref), at, ir.BF16Type.get())
+
+        def load(ref, row, column):
+            code = "ld.relaxed.gpu.global.u32 $0, [$1];"
+            return U32(mlir.ptx(code, place_of(ref, row, column), results=mlir.int_type()))
+
+        def floats(word):
+            return [ops.as_float(half) for half in (word << 16, word & 0xFFFF0000)]
+
+        def sum_of(token, column):
+            pairs = [token * chosen + j for j in range(chosen)]
+            words = [load(terms, pair, column) for pair in pairs]
+            inside = [ops.load_global(selected, pair) < experts for pair in pairs]
+            words = [here.where(word, 0) for here, word in zip(inside, words, strict=True)]
+            low, high = (
+                functools.reduce(arith.addf, values)
+                for values in zip(*map(floats, [*words, load(last, token, column)]), strict=True)
+            )
+            rounded = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, results=mlir.int_type(), pure=True)
+            mlir.ptx("st.global.u32 [$0], $1;", place_of(total, token, column), rounded)
+
+        # As many parts as blocks, and one: of the last one there were so many before.
+        with ops.when(ops.load(flag).equals(ops.load_global(counts, U32(0)))):
+            for start in range(0, tokens * pairs_of_channels, mlir.THREADS):
+                item = thread + start
+                token, column = item // pairs_of_channels, tile * ROWS + (item % pairs_of_channels << 1)
+                with ops.when(token < tokens):
+                    sum_of(token, column)
+
+    mlir.inline(emit, total, terms, last, selected, counts, tile, scratch)
+
+
+def _count(counts, number):
+    return mlir.at(mlir.global_pointer(counts), arith.shli(number, mlir.i64(2)))
+
+
+def _of_block(block):
+    return mlir.to_i64((U32(mlir.scalar(block)) + 1).value)

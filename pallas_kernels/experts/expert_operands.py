@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.stored_weights import BF16, FP4, SCALE_BYTES, WeightLayout
+from pallas_kernels.common.stored_weights import BF16, COLUMNS, FP4, SCALE_BYTES, SCALED, WeightLayout
 
 
 class ExpertOperands(NamedTuple):
@@ -58,3 +58,29 @@ def check_operands(
         }
     )
     return ExpertOperands(layout, number, inner, *found)
+
+
+def check_shared(
+    tokens: int,
+    depth: int,
+    inner: int,
+    layout: WeightLayout,
+    gate_up: tuple[jax.Array, jax.Array],
+    down: tuple[jax.Array, jax.Array],
+) -> None:
+    """Refuses an expert that all tokens share of other dtypes and shapes than `experts` documents."""
+    shared = down[0].shape[1]
+    for name, (codes, scales), (rows, columns) in zip(
+        ("gate_up", "down"), (gate_up, down), ((2 * shared, depth), (depth, shared)), strict=True
+    ):
+        check_array(f"the shared {name}", codes, jnp.uint8, rows, columns)
+        check_array(f"the shared {name}'s scales", scales, jnp.uint8, rows // SCALED, columns // SCALED)
+    check_rules(
+        {
+            f"a shared expert of up to {COLUMNS} tokens, got {tokens}": tokens <= COLUMNS,
+            f"a shared expert beside FP4, got {layout.bits} bits": layout == FP4,
+            f"256, 512, .. channels of the shared expert, got {shared}": shared % 256 == 0,
+            # With a tile of fewer than four steps the next product's would not lie in its warpgroups' stages.
+            f"512, 1024, .. channels of experts beside it, got {inner}": inner % 512 == 0,
+        }
+    )

@@ -1,13 +1,14 @@
 """The sum over a token's experts, for few tokens: as long as reading the experts that are hit takes.
 
-One launch sorts pairs of a token and an expert by expert. In the next, a block of threads takes a stretch of the tiles
-of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and multiplies them with up to 8
-of an expert's tokens, which stay in shared memory while its tiles last: see `weight_stream`. Weights of down arrive
-while blocks still wait for what enters it.
+The router, or a launch of its own, groups pairs of a token and an expert by expert. In the next, a block of threads
+takes a stretch of the tiles of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and
+multiplies them with up to 8 of an expert's tokens, which stay in shared memory while its tiles last: see
+`weight_stream`. Weights of down arrive while blocks still wait for what enters it.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,17 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import clusters, stream_stores, weight_stream
-from pallas_kernels.common.checks import check_rules
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.stored_weights import COLUMNS, HALF, ROWS, WeightLayout
+from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.expert_blocks import FIRST_PAIR, WORDS, counts_size, most_blocks
+from pallas_kernels.common.primitive import interpreting, kernel
+from pallas_kernels.common.stored_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
 from pallas_kernels.experts import assignment
-from pallas_kernels.experts.assignment import FIRST_PAIR, WORDS
-from pallas_kernels.experts.expert_operands import check_operands
+from pallas_kernels.experts.expert_operands import check_operands, check_shared
 
 
 MOST_PAIRS = 1024  # that one block of threads sorts
+MOST_SHARED_TOKENS = COLUMNS
 
 
 @traced_once("limit")
@@ -36,6 +38,8 @@ def experts(
     weights: jax.Array,
     gate_up: jax.Array | tuple[jax.Array, jax.Array],
     down: jax.Array | tuple[jax.Array, jax.Array],
+    grouped: tuple[jax.Array, jax.Array] | None = None,
+    shared: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None,
     *,
     limit: float,
     interpret: bool = False,
@@ -50,12 +54,18 @@ def experts(
       gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a
         byte, and scales [E, 2 * I, D / 32] uint8, E8M0. D and I are multiples of 512, of bfloat16 of 256; I may be 256.
       down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
+      grouped: what `router` returned with `selected`, or None: pairs are sorted here.
+      shared: None, or of an expert that all tokens share, of up to 8 tokens, gate and up and down: codes [2 * S, D] and
+        [D, S] uint8, E4M3 bits, and scales [2 * S / 128, D / 128] and [D / 128, S / 128] uint8, E8M0 bits; S is a
+        multiple of 256. The others' are FP4 then, and I a multiple of 512.
       limit: of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
       [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Unspecified for pairs
-      that have no expert. The order of a sum depends on the weights' shapes and storage alone.
+      that have no expert. With a shared expert [T, D] bfloat16: the sum over the pairs that have an expert, in their
+      order, and the shared one, in float32, rounded. The order of a product's sums depends on the weights' shapes and
+      storage alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
@@ -65,24 +75,50 @@ def experts(
     pairs = selected.size
     check_rules({f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS})
     selected, weights = selected.reshape(-1), weights.reshape(-1)
-    p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, limit)
-    table, counts = assignment.assign(selected, number, interpret=interpret)
-    operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices)
-    hidden, y = (jax.ShapeDtypeStruct((pairs, width), jnp.bfloat16) for width in (inner, depth))
+    if shared is not None:
+        check_shared(tokens, depth, inner, layout, *shared)
+    shared_inner = 0 if shared is None else shared[1][0].shape[1]
+    p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
+    table, counts = grouped or assignment.assign(selected, number, depth, interpret=interpret)
+    check_array("grouped pairs", table, jnp.int32, p.blocks * WORDS)
+    check_array("grouped pairs' counts", counts, jnp.int32, counts_size(p.blocks, depth))
+    operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
+    rows = (pairs, tokens) if shared else (pairs,)
+    hidden, y = (
+        [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
+        for widths in ((inner, shared_inner), (depth, depth))
+    )
+    if shared and not interpret:
+        y.append(jax.ShapeDtypeStruct((tokens, depth), jnp.bfloat16))
+    counts = jax.new_ref(counts)
+    launch = functools.partial(_launch, p, interpret=interpret)
+    arrays = selected, table, counts, weights, operands
     if interpret or not runs_all_blocks_at_once():
         # Blocks that may run one after the other do not wait for each other.
         up, down_ = (True, False), (False, True)
-        (hidden,) = _launch(p, up, (hidden,), table, counts, weights, x, operands, interpret=interpret)
-        (y,) = _launch(p, down_, (y,), table, counts, weights, hidden, operands, interpret=interpret)
+        (hidden,) = launch(up, (hidden,), [x] * len(rows), *arrays)
+        (y,) = launch(down_, (y,), hidden, *arrays)
     else:
-        counts = jax.new_ref(counts)
-        _, y = _launch(p, (True, True), (hidden, y), table, counts, weights, x, operands, interpret=False)
-    return y.reshape(tokens, -1, depth)
+        _, y = launch((True, True), (hidden, y), [x] * len(rows), *arrays)
+    if not shared:
+        return y[0].reshape(tokens, -1, depth)
+    return _total(y[0], y[1], selected, number) if interpret else y[-1]
+
+
+def _total(terms, last, selected, experts):
+    """What `assignment.add_up` makes of all tiles."""
+    here = (selected >= 0) & (selected < experts)
+    terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
+    total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
+    return (total + last.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsProblem:
-    """What is static about a call: `chosen` experts of a token, `depth` channels of it, `inner` ones of an expert."""
+    """What is static about a call: `chosen` experts of a token, `depth` channels of it, `inner` ones of an expert.
+
+    `shared`: channels of the expert that all tokens share, 0 where there is none.
+    """
 
     layout: WeightLayout
     pairs: int
@@ -90,11 +126,14 @@ class ExpertsProblem:
     experts: int
     depth: int
     inner: int
+    shared: int
     limit: float
 
     @property
     def stream(self) -> WeightStream:
         matrices = (self.layout, self.depth), (self.layout, self.inner)
+        if self.shared:
+            matrices += (FP8, self.depth), (FP8, self.shared)
         return WeightStream(matrices, COLUMNS, weight_stream.most_segments(*matrices))
 
     @property
@@ -102,15 +141,51 @@ class ExpertsProblem:
         """Of an expert: of gate and up, whose tiles are 32 channels of either, and of down."""
         return self.inner // HALF, self.depth // ROWS
 
+    @property
+    def shared_tiles(self) -> tuple[int, int]:
+        """Likewise, of the shared expert."""
+        return self.shared // HALF, self.depth // ROWS if self.shared else 0
 
-def _launch(p, maps, out_type, table, counts, weights, x, operands, interpret):
-    """`maps`: whether it multiplies with gate and up, and with down."""
+    @property
+    def blocks(self) -> int:
+        """Of pairs, at most; the number behind theirs is the shared expert's."""
+        return most_blocks(self.pairs, self.experts)
+
+    def first_tiles(self, blocks: Any, i: int, worker: Any, workers: int) -> tuple[Any, Any]:
+        """Where a block of threads' tiles of map `i` begin, those of so many blocks of pairs and of the shared expert.
+
+        The shared expert's tiles, which are larger, are spread over all blocks of threads. With the others each has as
+        many bytes to read as any, but for a part of a tile.
+        """
+        workers, tiles, shared = jnp.int32(workers), blocks * self.tiles[i], self.shared_tiles[i]
+        evenly = lax.div(worker * tiles, workers)
+        if not shared:
+            return evenly, jnp.int32(0)
+        bits, larger = self.layout.bits, FP8.bits
+        first, total = lax.div(worker * shared, workers), bits * tiles + larger * shared
+        rest = lax.div(worker * total, workers) - larger * first + bits // 2
+        # Where it is less than a shared expert's tile for each, who has one of these cannot have less of the others.
+        balanced = total >= larger * workers
+        return jnp.where(balanced, jnp.clip(lax.div(rest, jnp.int32(bits)), 0, tiles), evenly), first
+
+    def most_blocks(self, i: int, workers: int) -> int:
+        """The most blocks of pairs of which a block of threads has tiles of map `i`."""
+        tiles = -(-self.blocks * self.tiles[i] // workers)
+        if self.shared:
+            tiles += -(-FP8.bits * self.shared_tiles[i] // (self.layout.bits * workers)) + 1
+        return -(-tiles // self.tiles[i]) + 1
+
+
+def _launch(p, maps, out_type, inputs, selected, table, counts, weights, operands, *, interpret):
+    """Outputs of the experts, and of the shared one, of each map.
+
+    `maps`: whether it multiplies with gate and up, and with down; `inputs`: of the experts, and of the shared one.
+    """
     workers = 3 if interpret else MULTIPROCESSORS
-    # The most blocks of pairs of which a block of threads has tiles.
-    most = [-(-table.shape[0] // workers) + 1] * sum(maps)
+    most = [p.most_blocks(i, workers) for i in range(2) if maps[i]]
     run = kernel(
         functools.partial(_body, p, maps),
-        out_type=out_type,
+        out_type=[out for outs in out_type for out in outs],
         kernel_name="experts",
         grid=(workers,),
         grid_names=("worker",),
@@ -119,23 +194,29 @@ def _launch(p, maps, out_type, table, counts, weights, x, operands, interpret):
         scratch_types=dict(
             tables=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in most],
             factors=plgpu.SMEM((most[0] * COLUMNS,), jnp.float32) if maps[0] else None,
+            scratch=plgpu.SMEM((4,), jnp.int32),
             ready=plgpu.Barrier(num_arrivals=weight_stream.WARPGROUPS),
             stream=p.stream.scratch(4 * WORDS * 2 * sum(most) + 2048, interpret=interpret),
         ),
         interpret=interpret,
     )
-    return run(table.reshape(-1), counts, weights, x, operands)
+    return _by_map(run(selected, table, counts, weights, inputs, operands), maps, len(inputs))
 
 
-def _body(p, maps, table, counts, weights, x, matrices, *outs, tables, factors, ready, stream):
+def _by_map(outs, maps, each):
+    """What is of the first map, and what is of the second; the latter may have more."""
+    return [outs[:each], outs[each:]] if all(maps) else [outs]
+
+
+def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, tables, factors, ready, scratch, stream):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers, blocks, both = lax.axis_size("worker"), counts[0], all(maps)
     todo = [i for i in range(2) if maps[i]]
-    stretches = []
+    stretches, shared_stretches = [], []
     for i in todo:
-        total = blocks * p.tiles[i]
-        first, end = (lax.div((worker + other) * total, jnp.int32(workers)) for other in range(2))
+        (first, shared_first), (end, shared_end) = (p.first_tiles(blocks, i, worker + n, workers) for n in range(2))
         stretches.append((first, end - first, lax.div(first, jnp.int32(p.tiles[i]))))
+        shared_stretches.append((shared_first, shared_end - shared_first))
 
     @pl.when(warpgroup == FINISHES)
     def _():
@@ -182,15 +263,51 @@ def _body(p, maps, table, counts, weights, x, matrices, *outs, tables, factors, 
                 stream_stores.store_swiglu(out, sums, tile, p.limit, pairs_of(n), own_factors)
             else:
                 stream_stores.store_rows(out, sums, tile, pairs_of(n))
+                add_up(tile)
             if both and gated:
                 assignment.announce(counts, first_block + block_of(n))
 
-        depth, (codes, scales) = p.inner if i else p.depth, matrices[i]
+        depth, (codes, scales) = p.inner if i else p.depth, matrices[0][i]
         return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
-    sources = (x, outs[0]) if both else (x,)
-    products = [
-        product(i, source, out, own, *stretch)
-        for i, source, out, own, stretch in zip(todo, sources, outs, tables, stretches, strict=True)
-    ]
+    def shared_product(i, source, out, first, count):
+        tiles, gated = p.shared_tiles, i == 0
+
+        def rows_of(n):
+            # Also of a block of threads that has no tile.
+            row = jnp.minimum(first + n, tiles[i] - 1) * (HALF if gated else ROWS)
+            return row, row + (p.shared if gated else HALF)
+
+        def load_inputs(n, load):
+            @pl.when(n == 0)
+            def _():
+                if both and not gated:
+                    assignment.await_tiles(counts, jnp.int32(p.blocks), tiles[0])
+                load(source, p.pairs // p.chosen)
+
+        def finish(n, sums):
+            if gated:
+                stream_stores.store_swiglu(out, sums, first + n, p.limit)
+            else:
+                stream_stores.store_rows(out, sums, first + n)
+                add_up(first + n)
+            if both and gated:
+                assignment.announce(counts, jnp.int32(p.blocks))
+
+        depth, (codes, scales) = p.shared if i else p.depth, matrices[1][i]
+        return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+
+    outs, products = _by_map(outs, maps, len(inputs)), []
+
+    def add_up(tile):
+        if p.shared and not interpreting():
+            terms, last, total = outs[-1]
+            arrays = total, terms, last, selected, counts
+            assignment.add_up(*arrays, 2 + p.blocks, tile, p.experts, scratch)
+
+    for n, i in enumerate(todo):
+        sources = inputs if n == 0 else outs[0]
+        products.append(product(i, sources[0], outs[n][0], tables[n], *stretches[n]))
+        if p.shared:
+            products.append(shared_product(i, sources[1], outs[n][1], *shared_stretches[n]))
     p.stream.run(warpgroup, products, **stream)

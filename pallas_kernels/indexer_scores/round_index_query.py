@@ -1,35 +1,39 @@
-"""The lightning indexer's queries, rotated and rounded as its keys were, in the order in which tiles hold the dims.
+"""The lightning indexer's queries, rotated and rounded as its keys were, in the order in which tiles hold the dims."""
 
-A warp holds one head, so that every exchange stays within a warp.
-"""
+import functools
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, vectors
+from pallas_kernels.common import vectors
 from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.deterministic_math import cos_sin, round_bfloat16
 from pallas_kernels.common.layouts import KeyLayout
-from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.row_encoder import quantise_keys
-from pallas_kernels.common.support import traced_once
-from pallas_kernels.common.unpack import e2m1_value
-from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout, permute_dims
-
-
-SIZE = 512  # values of a warpgroup
-HEADS = SIZE // DIM
+from pallas_kernels.common.primitive import kernel
+from pallas_kernels.common.row_encoder import E2M1_MAX, e2m1_codes, key_scales
+from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.indexer_scores import query_tiles
+from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout
 
 
 @traced_once("layout")
-def round_index_query(q: jax.Array, layout: KeyLayout, *, interpret: bool = False) -> jax.Array:
-    """Queries for `indexer_scores`: quantised and dequantised as indexer keys are.
+def round_index_query(
+    q: jax.Array,
+    positions: jax.Array | None,
+    inv_freq: jax.Array | None,
+    layout: KeyLayout,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Queries for `indexer_scores`: rotated by RoPE, then quantised and dequantised as indexer keys are.
 
     Args:
-      q: [T, H, 128] bfloat16 after RoPE, H a multiple of 4.
+      q: [T, H, 128] bfloat16, H a multiple of 32.
+      positions: [T] int32, at most 2**20, a negative one counts as 0; None: as inv_freq.
+      inv_freq: [P] float32, at most 1, P at most 64: the last 2 * P channels are rotated, in interleaved pairs, and
+        rounded; None: q is rotated already.
       layout: of the keys: MXFP4 after a Hadamard rotation and rounding to bfloat16, or NVFP4.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -41,51 +45,61 @@ def round_index_query(q: jax.Array, layout: KeyLayout, *, interpret: bool = Fals
     """
     check_layout(layout)
     check_array("q", q, jnp.bfloat16, None, None, layout.dim)
-    check_rules({f"a multiple of {HEADS} heads, got {q.shape[1]}": q.shape[1] % HEADS == 0})
+    tokens, heads, _ = q.shape
+    check_rules({f"a multiple of {query_tiles.HEADS} heads, got {heads}": heads % query_tiles.HEADS == 0})
+    if inv_freq is not None:
+        check_array("positions", positions, jnp.int32, tokens)
+        check_array("inv_freq", inv_freq, jnp.float32, None)
+        check_rules({f"at most {DIM} rotated channels, got {2 * inv_freq.size}": 2 * inv_freq.size <= DIM})
     if q.size == 0:
         return q
+    tiles = heads // query_tiles.HEADS
+    # Angles are worked out once a block.
+    parts = tiles if tokens < MULTIPROCESSORS else 1
 
-    def body(q, out):
-        at = lax.axis_index("vector")
-        x = vectors.load(q.at[at]).astype(jnp.float32)
-        code, _, step = quantise_keys(x, layout, None)
-        _store_permuted(out.at[at], (e2m1_value(code) * step).astype(jnp.bfloat16))
+    def body(q, positions, inv_freq, out):
+        token, part = lax.axis_index("token"), lax.axis_index("part")
+        turn = functools.partial(_turn, *_angles(token, positions, inv_freq)) if inv_freq is not None else lambda x: x
+
+        @pl.loop(0, tiles // parts)
+        def _(i):
+            head = token * heads + (part * (tiles // parts) + i) * query_tiles.HEADS
+            x = turn(query_tiles.load_heads(q, head))
+            query_tiles.store_words(out, head, _rounded(x, layout))
 
     run = kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((q.size // SIZE, SIZE), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((tokens * heads, DIM), jnp.bfloat16),
         kernel_name="round_index_query",
-        grid=(q.size // SIZE,),
-        grid_names=("vector",),
+        grid=(tokens, parts),
+        grid_names=("token", "part"),
         interpret=interpret,
     )
-    return run(q.reshape(-1, SIZE)).reshape(q.shape)
+    return run(q.reshape(-1, DIM), None if inv_freq is None else positions, inv_freq).reshape(q.shape)
 
 
-@primitive
-def _store_permuted(ref, x) -> None:
-    """`ref = permute_dims(x)`, head by head; ref [512] in global memory."""
-    ref[...] = permute_dims(x.reshape(HEADS, DIM)).reshape(SIZE)
+def _angles(token, positions, inv_freq):
+    """(cosines, sines) of a token's pairs, and its first rotated channel."""
+    pairs = inv_freq.shape[0]
+    pair = (vectors.channels(query_tiles.ANGLES) & (DIM // 2 - 1)) - (DIM // 2 - pairs)
+    position = jnp.maximum(positions[token], 0).astype(jnp.float32)
+    angles = cos_sin(vectors.take(inv_freq, pair) * position)
+    return *map(query_tiles.spread_angles, angles), DIM - 2 * pairs
 
 
-@_store_permuted.mosaic
-def _(ref, x):
-    # Where a thread's values go, from the first on: they differ in the bits of the channel that a thread holds.
-    target = np.argsort(permute_dims(np.arange(DIM)))
-    held = SIZE // vectors.THREADS
-    steps = [int(target[i] - target[0]) for i in range(held)]
-    # The other bits of a channel, and what each adds.
-    bits = [(1 << b, int(target[1 << b])) for b in range(DIM.bit_length() - 1) if 1 << b >= held]
+def _turn(cos, sin, first, x):
+    return query_tiles.turn(x, cos, sin, first)
 
-    def emit(ref, x):
-        (first,) = x.layout.linear_thread_idxs()
-        first = mlir.to_i64(first)
-        place = arith.andi(first, mlir.i64(-DIM))
-        for bit, moved in bits:
-            is_set = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(first, mlir.i64(bit)), mlir.i64(0))
-            place = arith.addi(place, arith.select(is_set, mlir.i64(moved), mlir.i64(0)))
-        for value, step in zip(mlir.values(x), steps, strict=True):
-            there = arith.addi(place, mlir.i64(step))
-            llvm.store(value, mlir.at(mlir.global_pointer(ref), there, ir.BF16Type.get()))
 
-    vectors.inline(emit, ref, x)
+def _rounded(x, layout):
+    """Packed words of a tile, quantised and dequantised."""
+    scales = functools.partial(key_scales, layout=layout, registers=query_tiles.VALUES)
+    if layout.hadamard:
+        x = query_tiles.hadamard(x)
+    if layout.scale == "e8m0":
+        return query_tiles.mxfp4_words(x, scales, e2m1_codes)
+    x = round_bfloat16(x) if layout.hadamard else x
+    _, step, factor = scales(query_tiles.block_largest(x, layout.scale_block))
+    # E8M0 scales are rounded up, these to the nearest.
+    scaled = jnp.minimum(jnp.maximum(x * factor, -E2M1_MAX), E2M1_MAX)
+    return query_tiles.pack_words(query_tiles.round_e2m1(scaled, e2m1_codes) * step)

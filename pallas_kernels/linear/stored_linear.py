@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels.common import clusters, stream_stores, weight_stream, wgmma_results
 from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.primitive import interpreting, kernel
+from pallas_kernels.common.primitive import interpreting, kernel, wait_for_inputs
 from pallas_kernels.common.stored_weights import BF16, FP8, HALF, MULTIPLIERS, ROWS, SCALED, SHIFT, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
@@ -124,6 +124,7 @@ def stored_linear(
         num_threads=weight_stream.WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=scratch,
+        starts_early=True,
         interpret=interpret,
     )
     return tuple(run(x, pairs, *([] if norm is None else [norm]))[: len(outs)])
@@ -218,6 +219,8 @@ def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors:
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     first, end = p.first_tile(worker), p.first_tile(worker + 1)
     shared, norm = p.splits > 1, ()
+    # Weights are no kernel's results: they are copied while the kernel before ends.
+    pl.when(warpgroup != weight_stream.COPIES)(wait_for_inputs)
     if factors is not None:
         norm, outs = (outs[0], factors), outs[1:]
     if shared:

@@ -1,4 +1,4 @@
-"""Attention of a token from the softmax sums over parts of its rows."""
+"""Attention of a token from the softmax sums over parts of its rows, rotated back."""
 
 import math
 
@@ -9,25 +9,38 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import vectors
+from pallas_kernels.common.deterministic_math import cos_sin, round_bfloat16
 from pallas_kernels.common.primitive import kernel
 
 
-def combine(sums: jax.Array, stats: jax.Array, sinks: jax.Array, *, interpret: bool = False) -> jax.Array:
+def combine(
+    sums: jax.Array,
+    stats: jax.Array,
+    sinks: jax.Array,
+    positions: jax.Array | None = None,
+    inv_freq: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
     """[T, H, D] bfloat16: the parts of each token's attention, added up in their order.
 
     Args:
       sums: [T, S, H, D] float32 sums of weights times values; D a multiple of 512.
       stats: [T, S, 2, H] float32: the largest score of the part, as a power of two (weights are
         `2 ** (score - largest)`), and the sum of weights, 0 where the part has no rows. Its sums may then be anything.
-      sinks, interpret: as in `sparse_attention`.
+      sinks, inv_freq, interpret: as in `sparse_attention`.
+      positions: [T] int32, with inv_freq; negative ones are taken for 0.
     """
-    tokens, splits, heads, dim = sums.shape
+    (tokens, splits, _, dim), (heads,) = sums.shape, sinks.shape
     # A block loads this many parts at once, each into columns / 128 registers of a thread.
     columns, at_a_time = (512, splits) if splits <= 16 else (128, min(splits, 32))
 
-    def body(sums, stats, sinks, out):
+    def body(sums, stats, sinks, *refs):
+        *rotation, out = refs
         token, head = lax.axis_index("token"), lax.axis_index("head")
-        mine = pl.ds(lax.axis_index("columns") * columns, columns)
+        start = lax.axis_index("columns") * columns
+        mine = pl.ds(start, columns)
+        turn_back = _rotation(rotation, token, start, columns, dim)
 
         def splat(x):
             return plgpu.layout_cast(jnp.broadcast_to(x, (columns,)), vectors.layout(columns))
@@ -51,9 +64,9 @@ def combine(sums: jax.Array, stats: jax.Array, sinks: jax.Array, *, interpret: b
             return so_far
 
         # The sink is a part with one weight and no value.
-        start = splat(sinks[head] * math.log2(math.e)), splat(jnp.float32(1)), splat(jnp.float32(0))
-        _, total, acc = lax.fori_loop(0, -(-splits // at_a_time), add, start)
-        out[token, head, mine] = (acc / total).astype(jnp.bfloat16)
+        sink = splat(sinks[head] * math.log2(math.e)), splat(jnp.float32(1)), splat(jnp.float32(0))
+        _, total, acc = lax.fori_loop(0, -(-splits // at_a_time), add, sink)
+        out[token, head, mine] = turn_back(acc / total).astype(jnp.bfloat16)
 
     run = kernel(
         body,
@@ -64,4 +77,24 @@ def combine(sums: jax.Array, stats: jax.Array, sinks: jax.Array, *, interpret: b
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(sums, stats, sinks)
+    return run(sums, stats, sinks, *([] if inv_freq is None else [positions, inv_freq]))
+
+
+def _rotation(operands, token, first, columns, dim):
+    """A function of values [columns], of channels from `first` on, that rounds them and rotates them back.
+
+    `operands`: (positions, inv_freq), or nothing: they stay as they are.
+    """
+    if not operands:
+        return lambda value: value
+    positions, inv_freq = operands
+    channel = vectors.channels(columns) + (first - (dim - 2 * inv_freq.shape[0]))
+    # On their way while the sums are.
+    frequency, position = vectors.take(inv_freq, channel >> 1), jnp.maximum(positions[token], 0).astype(jnp.float32)
+
+    def turn_back(value):
+        value, (cos, sin) = round_bfloat16(value), cos_sin(frequency * position)
+        other = vectors.exchange(value, 1, None) * jnp.where(channel & 1 == 0, sin, -sin)
+        return jnp.where(channel >= 0, value * cos + other, value)
+
+    return turn_back

@@ -28,12 +28,12 @@ from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.combine import combine
+from pallas_kernels.sparse_attention.dense_rows import HALF, turn_back
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, AttentionProblem, Paged as Paged, RowAddresses
 
 
 HEADS = 64  # of a block: the rows of one `wgmma`
-HALF = ROW_DIM // 2
 STAGES = 2
 # Warpgroups: one scores and adds the first half of the columns, one adds the second half, one gathers.
 SCORER, ADDER, LOADER = range(3)
@@ -59,6 +59,7 @@ def sparse_attention(
     layer: jax.Array,
     rings: tuple[jax.Array, jax.Array, jax.Array],
     compressed: Paged | None,
+    inv_freq: jax.Array | None = None,
     *,
     window: int,
     layout: RowLayout,
@@ -69,7 +70,7 @@ def sparse_attention(
     """Attention of each token over its window and its compressed entries; a row is key and value of all heads.
 
     Args:
-      q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
+      q: [T, H, 512] bfloat16, H a multiple of 64, or of 8 below that. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits: one more weight in the softmax's sum, with no value.
       slots: [T] int32 request slots; -1 = padding.
       positions: [T] int32; -1 = padding.
@@ -77,6 +78,8 @@ def sparse_attention(
       rings: (nope [layers, slots, ring, N] uint8, rope [.., R] bfloat16, scale as in `Paged`); the row of a position is
         `position % ring`.
       compressed: entries, or None.
+      inv_freq: [P] float32, at most 1, P a multiple of 4 up to 128: the last 2 * P channels of results are
+        rotated back by the token's position, in interleaved pairs. Rounded before and after. None: they are not.
       window: rows a token sees, itself included; a multiple of 64, at most the ring.
       layout: of the rings' rows: N + R = 512, both multiples of 64, a scale for 64 values or one for the row. The NaN
         codes 0x7F and 0xFF are read as +-480.
@@ -99,13 +102,18 @@ def sparse_attention(
     check_row_pools(layout, *rings)
     check_rules(
         {
-            f"a multiple of {HEADS} heads, got {heads}": heads % HEADS == 0,
+            f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % min(HEADS, -(-heads // 8) * 8)
+            == 0,
             f"windows of a multiple of {TILE} rows, got {window}": window % TILE == 0,
             f"rows with RoPE values, got {layout}": layout.rope_dim > 0,
         }
     )
     if places is not None:
         check_array("places", places, jnp.int32, tokens)
+    if inv_freq is not None:
+        check_array("inv_freq", inv_freq, jnp.float32, None)
+        pairs = len(inv_freq)
+        check_rules({f"up to {HALF // 2} pairs, a multiple of 4, got {pairs}": 2 * pairs <= HALF and pairs % 4 == 0})
     if compressed is not None:
         check_rules({f"one layout, got {layout} and {compressed.layout}": compressed.layout == layout})
         check_row_pools(layout, *compressed.pools)
@@ -116,16 +124,18 @@ def sparse_attention(
     if tokens == 0:
         return q
     problem = AttentionProblem(slots, positions, layer.reshape(1), places, compressed, rings, window, layout)
-    splits = splits or _splits(tokens * heads // HEADS, problem.tiles)
+    # A block has room for 64 heads, of which a device that shares a layer with others may have fewer.
+    groups = -(-heads // HEADS)
+    splits = splits or _splits(tokens * groups, problem.tiles)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if splits > 1:
-        shapes = (tokens, splits, heads, ROW_DIM), (tokens, splits, 2, heads)
+        shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     run = kernel(
         functools.partial(_body, splits),
         out_type=out_type,
         kernel_name="sparse_attention",
-        grid=(tokens, heads // HEADS, splits),
+        grid=(tokens, groups, splits),
         grid_names=("token", "heads", "split"),
         num_threads=3,
         thread_name="warpgroup",
@@ -133,10 +143,14 @@ def sparse_attention(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if splits == 1:
-        return run(q, sinks, problem)
-    sums, stats = run(q, sinks, problem)
-    return combine(sums, stats, sinks, interpret=interpret)
+    if splits > 1:
+        sums, stats = run(q, sinks, problem, None)
+        return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
+    sinks = jnp.pad(sinks, (0, groups * HEADS - heads))
+    if inv_freq is None:
+        return run(q, sinks, problem, None)
+    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
+    return run(q, sinks, problem, (jnp.cos(angle), jnp.sin(angle)))
 
 
 def _splits(blocks, tiles):
@@ -196,10 +210,12 @@ class PipelineBuffers:
         )
 
 
-def _body(splits, q, sinks, problem, out, stats=None, *, buffers):
+def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
     """A block: its part of a token's attention, or with `splits` the sums of the part and their `stats`."""
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
-    heads = pl.ds(lax.axis_index("heads") * HEADS, HEADS)
+    group = lax.axis_index("heads") * HEADS
+    heads, there = pl.ds(group, HEADS), pl.ds(group, min(q.shape[1], HEADS))
+    queries = buffers.queries.at[0, pl.ds(0, there.size)]
     first, last = problem.tile_range(token, split, splits)
 
     @pl.when(warpgroup == LOADER)
@@ -213,12 +229,15 @@ def _body(splits, q, sinks, problem, out, stats=None, *, buffers):
         if scale is None:
             wgmma_results.store(out.at[token, split, heads, columns], acc)
             return
-        buffers.queries[0, :, columns] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(jnp.bfloat16)
+        acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
+        if angles is not None and warpgroup == ADDER:
+            acc = turn_back(acc, angles, token)
+        buffers.queries[0, :, columns] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.barrier_arrive(buffers.stored)
         plgpu.barrier_wait(buffers.stored)
         if warpgroup == SCORER:
-            plgpu.copy_smem_to_gmem(buffers.queries.at[0], out.at[token, heads])
+            plgpu.copy_smem_to_gmem(queries, out.at[token, there])
             plgpu.wait_smem_to_gmem(0)
 
     nothing = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), _L)
@@ -226,7 +245,7 @@ def _body(splits, q, sinks, problem, out, stats=None, *, buffers):
     @pl.when(warpgroup == SCORER)
     def _():
         plgpu.set_max_registers(MULTIPLYING, action="increase")
-        plgpu.copy_gmem_to_smem(q.at[token, heads], buffers.queries.at[0], buffers.queries_ready)
+        plgpu.copy_gmem_to_smem(q.at[token, there], queries, buffers.queries_ready)
         plgpu.barrier_wait(buffers.queries_ready)
         none = (
             nothing,

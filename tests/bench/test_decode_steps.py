@@ -9,16 +9,19 @@ import jax
 import pytest
 from flax import nnx
 
-from dsv4_jax.bench import decode_steps, plots
-from dsv4_jax.bench.attention_stack import DraftAttention
+from dsv4_jax.bench import decode_steps, plots, timing
+from dsv4_jax.bench.attention_stack import DraftAttention, StackDecoder, random_cache
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.decode_steps import StepOptions
+from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.bench.step_tables import Columns
+from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import HCA, SLIDING, DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import kv_format
+from tests.host.managers import CONFIG
 
 
 def test_measures_and_writes_json_and_a_picture(run, tmp_path):
@@ -67,6 +70,30 @@ def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
         ValueError, match="stored as FP8: the mesh {'model': 2} would cut its 128 columns into parts of 64"
     ):
         abstract_stack(read_config(packaged_checkpoint()), make_mesh({"model": 2}))
+
+
+def test_a_group_without_keys_is_filled_on_a_mesh():
+    layers = dict(num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",))
+    config = dataclasses.replace(CONFIG, **layers)
+    schema, mesh = (
+        CacheSchema.from_config(config, num_blocks=8, max_requests=1, max_context=256),
+        make_mesh({"model": 2}),
+    )
+    cache = dataclasses.replace(random_cache(schema, mesh), mailboxes=None)
+    assert jax.tree.structure(cache) == jax.tree.structure(KVCache.zeros(schema))
+    assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves(cache))
+
+
+def test_kernels_are_those_of_one_gpu(monkeypatch):
+    """Two run 3 launches of 2 milliseconds each in a step."""
+    manager = KVCacheManager(CONFIG, num_blocks=8, max_requests=1, max_context=256, mesh=make_mesh({"model": 2}))
+    decoder = unittest.mock.MagicMock(StackDecoder, manager=manager, requests=1, tokens=1, drafts=0, step_text="")
+    found = [("all_reduce_mosaic_gpu_kernel_1", 2.0)] * (2 * 3 * STEPS // 4)
+    monkeypatch.setattr(timing, "kernels", lambda calls: found)
+    monkeypatch.setattr(decode_steps, "floor_bytes", lambda *_: 1000)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    row = StepCase(decoder, 256).profile(dict(milliseconds=7.0), 1e9, None)
+    assert row["kernel_milliseconds"]["collectives"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
 
 
 def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):

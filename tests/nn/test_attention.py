@@ -13,7 +13,7 @@ from dsv4_jax.checkpoint import keys
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, join_projections
-from dsv4_jax.ops import apply_rope
+from dsv4_jax.ops import apply_rope, norm_rope
 from tests.nn.reference import f64, rms_norm, rope
 
 
@@ -42,16 +42,16 @@ class RecordingHandle(LayerCacheHandle):
     def cache(self):
         return self.result
 
-    def write_swa(self, kv):
-        self.calls["write_swa"] = kv
-        return self
+    def norm_rope_append(self, q, kv, weight, inv_freq, *, eps):
+        q, self.calls["write_swa"] = norm_rope(q, kv, weight, jnp.maximum(self.batch.positions, 0), inv_freq, eps=eps)
+        return q, self
 
     def flush(self, kv, gate, weights, index=None):
         self.calls["flush"] = (kv, gate, weights), index
         return self
 
-    def indexer_scores(self, q, weights):
-        self.calls["indexer_scores"] = q, weights
+    def indexer_scores(self, q, weights, inv_freq=None):
+        self.calls["indexer_scores"] = apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq), weights
         return jnp.zeros((4, 9))
 
     def indexer_topk(self, scores):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dsv4_jax import ops
 from dsv4_jax.nn import MLP, Experts, HashRouter, MoE, TopKRouter
 from tests.nn.reference import expert, f64
 
@@ -35,7 +36,7 @@ def normalised(chosen, config):
 def test_top_k_router(config, draw):
     router = spread(TopKRouter(config, rngs=nnx.Rngs(0)))
     x = draw(30, config.hidden_size)
-    experts, weights = router(jnp.asarray(x), jnp.zeros(30, jnp.int32))
+    experts, weights, _ = router(jnp.asarray(x), jnp.zeros(30, jnp.int32))
     assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
     for t in range(30):
         want = scores(router, x[t])
@@ -47,11 +48,11 @@ def test_top_k_router(config, draw):
 def test_bias_moves_the_selection_and_never_a_weight(config, draw):
     router = TopKRouter(config, rngs=nnx.Rngs(0))
     x, ids = jnp.asarray(draw(30, config.hidden_size)), jnp.zeros(30, jnp.int32)
-    before, plain_weights = router(x, ids)
+    before, plain_weights, _ = router(x, ids)
     router.e_score_correction_bias[...] = router.e_score_correction_bias[...] + 3.0
     np.testing.assert_array_equal(router(x, ids)[1], plain_weights)
     router.e_score_correction_bias[...] = router.e_score_correction_bias[...].at[5].add(100.0)
-    experts, weights = router(x, ids)
+    experts, weights, _ = router(x, ids)
     assert (experts[:, 0] == 5).all() and not (before == 5).any(axis=1).all()
     for t in range(30):
         chosen = scores(router, x[t])[np.asarray(experts[t])]
@@ -62,7 +63,7 @@ def test_hash_router_looks_experts_up_and_scores_them(config, draw):
     router = HashRouter(config, rngs=nnx.Rngs(0))
     ids = np.array([0, 159, 7, 7, -1], np.int32)
     x = draw(5, config.hidden_size)
-    experts, weights = router(jnp.asarray(x), jnp.asarray(ids))
+    experts, weights, _ = router(jnp.asarray(x), jnp.asarray(ids))
     table = np.asarray(router.tid2eid[...])
     assert table.dtype == np.int32 and len({tuple(row) for row in table}) > 1
     assert all(len(set(row)) == config.num_experts_per_tok for row in table)
@@ -80,7 +81,7 @@ def test_moe_block(config, draw, tokens, limit):
     moe.experts, moe.shared_experts = spread(moe.experts, 10.0), spread(moe.shared_experts, 10.0)
     x = draw(tokens, config.hidden_size)
     y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
-    experts, weights = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
+    experts, weights, _ = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
     gate_up, down, shared = f64(moe.experts.gate_up_proj), f64(moe.experts.down_proj), moe.shared_experts
     reached = False
     for t in range(tokens):
@@ -108,8 +109,8 @@ def test_a_bad_token_does_not_reach_others(config, draw):
     experts = Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x = jnp.asarray(draw(6, config.hidden_size), jnp.bfloat16)
     chosen = jnp.asarray(np.random.default_rng(2).integers(0, config.n_routed_experts, (6, 2)), jnp.int32)
-    weights = jnp.full((6, 2), 0.5)
-    clean, dirty = experts(x, chosen, weights), experts(x.at[2].set(jnp.nan), chosen, weights)
+    routing = ops.Routing(chosen, jnp.full((6, 2), 0.5))
+    clean, dirty = experts(x, routing), experts(x.at[2].set(jnp.nan), routing)
     assert clean.dtype == jnp.float32
     others = np.array([0, 1, 3, 4, 5])
     np.testing.assert_array_equal(np.asarray(dirty)[others], np.asarray(clean)[others])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dsv4_jax import ops
 from dsv4_jax.nn import Experts, GroupedLinear, Linear
 from dsv4_jax.quant import StoredWeight
 
@@ -73,7 +74,7 @@ def test_experts_give_the_same_bits(config, tokens):
         layer.gate_up_proj, layer.down_proj = (
             nnx.Param(both[0] if part == 0 else jnp.asarray(both[1], jnp.bfloat16)) for both in (up, down)
         )
-        results.append(jax.jit(lambda layer: layer(x, experts, weights))(layer))
+        results.append(jax.jit(lambda layer: layer(x, ops.Routing(experts, weights)))(layer))
     assert np.abs(results[0]).max() > 0
     np.testing.assert_array_equal(results[1], results[0])
 
@@ -86,7 +87,7 @@ def test_few_tokens_dequantise_their_experts_only(config):
         layer = nnx.eval_shape(lambda: Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         layer.gate_up_proj = nnx.Param(random_weight("FP4", (number, 2, inner, hidden))[0])
         layer.down_proj = nnx.Param(random_weight("FP4", (number, hidden, inner))[0])
-        x, experts, weights = jnp.zeros((2, hidden), jnp.bfloat16), jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 2))
-        compiled = jax.jit(lambda layer, *args: layer(*args)).lower(layer, x, experts, weights).compile()
+        x, routing = jnp.zeros((2, hidden), jnp.bfloat16), ops.Routing(jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 2)))
+        compiled = jax.jit(lambda layer, *args: layer(*args)).lower(layer, x, routing).compile()
         scratch.append(compiled.memory_analysis().temp_size_in_bytes)
     assert scratch[0] == scratch[1] > 0

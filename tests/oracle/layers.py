@@ -28,6 +28,10 @@ class RecordingHandle:
     def write_swa(self, kv):
         return dataclasses.replace(self, handle=self.handle.write_swa(kv))
 
+    def norm_rope_append(self, *args, **kwargs):
+        q, handle = self.handle.norm_rope_append(*args, **kwargs)
+        return q, dataclasses.replace(self, handle=handle)
+
     def flush(self, *args, **kwargs):
         return dataclasses.replace(self, handle=self.handle.flush(*args, **kwargs))
 
@@ -35,8 +39,8 @@ class RecordingHandle:
         out, handle = self.handle.attend(*args)
         return out, dataclasses.replace(self, handle=handle)
 
-    def indexer_scores(self, q, weights):
-        self.record["scores"] = self.handle.indexer_scores(q, weights)
+    def indexer_scores(self, *args):
+        self.record["scores"] = self.handle.indexer_scores(*args)
         return self.record["scores"]
 
     def indexer_topk(self, scores):

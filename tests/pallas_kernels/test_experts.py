@@ -9,7 +9,11 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.quant import StoredWeight
+from pallas_kernels.common.stored_weights import FP4
+from pallas_kernels.common.support import MULTIPROCESSORS
+from pallas_kernels.experts.experts import ExpertsProblem
 from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.linear.test_stored_linear import random_weight
 
 
 LIMIT = 7.0
@@ -65,7 +69,7 @@ def check(implementation, *args, **kwargs):
 
 
 def compare(implementation, *arrays):
-    got, want = np.float64(run(*arrays, implementation=implementation)), reference(*arrays)
+    got, want = np.float64(run(*arrays, implementation=implementation)), reference(*arrays[:5])
     # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are. See also
     # `test_stored_linear` for single sums.
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
@@ -74,6 +78,41 @@ def compare(implementation, *arrays):
         from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
         assert not interpret_pallas_call.get_races().races_found
+
+
+def check_shared(implementation, tokens, chosen, number, depth, inner, shared):
+    """Beside the others, in one launch, the expert that all tokens have."""
+    arrays, rng = operands(tokens, chosen, number, depth, inner), np.random.default_rng(0)
+    gate_up, down = (random_weight(rng, *shape, scales=(113, 118)) for shape in ((2 * shared, depth), (depth, shared)))
+    got = np.float64(run(*arrays, None, (gate_up[0], down[0]), implementation=implementation))
+    alone = np.float64(run(*arrays, implementation=implementation))
+    gate, up = np.split(rounded(np.asarray(arrays[0], np.float64) @ gate_up[1].T), 2, axis=1)
+    gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+    shared_only = rounded(rounded(gate / (1 + np.exp(-gate)) * up) @ down[1].T)
+    want = alone + shared_only
+    # Half a unit of bfloat16 of the sum; for the shared expert's part see `compare`.
+    assert np.linalg.norm(got - want) <= 2.0**-8 * np.linalg.norm(want)
+    np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
+    assert all(np.linalg.norm(part) > 0.1 * np.linalg.norm(want) for part in (alone, shared_only))
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 6, 13, 48])
+@pytest.mark.parametrize("shared", [0, 2048])
+def test_blocks_of_threads_share_the_work(blocks, shared):
+    """They have every tile once, in order, and read about as much."""
+    problem = ExpertsProblem(FP4, 48, 6, 256, 4096, 2048, shared, LIMIT)
+    for i, tiles in enumerate(problem.tiles):
+        worker = jnp.arange(MULTIPROCESSORS + 1)
+        routed, own = problem.first_tiles(jnp.int32(blocks), i, worker, MULTIPROCESSORS)
+        routed, own = np.asarray(routed), np.broadcast_to(own, worker.shape)
+        assert (routed[0], own[0], routed[-1], own[-1]) == (0, 0, blocks * tiles, problem.shared_tiles[i])
+        counts = np.diff(routed), np.diff(own)
+        assert min(map(np.min, counts)) >= 0
+        # Of FP4's tiles; one of FP8 is as large as two. In two launches the largest shares were one after the other.
+        most = -(-blocks * tiles // MULTIPROCESSORS) + (shared > 0) * (2 if blocks < 3 else 1)
+        assert np.max(counts[0] + 2 * counts[1]) <= most
+        spans = (routed[1:] - 1) // tiles - routed[:-1] // tiles + 1
+        assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.most_blocks(i, MULTIPROCESSORS)
 
 
 # Some pairs of one expert, and more than fit into one block; steps of two sizes; an expert's 256 channels.
@@ -100,11 +139,38 @@ def test_pairs_without_an_expert_here_add_nothing(implementation, number):
     compare(implementation, x, without_some_experts(selected), *others)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_the_shared_expert_is_one_more(implementation):
+    check_shared(implementation, 2, 1, 3, 512, 512, 256)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_pairs_grouped_by_the_router(implementation):
+    x, _, _, *matrices = operands(2, 1, 128, 512, 256)
+    keys = jax.random.split(jax.random.key(0))
+    weight, bias = jax.random.normal(keys[0], (128, 512)), jax.random.normal(keys[1], (128,))
+    routing = ops.router(x, weight, bias, chosen=1, factor=1.0, implementation=implementation)
+    assert routing.grouped is not None
+    arrays = x, routing.experts, routing.weights, *matrices
+    compare(implementation, *arrays, routing.grouped)
+    # Not grouped once more: the table counts.
+    table, counts = routing.grouped
+    other = table.at[0].set((table[0] + 1) % 128), counts
+    with pytest.raises(AssertionError):
+        compare(implementation, *arrays, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["FP4", "BF16"])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_on_gpu(tokens, kind):
     check("mosaic_gpu", tokens, 6, 64, 4096, 2048, kind, shared=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "number", "shared"), [(1, 64, 2048), (8, 256, 2048), (3, 64, 512)])
+def test_the_shared_expert_on_gpu(tokens, number, shared):
+    check_shared("mosaic_gpu", tokens, 6, number, 4096, shared, shared)
 
 
 @pytest.mark.gpu
@@ -129,6 +195,10 @@ args = S((8, 4096), jnp.bfloat16), S((8, 6), jnp.int32), S((8, 6), jnp.float32)
 run = functools.partial(experts, limit=7.0)
 for inner in 2048, 256:
     compile_for_h100(f"experts{inner}", run, *args, pairs(2 * inner, 4096), pairs(4096, inner))
+def shared(rows, columns): return S((rows, columns), jnp.uint8), S((rows // 128, columns // 128), jnp.uint8)
+for inner in 2048, 512:
+    given = *args, pairs(2 * inner, 4096), pairs(4096, inner), None, (shared(2 * inner, 4096), shared(4096, inner))
+    compile_for_h100(f"shared{inner}", run, *given)
 weights = S((256, 4096, 4096), jnp.bfloat16), S((256, 4096, 2048), jnp.bfloat16)
 compile_for_h100("experts_bf16", run, *args, *weights)
 """)

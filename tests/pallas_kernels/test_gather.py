@@ -1,5 +1,7 @@
 """The gathers' kernel against the reference: interpreted, on a GPU, and compiled for one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,27 @@ def test_all_interpreted(fmt, tokens, rate, seed):
     check(ops.gather_all_compressed_kv, "interpret", paged(fmt, rng, rate=rate, **SMALL), slots, positions)
 
 
+def visible(view, slots, positions, *, implementation):
+    """What is visible of `gather_all_compressed_kv` when it need not write the rest."""
+    got = ops.gather_all_compressed_kv(view, slots, positions, only_visible=True, implementation=implementation)
+    lengths = jnp.where(slots >= 0, ops.valid_lengths(positions, view.compress_rate), 0)
+    seen = jnp.arange(view.max_entries)[None, :] < lengths[:, None]
+    return jnp.where(seen[..., None], got[0], 0), got[1] & seen
+
+
+def test_only_visible_interpreted():
+    """38 rows of a token: blocks of 8 that two tokens share are written, others that nobody sees are left as they are.
+
+    In the interpreter that is NaN.
+    """
+    view = paged(FORMATS["v4"], np.random.default_rng(0), **SMALL | dict(max_blocks=19))
+    slots, positions = ints([1, -1, 0]), ints([11, 50, 23])
+    check(visible, "interpret", view, slots, positions)
+    gather = functools.partial(ops.gather_all_compressed_kv, only_visible=True, implementation="interpret")
+    kv, _ = jax.jit(gather)(view, slots, positions)
+    assert np.isnan(np.asarray(kv[:, 18:24], np.float32)).all()
+
+
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @given(tokens=CASES["tokens"], spare=st.sampled_from([0, 2]), seed=CASES["seed"])
 @EXAMPLES
@@ -87,7 +110,8 @@ def test_on_gpu(fmt, tokens, count):
     view = paged(fmt, rng, layers=3, blocks=1024, entries=4, slots=70, max_blocks=150)
     slots, indices = rng.integers(-1, 70, tokens), ints(rng.integers(-1, 610, (tokens, count)))
     check(ops.gather_compressed_kv, "mosaic_gpu", view, indices, ints(slots))
-    check(ops.gather_all_compressed_kv, "mosaic_gpu", view, ints(slots), ints(rng.integers(-1, 2500, tokens)))
+    for op in (ops.gather_all_compressed_kv, visible):
+        check(op, "mosaic_gpu", view, ints(slots), ints(rng.integers(-1, 2500, tokens)))
     swa, clean = rings(fmt, rng, layers=3, slots=900, ring=3, window=3)
     slots = rng.choice([-1, *clean], tokens)
     check(ops.gather_swa_kv, "mosaic_gpu", swa, ints(slots), ints(rng.integers(-1, 1 << 20, tokens)))
@@ -134,7 +158,7 @@ for name, scale in dict(v4=(8, jnp.uint8), per_entry=(1, jnp.float32)).items():
         assert compiled.memory_analysis().temp_size_in_bytes < 1024
     paged = ints(), ints(64, 256), *pools(8192, 32)
     run(g.gather_compressed_kv, ints(64, 512), ints(64), *paged)
-    run(g.gather_all_compressed_kv, ints(32), ints(32), *paged, compress_rate=4)
+    run(g.gather_all_compressed_kv, ints(32), ints(32), *paged, compress_rate=4, only_visible=True)
     run(g.gather_swa_kv, ints(256), ints(256), ints(), *pools(256, 128), window=128)
 """)
     assert len(used) == 6 and max(used.values()) <= 128, used

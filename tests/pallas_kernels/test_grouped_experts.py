@@ -35,28 +35,23 @@ def test_pairs_without_an_expert_here_add_nothing(implementation):
     compare(implementation, x, without_some_experts(selected), *others)
 
 
-def test_bfloat16_is_left_to_xla_on_a_gpu(monkeypatch):
-    """Until the kernel is right there: on an H200 its results were NaN."""
-    monkeypatch.delenv("DSV4_JAX_REQUIRE_KERNELS", raising=False)
-    with ops.use_implementation("mosaic_gpu"):
-        traced = jax.jit(functools.partial(ops.experts, limit=7.0)).trace(*operands(4, 2, 2, 256, 256, "BF16"))
-    assert "ragged_dot" in str(traced.jaxpr)
-
-
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
 @pytest.mark.parametrize("tokens", [9, 100, 700, 3000])
-def test_on_gpu(tokens):
-    check("mosaic_gpu", tokens, 6, 32, 1024, 512, shared=5)
+def test_on_gpu(tokens, kind):
+    check("mosaic_gpu", tokens, 6, 32, 1024, 512, kind, shared=5)
 
 
 @pytest.mark.gpu
-def test_an_eighth_of_each_expert_on_gpu():
-    check("mosaic_gpu", 300, 6, 32, 1024, 256)
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_an_eighth_of_each_expert_on_gpu(kind):
+    check("mosaic_gpu", 300, 6, 32, 1024, 256, kind)
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time_on_gpu():
-    arrays = operands(500, 6, 32, 1024, 512)
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_the_same_bits_every_time_on_gpu(kind):
+    arrays = operands(500, 6, 32, 1024, 512, kind)
     call = jax.jit(functools.partial(ops.experts, limit=7.0, implementation="mosaic_gpu"))
     first, second = (np.asarray(call(*arrays), np.float32) for _ in range(2))
     np.testing.assert_array_equal(first, second)

@@ -1,12 +1,15 @@
 """Norm and rotation as a kernel against jnp: interpreted, on a GPU, and compiled for one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from tests.pallas_kernels.kernels import registers
+from tests.ops.pools import ints, poison, same_bytes
+from tests.pallas_kernels.kernels import FORMATS, NOPE, ROPE, registers
 
 
 def arguments(tokens, heads=8, pairs=32):
@@ -40,6 +43,50 @@ def test_interpreted(tokens, heads, pairs):
     check("interpret", *arguments(tokens, heads, pairs))
 
 
+def rings_of(rng, tokens, fmt, *, slots=4, ring=6):
+    """A view, and slots and positions of tokens among which is padding; tokens of a slot stand together."""
+    codec = FORMATS[fmt].window(NOPE, ROPE)
+    view = ops.SWAView(poison(codec.struct, 2, slots, ring), ints(1), ring, codec)
+    return view, ints(np.sort(rng.integers(-1, slots, tokens))), ints(rng.integers(-1, 1 << 20) + np.arange(tokens))
+
+
+def check_append(implementation, fmt, tokens, heads, **sizes):
+    """The bits of `norm_rope` and then `append_swa`."""
+    q, kv, weight, _, inv_freq = arguments(tokens, heads)
+    view, slots, positions = rings_of(np.random.default_rng(tokens), tokens, fmt, **sizes)
+
+    @functools.partial(jax.jit, static_argnames="together")
+    def run(view, q, kv, together):
+        options = dict(eps=1e-6, implementation=implementation)
+        if together:
+            return ops.norm_rope_append(view, q, kv, weight, slots, positions, inv_freq, **options)
+        q, kv = ops.norm_rope(q, kv, weight, jnp.maximum(positions, 0), inv_freq, **options)
+        return q, ops.append_swa(view, kv, slots, positions, implementation=implementation)
+
+    same_bytes(run(view, q, kv, together=True), run(view, q, kv, together=False))
+
+
+# A token, and more of one slot than its ring has room for, of which the last are stored.
+@pytest.mark.parametrize(("fmt", "tokens", "heads"), [("v4", 1, 3), ("per_entry", 15, 1)])
+def test_append_interpreted(fmt, tokens, heads):
+    check_append("interpret", fmt, tokens, heads, slots=1 if tokens > 1 else 4)
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_append_of_xla(fmt):
+    check_append("xla", fmt, 9, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (64, 1), (300, 16)])
+def test_append_on_gpu(fmt, tokens, heads):
+    check_append("mosaic_gpu", fmt, tokens, heads, slots=100, ring=128)
+
+
 def test_the_first_position_is_not_rotated():
     q, kv, weight, _, inv_freq = arguments(1, 1)
     q, kv = ops.norm_rope(q, kv, weight, jnp.zeros(1, jnp.int32), inv_freq, eps=0.0, implementation="interpret")
@@ -71,18 +118,27 @@ def test_its_gradient_is_that_of_the_reference():
 def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
-from pallas_kernels import norm_rope
+from pallas_kernels import norm_rope, norm_rope_append
+from tests.pallas_kernels.kernels import LAYOUTS
 S = jax.ShapeDtypeStruct
 args = S((8, 64, 512), jnp.bfloat16), S((8, 512), jnp.bfloat16), S((512,), jnp.float32), S((8,), jnp.int32)
 compile_for_h100("norm_rope", functools.partial(norm_rope, eps=1e-6), *args, S((32,), jnp.float32))
+q, kv, weight, ints = args
+for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 128, 1), jnp.float32)).items():
+    pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), scale
+    append = functools.partial(norm_rope_append, layout=LAYOUTS[name], eps=1e-6)
+    args = q, kv, weight, ints, ints, S((32,), jnp.float32), S((), jnp.int32), *pools
+    compiled = compile_for_h100(name, append, *args, donate_argnums=(7, 8, 9))
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024
+    assert " copy(" not in compiled.as_text()
 """)
     # Four warpgroups on a multiprocessor, each with enough rows on their way.
-    assert len(used) == 1 and max(used.values()) <= 128, used
+    assert len(used) == 3 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused():
     q, kv, weight, *others = arguments(1, 1)
     with pytest.raises(NotImplementedError, match="takes q as bfloat16.any, any, 512., got bfloat16.1, 1, 256."):
         ops.norm_rope(*(x[..., :256] for x in (q, kv, weight)), *others, eps=1e-6, implementation="interpret")
-    with pytest.raises(NotImplementedError, match="rotates up to 512 channels, got 514"):
+    with pytest.raises(NotImplementedError, match="takes up to 512 channels to rotate, got 514"):
         ops.norm_rope(*arguments(1, 1, 257), eps=1e-6, implementation="interpret")

@@ -31,8 +31,22 @@ def run(implementation, *arrays):
     return jax.jit(call)(*arrays)
 
 
+def check_groups(experts, table, counts):
+    """Blocks of up to 8 pairs, ascending by expert and pair, and cleared counts."""
+    pairs = np.asarray(experts).reshape(-1)
+    want = [(e, *np.flatnonzero(pairs == e)[i : i + 8]) for e in np.unique(pairs) for i in range(0, sum(pairs == e), 8)]
+    assert counts[0] == len(want) and not np.any(counts[1:])
+    rows = np.asarray(table).reshape(-1, 16)[: len(want)]
+    for (expert, *mine), row in zip(want, rows, strict=True):
+        assert row[0] == expert
+        np.testing.assert_array_equal(row[8:], mine + [-1] * (8 - len(mine)))
+
+
 def check(implementation, *arrays):
-    (experts, weights), (wanted, expected) = run(implementation, *arrays), run("xla", *arrays)
+    (experts, weights, grouped), (wanted, expected, _) = run(implementation, *arrays), run("xla", *arrays)
+    assert (grouped is None) == (experts.shape[0] > 8)
+    if grouped is not None:
+        check_groups(experts, *grouped)
     assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
     # Sums of float32 in another order: scores agree to 1e-5, and so the order of two that are further apart.
     x, weight, bias, *_ = arrays
@@ -48,7 +62,7 @@ def check(implementation, *arrays):
     np.testing.assert_allclose(weights, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (5, 128, True), (33, 384, False)])
+@pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (3, 128, True), (33, 384, False)])
 def test_interpreted(tokens, experts, hashed):
     check("interpret", *operands(tokens, 512, experts, hashed=hashed))
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -60,7 +74,7 @@ def test_interpreted(tokens, experts, hashed):
 def test_of_equal_scores_the_first_experts_are_selected(implementation):
     x, weight, bias, *_ = operands(2, 512, 128)
     bias = jnp.zeros_like(bias).at[jnp.array([7, 100])].set(-1.0).at[jnp.array([90, 31])].set(1.0)
-    experts, weights = run(implementation, x, jnp.zeros_like(weight), bias)
+    experts, weights, _ = run(implementation, x, jnp.zeros_like(weight), bias)
     np.testing.assert_array_equal(experts, [[31, 90, 0, 1, 2, 3]] * 2)
     np.testing.assert_allclose(weights, np.full((2, CHOSEN), 0.25), rtol=1e-6)
 
@@ -73,14 +87,16 @@ def test_scores_of_large_and_small_logits(implementation):
     weight[: len(logits), 0] = logits
     table = jnp.asarray(np.arange(6)[None, :] + np.arange(4)[:, None], jnp.int32)
     x, ids = jnp.zeros((4, 512), jnp.bfloat16).at[:, 0].set(1.0), jnp.arange(4, dtype=jnp.int32)
-    _, weights = run(implementation, x, jnp.asarray(weight), None, table, ids)
+    _, weights, _ = run(implementation, x, jnp.asarray(weight), None, table, ids)
     scores = np.sqrt(np.logaddexp(0, logits))[np.asarray(table)]
     np.testing.assert_allclose(weights, 1.5 * scores / scores.sum(axis=1, keepdims=True), rtol=3e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hashed", [True, False])
-@pytest.mark.parametrize(("tokens", "depth", "experts"), [(1, 4096, 256), (17, 4096, 256), (256, 7168, 384)])
+@pytest.mark.parametrize(
+    ("tokens", "depth", "experts"), [(1, 4096, 256), (7, 4096, 256), (17, 4096, 256), (256, 7168, 384)]
+)
 def test_on_gpu(tokens, depth, experts, hashed):
     check("mosaic_gpu", *operands(tokens, depth, experts, hashed=hashed))
 
@@ -107,7 +123,9 @@ import functools, jax, jax.numpy as jnp
 from pallas_kernels import router
 S, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
 call = functools.partial(router, chosen=6, factor=1.5)
-for name, tokens, depth, experts in (("one", 1, 4096, 256), ("some", 32, 4096, 256), ("pro", 256, 7168, 384)):
+flash = 4096, 256
+pro = 7168, 384
+for name, tokens, depth, experts in ("one", 1, *flash), ("few", 7, *flash), ("some", 32, *flash), ("pro", 256, *pro):
     x, weight = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32)
     compile_for_h100(name, call, x, weight, S((experts,), f32))
     compile_for_h100(name + "_hashed", call, x, weight, None, S((1000, 6), i32), S((tokens,), i32))

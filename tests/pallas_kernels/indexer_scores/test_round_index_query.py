@@ -1,28 +1,33 @@
 """Queries rounded by the kernel against the formats' own code: interpreted, on a GPU, and compiled for one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.ops.indexer_scores import round_index_query_xla
 from dsv4_jax.quant import kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
 from pallas_kernels import round_index_query
+from pallas_kernels.common.row_encoder import e2m1_codes
+from pallas_kernels.common.unpack import e2m1_value
 from pallas_kernels.indexer_scores.key_tiles import permute_dims
 from tests.pallas_kernels.kernels import registers
 
 
 FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0.5))
 LAYOUT = FORMATS["v4"].keys(128).layout
+INV_FREQ = jnp.asarray(1.6e5 ** -(np.arange(64) / 64), jnp.float32)
 
 
-def check(name, q, *, interpret):
+def check(name, q, positions=None, inv_freq=None, *, interpret):
     codec = FORMATS[name].keys(q.shape[-1])
-    cpu = jax.device_put(q, jax.devices("cpu")[0])
-    want = permute_dims(jax.jit(codec.round_query)(cpu))
-    got = round_index_query(q, codec.layout, interpret=interpret)
+    cpu = jax.device_put((q, positions, inv_freq), jax.devices("cpu")[0])
+    want = permute_dims(jax.jit(functools.partial(round_index_query_xla, codec))(*cpu))
+    got = round_index_query(q, positions, inv_freq, codec.layout, interpret=interpret)
     bits = (np.asarray(x).view(np.uint16) for x in (got, want))
     np.testing.assert_array_equal(*bits)
 
@@ -40,15 +45,50 @@ def queries(tokens):
     return jnp.asarray(q, jnp.bfloat16)
 
 
+def turned(tokens):
+    """Queries of all sizes that stay normal numbers when pairs are added, positions up to 2**20, one of padding."""
+    rng = np.random.default_rng(tokens)
+    positions = rng.integers(0, 1 << 20, tokens)
+    positions[-1] = -1
+    q = jnp.clip(queries(tokens).astype(jnp.float32), -(2.0**90), 2.0**90).astype(jnp.bfloat16)
+    return q, jnp.asarray(positions, jnp.int32)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_interpreted(name):
     check(name, queries(1), interpret=True)
+
+
+@pytest.mark.parametrize(("name", "pairs"), [("v4", 32), ("per_entry", 20)])
+def test_with_rope_interpreted(name, pairs):
+    """Half of the channels, and a number that ends within a thread's."""
+    check(name, *turned(2), INV_FREQ[:pairs], interpret=True)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(np.float32, 24), (jnp.bfloat16, 8)])
+def test_values_are_rounded_as_codes_are(dtype, bits):
+    """What a GPU does in place of codes: adding and taking away a large number rounds to E2M1's steps."""
+    ties, above = np.arange(-96, 97) / 16, np.array([0.25, 2.5, 5]) * (1 + 2.0 ** (1 - bits))
+    others = np.random.default_rng(0).uniform(-6, 6, 10000)
+    x = np.concatenate([ties, above, others, [-0.0, 1e-30, -1e-30]]).astype(dtype)
+    power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1)))
+    large = (1.5 * 2.0 ** (bits - 2) * power).astype(dtype)
+    rounded = np.copysign(((x + large).astype(dtype) - large).astype(np.float32), x.astype(np.float32))
+    want = np.asarray(e2m1_value(e2m1_codes(jnp.asarray(x, jnp.float32))))
+    np.testing.assert_array_equal(rounded.view(np.uint32), want.view(np.uint32))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_on_gpu(name):
     check(name, queries(333), interpret=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "pairs"), [("v4", 32), ("per_entry", 32), ("v4", 20), ("per_entry", 64)])
+@pytest.mark.parametrize("tokens", [1, 333])
+def test_with_rope_on_gpu(name, pairs, tokens):
+    check(name, *turned(tokens), INV_FREQ[:pairs], interpret=False)
 
 
 @pytest.mark.aot
@@ -60,20 +100,24 @@ from pallas_kernels.common.layouts import KeyLayout
 v4, per_entry = KeyLayout(128, 32, "e8m0", hadamard=True), KeyLayout(128, 16, "e4m3", hadamard=False)
 for name, layout in dict(v4=v4, per_entry=per_entry).items():
     f = functools.partial(round_index_query, layout=layout)
-    compile_for_h100(name, f, jax.ShapeDtypeStruct((32, 64, 128), jnp.bfloat16))
+    q, positions = jax.ShapeDtypeStruct((8192, 64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8192,), jnp.int32)
+    compile_for_h100(name, f, q, positions, jax.ShapeDtypeStruct((32,), jnp.float32))
 """)
-    # 16 warpgroups on a multiprocessor.
-    assert len(used) == 2 and max(used.values()) <= 32, used
+    # 4 warpgroups on a multiprocessor.
+    assert len(used) == 2 and max(used.values()) <= 128, used
 
 
 def test_no_queries():
-    assert round_index_query(jnp.zeros((0, 64, 128), jnp.bfloat16), LAYOUT).shape == (0, 64, 128)
+    assert round_index_query(jnp.zeros((0, 64, 128), jnp.bfloat16), None, None, LAYOUT).shape == (0, 64, 128)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
-    with pytest.raises(NotImplementedError, match="multiple of 4 heads, got 6"):
-        round_index_query(jnp.zeros((1, 6, 128), jnp.bfloat16), LAYOUT)
+    with pytest.raises(NotImplementedError, match="multiple of 32 heads, got 6"):
+        round_index_query(jnp.zeros((1, 6, 128), jnp.bfloat16), None, None, LAYOUT)
     with pytest.raises(NotImplementedError, match="bfloat16.any, any, 128., got bfloat16.1, 4, 64."):
-        round_index_query(jnp.zeros((1, 4, 64), jnp.bfloat16), LAYOUT)
+        round_index_query(jnp.zeros((1, 4, 64), jnp.bfloat16), None, None, LAYOUT)
     with pytest.raises(NotImplementedError, match="keys of 128 dims.*got KeyLayout.dim=64"):
-        round_index_query(jnp.zeros((1, 4, 64), jnp.bfloat16), dataclasses.replace(LAYOUT, dim=64))
+        round_index_query(jnp.zeros((1, 4, 64), jnp.bfloat16), None, None, dataclasses.replace(LAYOUT, dim=64))
+    with pytest.raises(NotImplementedError, match="at most 128 rotated channels, got 130"):
+        q = jnp.zeros((1, 32, 128), jnp.bfloat16)
+        round_index_query(q, jnp.zeros((1,), jnp.int32), jnp.ones((65,), jnp.float32), LAYOUT)

@@ -36,12 +36,12 @@ def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124), pla
         bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
         weight, values = (weight, jnp.asarray(bfloat16)), np.concatenate([values, bfloat16.astype(np.float64)])
     found = jax.jit(functools.partial(ops.linear, parts=parts, groups=groups, implementation=implementation))(x, weight)
-    inputs = np.asarray(x, np.float64).reshape(tokens, groups, depth)
-    matrices = values.reshape(groups, -1, depth)
-    want = np.einsum("tgk,gmk->tgm", inputs, matrices).reshape(tokens, -1)
+    inputs = np.asarray(x, np.float64).reshape(tokens, groups, depth).swapaxes(0, 1)
+    matrices = values.reshape(groups, -1, depth).swapaxes(1, 2)
+    want = (inputs @ matrices).swapaxes(0, 1).reshape(tokens, -1)
     # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2**-23 of a partial sum;
     # none is larger than the sum of the products' sizes. bfloat16 has 8 bits.
-    bound = np.einsum("tgk,gmk->tgm", np.abs(inputs), np.abs(matrices)).reshape(tokens, -1) * depth / 16 * 2.0**-23
+    bound = (np.abs(inputs) @ np.abs(matrices)).swapaxes(0, 1).reshape(tokens, -1) * depth / 16 * 2.0**-23
     bounds = np.cumsum([size for size, _ in parts])[:-1]
     for (_, rounded), got, expected, atol in zip(
         parts, found, np.split(want, bounds, axis=1), np.split(bound, bounds, axis=1), strict=True

@@ -1,0 +1,57 @@
+"""Norm and rotation of a layer's queries and key-value rows, and the quantised append of the latter, as one op."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.ops.append_swa import append_swa
+from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.norm_rope import norm_rope
+from dsv4_jax.ops.views import SWAView
+from dsv4_jax.quant import Rows
+from pallas_kernels.common.layouts import quantised
+from pallas_kernels.norm_rope import norm_rope_append as norm_rope_append_kernel
+
+
+def norm_rope_append(
+    view: SWAView,
+    q: Float[Array, "T H D"],
+    kv: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    inv_freq: Float[Array, "P"],
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H D"], SWAView]:
+    """`norm_rope`, whose key-value rows `append_swa` stores: a launch less, and the rows are not written twice.
+
+    An implementation stores the bytes that its `norm_rope` and `append_swa` would. Kernels have no gradient.
+
+    Args:
+      view, slots, positions: as in `append_swa`; negative positions rotate like 0.
+      q, kv, weight, inv_freq, eps: as in `norm_rope`.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (what both ops' kernels take).
+
+    Returns:
+      (queries in their dtype, the view with updated rows).
+    """
+    choices = implementations(_norm_rope_append_xla, _norm_rope_append_kernel)
+    arrays = q, kv, weight, slots, positions, inv_freq
+    return run("norm_rope_append", choices, implementation, eps, view, *arrays)
+
+
+def _norm_rope_append_xla(eps, view, q, kv, weight, slots, positions, inv_freq):
+    at = jnp.maximum(positions, 0)
+    q, kv = norm_rope(q, kv, weight, at, inv_freq, eps=eps, implementation="xla")
+    return q, append_swa(view, kv, slots, positions, implementation="xla")
+
+
+def _norm_rope_append_kernel(eps, view, q, kv, weight, slots, positions, inv_freq, *, interpret):
+    layer, layout = jnp.asarray(view.layer, jnp.int32), quantised(view.layout)
+    pools = view.rows.nope, view.rows.rope, view.rows.scale
+    arrays = q, kv, weight, slots, positions, inv_freq, layer, *pools
+    q, *new = norm_rope_append_kernel(*arrays, layout=layout, eps=eps, interpret=interpret)
+    return q, dataclasses.replace(view, rows=Rows(*new))

@@ -1,0 +1,295 @@
+"""Tiles of index queries in registers: a thread holds 32 consecutive dims of a head, so whole scale blocks of keys.
+
+A warpgroup holds 32 heads of 128 dims: warp w heads 8w .. 8w + 7, and thread (r, c) of its 8 x 4 lanes dims 32c ..
+32c + 31 of head r. Only two of the Hadamard rotation's seven steps, and the order in which dims are stored, need
+other threads.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, llvm, math
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.deterministic_math import product, round_bfloat16
+from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.unpack import e2m1_value, multiply
+from pallas_kernels.indexer_scores.key_tiles import DIM
+
+
+HEADS = 32  # a tile
+LANES = 4  # threads of a head
+HELD = DIM // LANES
+# Pairs of channels of a head, which hold the angles of a warp; each warp has them.
+ANGLES = mlir.THREADS * 2
+
+
+def _layout(held):
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((HEADS, LANES, held), (8, LANES, 8))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
+    )
+
+
+VALUES = _layout(HELD)
+_TILE = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD), jnp.float32, VALUES)
+_PAIRS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 2), jnp.float32, _layout(HELD // 2))
+
+_WORDS = plgpu.ShapeDtypeStruct(_PAIRS.shape, jnp.int32, _PAIRS.layout)
+
+
+@primitive
+def load_heads(ref, head: jax.Array) -> jax.Array:
+    """[32, 4, 32] float32: rows head .. head + 31 of `ref` [n, 128] bfloat16 in global memory."""
+    return ref[pl.ds(head, HEADS)].astype(jnp.float32).reshape(_TILE.shape)
+
+
+@load_heads.mosaic
+def _(ref, head):
+    def emit(ref, head):
+        start = (thread_ops.U32(mlir.scalar(head)) * LANES + thread_ops.thread() % mlir.THREADS).value
+        pointer = mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(start), mlir.i64(2 * HELD)))
+        for i in range(HELD // 8):
+            words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
+            for word in mlir.values(words):
+                yield from _unpack(word)
+
+    return mlir.inline(emit, ref, head, returns=_TILE)
+
+
+@primitive
+def spread_angles(x: jax.Array) -> jax.Array:
+    """[32, 4, 16] of [256] float32, whose values 64 i .. 64 i + 63, i = 0 .. 3, belong to the pairs of a head."""
+    return jnp.broadcast_to(x[: DIM // 2].reshape(1, LANES, HELD // 2), _PAIRS.shape)
+
+
+@spread_angles.mosaic
+def _(x):
+    def emit(x):
+        pair = [thread_ops.U32(mgpu.utils.bitcast(value, mlir.int_type())) for value in mlir.values(x)]
+        first = (thread_ops.lane() & 3) * (HELD // 4)
+        for i in range(HELD // 2):
+            code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+            moved = mlir.ptx(code, pair[i % 2].value, (first + i // 2).value, results=mlir.int_type())
+            yield arith.bitcast(mlir.f32_type(), moved)
+
+    return mlir.inline(emit, (x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=2)), returns=_PAIRS)
+
+
+@primitive
+def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Array:
+    """A tile whose interleaved pairs from channel `first` on are rotated and rounded to bfloat16."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
+    return jnp.where(_channels() >= first, round_bfloat16(turned.reshape(x.shape)), x)
+
+
+@turn.mosaic
+def _(x, cos, sin, first):
+    def times(x, y):
+        # Never contracted to an FMA with what follows.
+        return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
+
+    def emit(x, cos, sin):
+        x, channel = mlir.values(x), (thread_ops.lane() & 3) * HELD
+        for i, (cosine, sine) in enumerate(zip(mlir.values(cos), mlir.values(sin), strict=True)):
+            even, odd = x[2 * i : 2 * i + 2]
+            turned = (
+                arith.subf(times(even, cosine), times(odd, sine)),
+                arith.addf(times(odd, cosine), times(even, sine)),
+            )
+            here = channel + 2 * i >= first
+            for new, old in zip(_rounded(*turned), (even, odd), strict=True):
+                yield arith.select(here.value, new, old)
+
+    operands = (x, VALUES), *((angle, _PAIRS.layout) for angle in (cos, sin))
+    return mlir.inline(emit, *operands, returns=_TILE)
+
+
+@primitive
+def hadamard(x: jax.Array) -> jax.Array:
+    """A tile times the Hadamard matrix of 128 dims and 128**-0.5."""
+    x, shape, step = x.reshape(HEADS, DIM), x.shape, 1
+    while step < DIM:
+        pairs = x.reshape(HEADS, -1, 2, step)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        x = jnp.stack([low + high, low - high], axis=2).reshape(HEADS, DIM)
+        step *= 2
+    return (x * DIM**-0.5).reshape(shape)
+
+
+@hadamard.mosaic
+def _(x):
+    def emit(x):
+        x, lane, step = mlir.values(x), thread_ops.lane(), 1
+        while step < HELD:
+            for i in range(HELD):
+                if not i & step:
+                    low, high = x[i], x[i + step]
+                    x[i], x[i + step] = arith.addf(low, high), arith.subf(low, high)
+            step *= 2
+        for distance in (1, 2):
+            # 1 or -1: the product is exact.
+            upper = ((lane & distance) > 0).value
+            sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
+            x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
+        return [arith.mulf(value, mlir.f32(DIM**-0.5)) for value in x]
+
+    return mlir.inline(emit, (x, VALUES), returns=_TILE)
+
+
+@primitive
+def block_largest(x: jax.Array, block: int) -> jax.Array:
+    """The largest magnitude of each value's block of 16 or 32."""
+    blocks = jnp.abs(x).reshape(HEADS, -1, block)
+    return jnp.broadcast_to(jnp.max(blocks, axis=2, keepdims=True), blocks.shape).reshape(x.shape)
+
+
+@block_largest.mosaic
+def _(x, block):
+    def emit(x):
+        x = [math.absf(value) for value in mlir.values(x)]
+        for start in range(0, HELD, block):
+            largest = x[start : start + block]
+            while len(largest) > 1:
+                largest = [arith.maxnumf(*largest[i : i + 2]) for i in range(0, len(largest), 2)]
+            yield from largest * block
+
+    return mlir.inline(emit, (x, VALUES), returns=_TILE)
+
+
+@primitive
+def round_e2m1(x: jax.Array, codes) -> jax.Array:
+    """A tile of -6 .. 6 rounded to values of E2M1, ties to even; `codes` gives the codes of values."""
+    return e2m1_value(codes(x))
+
+
+@round_e2m1.mosaic
+def _(x, codes):
+    def one(value):
+        bits = thread_ops.U32(arith.bitcast(mlir.int_type(), value))
+        # Steps are half a power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 powers rounds to whole steps.
+        power = (bits & 0x7F800000).maximum(0x3F800000)
+        large = arith.bitcast(mlir.f32_type(), (power + (22 << 23 | 1 << 22)).value)
+        rounded = arith.bitcast(mlir.int_type(), arith.subf(arith.addf(value, large), large))
+        # What rounds to zero keeps its sign.
+        return arith.bitcast(mlir.f32_type(), (thread_ops.U32(rounded) | (bits & 0x80000000)).value)
+
+    def emit(x):
+        return map(one, mlir.values(x))
+
+    return mlir.inline(emit, (x, VALUES), returns=_TILE)
+
+
+@primitive
+def pack_words(x: jax.Array) -> jax.Array:
+    """A tile rounded to bfloat16, as words [32, 4, 16] int32 of channels 8 w + i and 8 w + i + 4, i = 0 .. 3."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
+    low, high = (bits.reshape(HEADS, LANES, -1, 2, 4)[:, :, :, i] for i in range(2))
+    return (low | (high << 16)).reshape(_WORDS.shape)
+
+
+@pack_words.mosaic
+def _(x):
+    def emit(x):
+        return [word.value for word in _words(mlir.values(x))]
+
+    return mlir.inline(emit, (x, VALUES), returns=_WORDS)
+
+
+@primitive
+def mxfp4_words(x: jax.Array, scales, codes) -> jax.Array:
+    """`pack_words` of a tile that is rounded to bfloat16, and then to MXFP4 in blocks of 32.
+
+    `scales` gives (bits, what codes are multiples of, what to multiply values with) of the blocks' largest magnitudes,
+    `codes` the codes of values.
+    """
+    x = round_bfloat16(x)
+    _, step, factor = scales(jnp.max(jnp.abs(x), axis=2, keepdims=True))
+    return pack_words(e2m1_value(codes(x * factor)) * step)
+
+
+@mxfp4_words.mosaic
+def _(x, scales, codes):
+    def pair(name, x, y):
+        return thread_ops.pure(f"{name} $0, $1, $2;", x, y)
+
+    def emit(x):
+        words = _words(mlir.values(x))
+        largest = [word & 0x7FFF7FFF for word in words]
+        while len(largest) > 1:
+            largest = [pair("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
+        amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
+        amax = arith.maxnumf(arith.bitcast(mlir.f32_type(), amax.value), mlir.f32(6 * 2.0**-126))
+        scaled = arith.mulf(amax, mlir.f32(1 / 6))
+        bits = thread_ops.U32(arith.bitcast(mlir.int_type(), scaled)) + 0x7FFFFF >> 23
+        # Powers of two, as bfloat16.
+        step, factor = ((x << 7) * 0x00010001 for x in (bits, thread_ops.U32(254) - bits))
+        for word in words:
+            value = multiply(word, factor)
+            # As in `round_e2m1`; bfloat16 has 16 bits less.
+            power = pair("max.u16x2", value & 0x7F807F80, thread_ops.U32(0x3F803F80))
+            large = power + (6 << 7 | 1 << 6) * 0x00010001
+            rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
+            yield multiply(rounded | value & 0x80008000, step).value
+
+    return mlir.inline(emit, (x, VALUES), returns=_WORDS)
+
+
+@primitive
+def store_words(ref, head: jax.Array, words: jax.Array) -> None:
+    """Rows head .. head + 31 of `ref` [n, 128] bfloat16 in global memory = `permute_dims` of the packed tile."""
+    low, high = ((words >> shift).astype(jnp.uint16) for shift in (0, 16))
+    bits = jnp.stack([low, high], axis=-1).transpose(0, 2, 1, 3).reshape(HEADS, DIM)
+    ref[pl.ds(head, HEADS)] = lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+@store_words.mosaic
+def _(ref, head, words):
+    def emit(ref, head, words):
+        thread, lane = thread_ops.thread() % mlir.THREADS, thread_ops.lane()
+        words = [thread_ops.U32(word) for word in mlir.values(words)]
+        place = (thread_ops.U32(mlir.scalar(head)) * LANES + thread).value
+        row = arith.muli(arith.shrui(mlir.to_i64(place), mlir.i64(2)), mlir.i64(2 * DIM))
+        row = arith.addi(row, mlir.to_i64(((lane & 3) << 4).value))
+        pointer = mlir.at(mlir.global_pointer(ref), row)
+        for first in range(0, len(words), LANES):
+            # Of 16 bytes in the order of `permute_dims` each lane of a head has a word, which it gives to one of them.
+            four = words[first : first + LANES]
+            for distance in (1, 2):
+                upper = (lane & distance) > 0
+                for i in range(LANES):
+                    if not i & distance:
+                        low, high = four[i], four[i + distance]
+                        other = thread_ops.U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
+                        four[i], four[i + distance] = upper.where(other, low), upper.where(high, other)
+            llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * first), alignment=16)
+
+    mlir.inline(emit, ref, head, (words, _WORDS.layout))
+
+
+def _words(x):
+    return [_packed(x[8 * i + j], x[8 * i + j + 4]) for i in range(HELD // 8) for j in range(4)]
+
+
+def _channels():
+    """Each value's dim, for interpreted kernels."""
+    return HELD * lax.broadcasted_iota(jnp.int32, _TILE.shape, 1) + lax.broadcasted_iota(jnp.int32, _TILE.shape, 2)
+
+
+def _packed(low, high):
+    """Two float32 rounded to a word of bfloat16."""
+    word = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, results=mlir.int_type(), pure=True)
+    return thread_ops.U32(word)
+
+
+def _unpack(word):
+    """The float32 values of a word of two bfloat16."""
+    word = thread_ops.U32(word)
+    return [arith.bitcast(mlir.f32_type(), bits.value) for bits in (word << 16, word & 0xFFFF0000)]
+
+
+def _rounded(low, high):
+    return _unpack(_packed(low, high))
