@@ -1,60 +1,25 @@
 """Sum over the GPUs of one process: each stores its values into the memory of all others, and adds up what came.
 
-Each GPU has a mailbox, memory that never moves and whose address all know. A value travels with the number of the call,
-both in 8 bytes that are written at once, so there are no barriers, and nothing has to be cleared: a thread reads its
-places again until all hold the number of its call. The number is counted in the mailbox itself, so it follows what ran
-on the GPU, whatever the host did or did not launch, and several programs and models share a mailbox.
-
-The program must have waited for all its GPUs before, by a collective of XLA's: CUDA loads a kernel on one GPU only when
-no kernel waits on another (its "lazy loading"), and XLA loads all of a program's before the collective.
-
-Two generations of places are enough. A GPU sends call n + 2, into the places of call n, after it has received call
-n + 1 of all others; these had then begun call n + 1, so had ended call n. This holds for each block of threads by
-itself, which has its own places and counter: blocks meet their equals on the other GPUs alone.
+How they find each other is said in `common.mailbox`.
 """
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops
+from pallas_kernels.common import bfloat16_words as words, mailbox, mlir_helpers as mlir
 from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.mailbox import BLOCKS, ROUNDS, UNIT
 from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import traced_once
 from pallas_kernels.common.thread_ops import U32
 
 
-GENERATIONS = 2
-BLOCKS = 128  # all of which run at once
-ROUNDS = 4  # most that a thread goes through
-UNIT = 8  # values of a thread and round
-PLACE = 16  # bytes: two words, each followed by the number of the call
-HALVES = 2  # places of a unit
 MOST_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
-OWN, PEERS = 1, 2  # in the table: this GPU's mailbox, and the first of all
-PATIENCE = 1 << 25  # times that a thread looks, half a minute: then another GPU has failed, and this one stops too
-
-
-def place(generation: Any, rank: Any, step: int, block: Any, thread: Any, *, ranks: int) -> Any:
-    """Bytes before the first place of a unit in a mailbox; the second is THREADS * PLACE further on."""
-    row = ((generation * ranks + rank) * ROUNDS + step) * BLOCKS + block
-    return (row * (HALVES * THREADS) + thread) * PLACE
-
-
-def counter(block: Any, *, ranks: int) -> Any:
-    """Bytes before the counter of a block of threads in a mailbox."""
-    return block * 4 + GENERATIONS * ranks * ROUNDS * BLOCKS * HALVES * THREADS * PLACE
-
-
-def mailbox_bytes(ranks: int) -> int:
-    """Of each GPU's mailbox; zeros at first."""
-    return counter(BLOCKS, ranks=ranks)
 
 
 @traced_once()
@@ -65,9 +30,7 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
 
     Args:
       x: [...] bfloat16, a multiple of 8 and at most 524,288 values.
-      table: [2 * (2 + GPUs)] uint32, low and high halves of: this GPU's number among them; the address of its mailbox;
-        the addresses of all mailboxes, by number. See `mailbox_bytes`.
-      interpret: has to be False: the interpreter knows one GPU.
+      table, interpret: as for `mailbox.check_table`.
 
     Returns:
       [...] bfloat16.
@@ -76,25 +39,18 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
       NotImplementedError: a shape or dtype is not one of these.
     """
     check_array("x", x, jnp.bfloat16, *x.shape)
-    check_array("table", table, jnp.uint32, None)
-    ranks = table.size // 2 - PEERS
+    ranks = mailbox.check_table(table, interpret=interpret)
     check_rules(
         {
-            "several GPUs: it is not interpreted": not interpret,
             f"a multiple of {UNIT} values up to {MOST_VALUES}, got {x.size}": (
                 0 < x.size <= MOST_VALUES and x.size % UNIT == 0
             ),
-            f"2 to 8 GPUs, got {ranks}": 2 <= ranks <= 8,
         }
     )
     units = x.size // UNIT
     blocks = min(BLOCKS, math.ceil(units / THREADS))
-
-    def body(x, table, out):
-        exchange(lax.axis_index("block"), x, table, out, units=units, blocks=blocks, ranks=ranks)
-
     run = kernel(
-        body,
+        functools.partial(_body, units=units, blocks=blocks, ranks=ranks),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         kernel_name="all_reduce",
         grid=(blocks,),
@@ -104,78 +60,19 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
     return run(x, table)
 
 
-def exchange(block: jax.Array, x, table, out, *, units: int, blocks: int, ranks: int) -> None:
-    """One block's work: sends its units, then receives those of all and adds them up."""
-
+def _body(x, table, out, *, units, blocks, ranks):
     def emit(block, x, table, out):
-        thread, block = U32(mlir.thread()), U32(mlir.scalar(block))
-        addresses = [load_address(mlir.at(mlir.global_pointer(table), 8 * i)) for i in range(PEERS + ranks)]
-        rank, own, peers = U32(arith.trunci(mlir.int_type(), addresses[0])), addresses[OWN], addresses[PEERS:]
-        own_counter = further(own, counter(block, ranks=ranks))
-        call = U32(mlir.ptx("ld.volatile.global.u32 $0, [$1];", own_counter, results=mlir.int_type())) + 1
-        thread_ops.sync()  # all threads have read the counter
-        with thread_ops.when(thread.equals(0)):
-            mlir.ptx("st.volatile.global.u32 [$0], $1;", own_counter, call.value)
-        generation = call & (GENERATIONS - 1)
-        steps = [(i, (block + i * blocks) * THREADS + thread) for i in range(math.ceil(units / (blocks * THREADS)))]
+        block, thread = U32(mlir.scalar(block)), U32(mlir.thread())
+        x, out = map(mlir.global_pointer, (x, out))
 
-        for step, unit in steps:
-            with thread_ops.when(unit < units):
-                mine = words.load_four(mlir.at(mlir.global_pointer(x), mlir.to_i64((unit * (2 * UNIT)).value)))
-                to = place(generation, rank, step, block, thread, ranks=ranks)
-                for peer in peers:
-                    send(further(peer, to), mine, call)
+        def step(i):
+            unit = (block + i * blocks) * THREADS + thread
 
-        for step, unit in steps:
-            with thread_ops.when(unit < units):
-                start = further(own, place(generation, 0, step, block, thread, ranks=ranks))
-                apart = place(0, 1, 0, 0, 0, ranks=ranks)
-                values = [
-                    [x for word in four for x in words.unpack(word)] for four in receive(start, call, ranks, apart)
-                ]
-                total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
-                summed = [words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)]
-                words.store_four(mlir.at(mlir.global_pointer(out), mlir.to_i64((unit * (2 * UNIT)).value)), summed)
+            def at(pointer):
+                return mlir.at(pointer, mlir.to_i64((unit * (2 * UNIT)).value))
 
-    mlir.inline(emit, block, x, table, out)
+            return unit < units, lambda: words.load_four(at(x)), lambda four: words.store_four(at(out), four)
 
+        mailbox.exchange(block, table, [step(i) for i in range(math.ceil(units / (blocks * THREADS)))], ranks=ranks)
 
-def load_address(pointer: Any) -> Any:
-    return mlir.ptx("ld.global.nc.b64 $0, [$1];", pointer, results=mlir.int_type(64))
-
-
-def further(address: Any, offset: Any) -> Any:
-    """An address some bytes further on."""
-    return arith.addi(address, arith.extui(mlir.int_type(64), U32(offset).value))
-
-
-def send(address: Any, four: list[U32], call: U32) -> None:
-    """Stores four words, each with the number of the call, into the two places from an address on."""
-    for half in range(HALVES):
-        low, high = (word.value for word in four[2 * half : 2 * half + 2])
-        code = f"""{{ .reg .b64 a, b; mov.b64 a, {{$1, $3}}; mov.b64 b, {{$2, $3}};
-            st.relaxed.sys.global.v2.b64 [$0 + {half * THREADS * PLACE}], {{a, b}}; }}"""
-        mlir.ptx(code, address, low, high, call.value)
-
-
-def receive(address: Any, call: U32, ranks: int, apart: int) -> list[list[U32]]:
-    """Waits for four words of each GPU, in places that begin `apart` bytes after each other."""
-    count = 2 * HALVES * ranks
-    loads, checks = [], []
-    for i in range(HALVES * ranks):
-        rank, half = divmod(i, HALVES)
-        at = rank * apart + half * THREADS * PLACE
-        loads.append(f"ld.relaxed.sys.global.v2.b64 {{a{i}, b{i}}}, [${count} + {at}];")
-        for j, name in enumerate("ab"):
-            checks.append(f"mov.b64 {{${2 * i + j}, f}}, {name}{i}; setp.eq.and.u32 p, f, ${count + 1}, p;")
-    code = f"""{{ .reg .b64 a<{count}>, b<{count}>; .reg .b32 f, n; .reg .pred p, q;
-        mov.u32 n, 0;
-        AGAIN: {" ".join(loads)}
-        setp.eq.u32 p, n, n; {" ".join(checks)}
-        @p bra DONE;
-        add.u32 n, n, 1;
-        setp.gt.u32 q, n, {PATIENCE}; @q trap;
-        bra AGAIN;
-        DONE: }}"""
-    found = [U32(x) for x in mlir.ptx(code, address, call.value, results=[mlir.int_type()] * count)]
-    return [found[i : i + 4] for i in range(0, count, 4)]
+    mlir.inline(emit, lax.axis_index("block"), x, table, out)

@@ -5,6 +5,7 @@ the kinds `chosen`, `peers` and `beside` keep the cases that they have, others h
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,8 @@ def _lines(found: re.Match[str]) -> str:
 def _caption(run: Row) -> str:
     commit = f", commit {run['commit']}" if "commit" in run else ""
     shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
-    return f"{run['device']}, jax {run['jax']}{commit}{shapes}"
+    count = math.prod(run.get("mesh", {}).values())
+    return f"{count} x " * (count > 1) + f"{run['device']}, jax {run['jax']}{commit}{shapes}"
 
 
 # A kind of table: (its files, the keys it has) -> (columns of text, columns of numbers, rows to format them with).

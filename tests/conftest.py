@@ -4,8 +4,8 @@ import os
 
 
 # The kernel interpreter blocks a thread of XLA's for each simulated one that waits: on a machine with two cores, where
-# XLA would make two, it can wait for ever. Read when the backend starts, so before any use of JAX.
-os.environ.setdefault("NPROC", "16")
+# XLA would make two, it can wait for ever. Tests simulate up to 32. Read when the backend starts, so before JAX.
+os.environ.setdefault("NPROC", "64")
 # Nearly all of the time goes into compiling programs that run once or twice: compile them quickly rather than well.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "

@@ -20,6 +20,7 @@ from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.layers import Linear, RMSNorm
+from dsv4_jax.ops import all_reduce
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.on_mesh import on_mesh
@@ -45,7 +46,7 @@ class DraftAttention(nnx.Module):
     ) -> tuple[Float[Array, "T h D"], StepCarry, KVCache]:
         """[T, hc_mult, hidden] to the same, the carry and the updated cache."""
         y, carry, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), carry)
-        return streams + y[:, None, :], carry, cache
+        return streams + all_reduce(y)[:, None, :], carry, cache
 
     def write_window(self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
         """The cache after `__call__`."""
@@ -102,7 +103,7 @@ class AttentionStack(DraftingStack):
         cache, carry = cache.begin_step(batch), StepCarry()
         for layer, (norm, attention) in enumerate(zip(self.norms, self.attentions, strict=True)):
             y, carry, cache = attention(norm(x), cache.handle(layer, batch), carry)
-            x = x + y
+            x = x + all_reduce(y)
         return x, cache
 
 

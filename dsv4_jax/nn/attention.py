@@ -16,7 +16,7 @@ from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery
 from dsv4_jax.nn.layers import GroupedLinear, Linear, RMSNorm, normal
 from dsv4_jax.nn.projections import Projections
-from dsv4_jax.ops import all_reduce, apply_rope
+from dsv4_jax.ops import apply_rope
 
 
 class Attention(nnx.Module):
@@ -76,7 +76,8 @@ class Attention(nnx.Module):
           carry: what earlier layers of this step selected.
 
         Returns:
-          y [T, hidden] in x's dtype; the carry, with this layer's own selection; the updated cache.
+          y [T, hidden] in x's dtype, on several devices this one's part, see `ops.all_reduce`; the carry, with this
+          layer's own selection; the updated cache.
         """
         config, spec = self.config, self.config.layers[self.layer]
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
@@ -103,7 +104,7 @@ class Attention(nnx.Module):
         out, handle = handle.attend(q, self.sinks[...], indices, inv_freq)
         heads_a_group = config.num_attention_heads // config.o_groups
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1, heads_a_group * config.head_dim)))
-        return all_reduce(y), carry, handle.cache
+        return y, carry, handle.cache
 
     def write_window(self, x: Float[Array, "T D"], handle: CacheHandle) -> Any:
         """The cache after `__call__` in a layer without entries, for callers that do not need what it returns."""

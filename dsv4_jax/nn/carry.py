@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops import all_reduce
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -28,5 +30,5 @@ class StepCarry:
         """Also carries a layer's attention input and output, if activations are recorded."""
         if self.activations is None:
             return self
-        recorded = {f"attn_in_{layer}": x, f"attn_out_{layer}": y}
+        recorded = {f"attn_in_{layer}": x, f"attn_out_{layer}": all_reduce(y)}
         return dataclasses.replace(self, activations=self.activations | recorded)

@@ -25,7 +25,7 @@ class ResidualStreams:
 
     Attributes:
       streams: [T, hc_mult, hidden] as that block read them.
-      y: [T, hidden], what it returned; None where there is none: the streams are up to date.
+      y: [T, hidden], what it returned, this device's part of it; None where there is none: the streams are up to date.
       mixing: [T, (2 + hc_mult) * hc_mult] float32, how y and the streams mix, see `ops.hyper_connections`.
     """
 
@@ -41,7 +41,7 @@ class ResidualStreams:
         """The streams [T, hc_mult, hidden] with that output."""
         if self.y is None:
             return self.streams
-        return expand_streams(self.streams, self.y, *split_mixing(self.mixing, self.streams.shape[1]))
+        return expand_streams(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
 
 class HyperConnection(nnx.Module):

@@ -55,6 +55,11 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
         _mailboxes.reset(token)
 
 
+def mailboxes() -> UInt32[Array, "n"] | None:
+    """What a kernel needs to add up by itself, see `pallas_kernels.common.mailbox`; None where XLA has to."""
+    return _mailboxes.get() if _is_cut() else None
+
+
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
     """What the devices of the "model" axis have, side by side on the last axis; x itself where there is no such axis.
 

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dsv4_jax.ops.all_reduce import all_reduce, mailboxes
 from dsv4_jax.ops.dispatch import run, with_gradient_of
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
-from pallas_kernels.hyper_connections import hyper_connections as hyper_connections_kernel
+from pallas_kernels.hyper_connections import adds_up_parts, hyper_connections as hyper_connections_kernel
 
 
 def hyper_connections(
@@ -39,7 +40,8 @@ def hyper_connections(
       base: [m] float32, the logits' bias; m = fn's rows.
       scale: [3] float32, one factor each for the logits of `pre`, `post` and `comb`; [1] of the head.
       weight: [D] float32, of the norm.
-      y: [T, D] the block's output; None: the streams stay as they are.
+      y: [T, D] the block's output, or this device's part of it, which `all_reduce` adds up, or the kernel in its stead.
+        None: the streams stay as they are.
       mixing: [T, (2 + h) * h] float32, what the call before that block returned; with y.
       norm_eps: added to the mean square of all streams, and of the collapsed ones.
       hc_eps: added to `pre`, to the softmax of `comb` and to the sums that divide it.
@@ -59,7 +61,7 @@ def hyper_connections(
         raise ValueError(f"{given} needs {missing}: what a block returned, and the weights with which it was entered")
     options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
     implementations = dict(
-        xla=functools.partial(_hyper_connections_xla, **options),
+        xla=lambda *arrays: _hyper_connections_xla(*_with_whole(*arrays), **options),
         mosaic_gpu=functools.partial(_hyper_connections_kernel, interpret=False, **options),
         interpret=functools.partial(_hyper_connections_kernel, interpret=True, **options),
     )
@@ -157,4 +159,13 @@ def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, *, norm_
 
 def _hyper_connections_kernel(*arrays, interpret, **options):
     kernel = functools.partial(hyper_connections_kernel, interpret=interpret, **options)
-    return with_gradient_of(functools.partial(_hyper_connections_xla, **options), kernel)(*arrays)
+    table = mailboxes()
+    if table is not None and adds_up_parts(*arrays[0].shape):
+        return kernel(*arrays, table)
+    return with_gradient_of(functools.partial(_hyper_connections_xla, **options), kernel)(*_with_whole(*arrays))
+
+
+def _with_whole(*arrays):
+    """The arguments, with the sum of the devices' parts of y."""
+    *others, y, mixing = arrays
+    return *others, None if y is None else all_reduce(y), mixing

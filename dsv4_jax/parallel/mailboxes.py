@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from dsv4_jax.ops.all_reduce import MODEL_AXIS
-from pallas_kernels.all_reduce import mailbox_bytes
+from pallas_kernels.common.mailbox import mailbox_bytes
 from pallas_kernels.common.support import why_no_mosaic_gpu
 
 

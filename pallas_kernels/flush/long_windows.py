@@ -32,7 +32,7 @@ from pallas_kernels.flush.states import LOOKS, closing, row_writer
 BLOCKS = ((14, 8), (30, 4), (130, 2))
 # Blocks that a device holds at once: one a multiprocessor. A cluster of 2 finds room on any two neighbours.
 AT_ONCE = MULTIPROCESSORS
-WARPGROUPS = 4  # of a block; each has its share of the channels
+WARPGROUPS = 2  # of a block; each has its share of the channels
 DEPTH = 2  # parts that are copied at once, in a block that pools so many of a window and has room for them
 SHARED_BYTES = 226 << 10
 

@@ -1,7 +1,8 @@
 """First launch, up to 4 tokens: new streams, and sums of logits over a slice of channels, by float32 FMAs.
 
 A block of threads has 32 channels of all four streams: a warp a stream, a lane a channel. Each thread keeps its column
-of the weight in registers.
+of the weight in registers. Where several GPUs have a part each of what is added, a block adds up its channels of these
+first, see `common.mailbox`: its equals on the other GPUs have the same channels.
 """
 
 from typing import Any
@@ -12,7 +13,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common import bfloat16_words as words, mailbox, mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.mailbox import UNIT
 from pallas_kernels.common.mlir_helpers import WARP
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32, fma
@@ -24,7 +26,7 @@ MOST_TOKENS = 4  # as many as warps
 
 
 @primitive
-def add_slice(part: jax.Array, streams, fn, new, partials, inbox, y=None, mixing=None) -> None:
+def add_slice(part: jax.Array, streams, fn, new, partials, inbox, y=None, mixing=None, table=None, total=None) -> None:
     """One block's work.
 
     Args:
@@ -35,18 +37,21 @@ def add_slice(part: jax.Array, streams, fn, new, partials, inbox, y=None, mixing
       partials: [T, slices * 32] float32, receives for each token R sums of products and, at 31, one of squares.
       inbox: [T * 4 * 32] float32 shared memory.
       y, mixing: [T, D] bfloat16, [T, 24] float32; None: the streams stay as they are.
+      table: as for `mailbox.check_table`: y is the sum of what these GPUs have; None: y is whole.
+      total: [T * 16] uint32 shared memory, with `table`.
     """
     columns = pl.ds(part * CHANNELS, CHANNELS)
     add_channels(columns, part * SUMS, streams, fn, new, partials, y, mixing)
 
 
 @add_slice.mosaic
-def _(part, streams, fn, new, partials, inbox, y=None, mixing=None):
+def _(part, streams, fn, new, partials, inbox, y=None, mixing=None, table=None, total=None):
     tokens, _, width = streams.shape
     rows, slices = fn.shape[0], width // CHANNELS
+    ranks = 0 if table is None else mailbox.gpus(table)
     f32, bf16 = mlir.f32_type, ir.BF16Type.get
 
-    def emit(part, streams, fn, partials, inbox, new=None, y=None, mixing=None):
+    def emit(part, streams, fn, partials, inbox, new=None, y=None, mixing=None, table=None, total=None):
         thread, part = U32(mlir.thread()), U32(mlir.scalar(part))
         warp, lane = thread >> 5, thread & 31
         column = part * CHANNELS + lane
@@ -58,26 +63,46 @@ def _(part, streams, fn, new, partials, inbox, y=None, mixing=None):
         def element(pointer, index, kind):
             return mlir.at(pointer, mlir.to_i64(index.value), kind)
 
+        def add_up():
+            """The sum of this block's channels of all tokens, into shared memory."""
+            units = CHANNELS // UNIT
+            place = thread // units * width + part * CHANNELS + thread % units * UNIT
+
+            def load():
+                return words.load_four(element(mlir.global_pointer(y), place, bf16()))
+
+            def store(four):
+                words.store_shared(thread_ops.shared(total) + (thread << 4), four)
+
+            mailbox.exchange(part, table, [(thread < tokens * units, load, store)], ranks=ranks)
+            mgpu.utils.warpgroup_barrier()
+
         def load(pointer):
             return arith.extf(f32(), llvm.load(bf16(), pointer))
 
         def loads(token):
-            """This thread's stream, or all streams, what is added, and the factors."""
+            """This thread's stream, or all streams, and the factors."""
             first = token * (STREAMS * width) + column
             if y is None:
                 return [load(element(streams, first + warp * width, bf16()))], []
             start = element(streams, first, bf16())
-            values = [load(element(mlir.global_pointer(y), token * width + column, bf16()))]
-            values += [load(mlir.at(start, 2 * width * j)) for j in range(STREAMS)]
+            values = [load(mlir.at(start, 2 * width * j)) for j in range(STREAMS)]
             factors = element(mlir.global_pointer(mixing), token * (STREAMS * (2 + STREAMS)) + warp, f32())
             return values, [llvm.load(f32(), mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
 
-        def finish(token, values, factors):
-            if y is None:
+        def added(token):
+            """What is added to the streams."""
+            if table is None:
+                return load(element(mlir.global_pointer(y), token * width + column, bf16()))
+            word = thread_ops.load(thread_ops.shared(total) + ((token * CHANNELS + lane) >> 1 << 2))
+            return thread_ops.as_float((lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
+
+        def finish(token, values, factors, term):
+            if term is None:
                 (value,) = values
             else:
-                value = arith.mulf(values[0], factors[0])
-                for x, factor in zip(values[1:], factors[1:], strict=True):
+                value = arith.mulf(term, factors[0])
+                for x, factor in zip(values, factors[1:], strict=True):
                     value = fma(x, factor, value)
                 low = arith.truncf(bf16(), value)
                 place = token * (STREAMS * width) + warp * width + column
@@ -88,8 +113,11 @@ def _(part, streams, fn, new, partials, inbox, y=None, mixing=None):
             thread_ops.store(inbox + (((token * STREAMS + warp) << 5) + lane << 2), thread_ops.lane_sums(terms))
 
         loaded = [loads(U32(token)) for token in range(tokens)]
-        for token, (values, factors) in enumerate(loaded):
-            finish(U32(token), values, factors)
+        if table is not None:
+            add_up()
+        terms = [None if y is None else added(U32(token)) for token in range(tokens)]
+        for token, ((values, factors), term) in enumerate(zip(loaded, terms, strict=True)):
+            finish(U32(token), values, factors, term)
         mgpu.utils.warpgroup_barrier()
 
         with thread_ops.when(warp < tokens):
@@ -98,5 +126,6 @@ def _(part, streams, fn, new, partials, inbox, y=None, mixing=None):
             place = element(partials, (warp * slices + part) * SUMS + lane, f32())
             llvm.store(arith.addf(low, high), place, alignment=4)
 
-    added = [] if y is None else [new, y, mixing]
-    mlir.inline(emit, part, streams, fn, partials, inbox, *added)
+    more = [] if y is None else [new, y, mixing]
+    more += [] if table is None else [table, total]
+    mlir.inline(emit, part, streams, fn, partials, inbox, *more)

@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters, vectors
+from pallas_kernels.common import clusters, mailbox, vectors
 from pallas_kernels.common.bfloat16_words import PARTS
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.primitive import kernel
@@ -30,6 +30,7 @@ def hyper_connections(
     weight: jax.Array,
     y: jax.Array | None = None,
     mixing: jax.Array | None = None,
+    table: jax.Array | None = None,
     *,
     norm_eps: float,
     hc_eps: float,
@@ -46,6 +47,8 @@ def hyper_connections(
       weight: [D] float32, of the norm.
       y: [T, D] bfloat16, what the block before returned; None: the streams stay as they are.
       mixing: [T, 24] float32, the weights with which that block was entered; with y.
+      table: as for `mailbox.check_table`, with y, of up to 4 tokens: y is the sum of what these GPUs give, as
+        `all_reduce` adds it up. None: y is whole.
       norm_eps: added to mean squares, of the streams and of the collapsed ones.
       hc_eps: added to `pre`, to comb's softmax and to its sums.
       iterations: of Sinkhorn, at least 1.
@@ -78,7 +81,10 @@ def hyper_connections(
             ),
         }
     )
-    added = () if y is None or mixing is None else (y, mixing)
+    if table is not None and y is not None:
+        mailbox.check_table(table, interpret=interpret)
+        check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": adds_up_parts(*streams.shape)})
+    added = () if y is None or mixing is None else tuple(x for x in (y, mixing, table) if x is not None)
     few = tokens < (many_tokens.TOKENS if interpret else MANY)
     new, partials = (_few if few else _many)(streams, fn, *added, interpret=interpret)
     slices, each = (width // few_tokens.CHANNELS, 1) if few else (width // many_tokens.CHANNELS, collapse.WARPS)
@@ -87,16 +93,22 @@ def hyper_connections(
     return new, x, mixing
 
 
+def adds_up_parts(tokens: int, _: int, width: int) -> bool:
+    """Whether y may be a part of a sum, for streams [tokens, 4, width]: each block of threads needs a counter."""
+    return tokens <= few_tokens.MOST_TOKENS and width <= few_tokens.CHANNELS * mailbox.BLOCKS
+
+
 def _few(streams, fn, *added, interpret):
     tokens, _, width = streams.shape
     slices = width // few_tokens.CHANNELS
     tiles = -(-tokens // token_tiles.TOKENS) if tokens > few_tokens.MOST_TOKENS else 0
 
     def body(streams, fn, *refs, **scratch):
-        *added, partials = refs
-        y, mixing, new = added or (None, None, None)
+        *outs, partials = refs[len(added) :]
+        new = outs[0] if outs else None
+        arrays: dict[str, Any] = dict(streams=streams, fn=fn, new=new, partials=partials)
+        arrays |= dict(zip(("y", "mixing", "table"), refs[: len(added)], strict=False))
         part = lax.axis_index("slice")
-        arrays: dict[str, Any] = dict(streams=streams, fn=fn, new=new, partials=partials, y=y, mixing=mixing)
         if tiles:
             token_tiles.add_tile(part, lax.axis_index("tile"), **arrays, **scratch)
         else:
@@ -109,6 +121,8 @@ def _few(streams, fn, *added, interpret):
         )
     else:
         scratch_types = dict(inbox=plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32))
+        if len(added) > 2:
+            scratch_types["total"] = plgpu.SMEM((tokens * few_tokens.CHANNELS // 2,), jnp.uint32)
     partials = jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)
     new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(

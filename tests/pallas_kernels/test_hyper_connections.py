@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
+from pallas_kernels import hyper_connections
 from tests.pallas_kernels.kernels import registers
 
 
@@ -114,9 +116,55 @@ for name, (tokens, width, rows) in sizes.items():
     streams, y, mixing = S((tokens, 4, width), bf16), S((tokens, width), bf16), S((tokens, 24), f32)
     compile_for_h100(name, call, streams, *own, y, mixing)
     compile_for_h100(name + "_first", call, streams, *own)
+    if tokens == 1:
+        compile_for_h100(name + "_parts", call, streams, *own, y, mixing, S((20,), jnp.uint32))
 """)
     # Of the launch for many tokens, 384 threads a multiprocessor.
     assert max(used.values()) <= 168, used
+
+
+@pytest.mark.gpu
+def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
+    """Calls in a row, between sums of other sizes: every bit as from the sum, then the kernel of a whole y."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+
+    @functools.partial(jax.jit, static_argnames=("joined", "times"))
+    def run(table, arrays, *, joined, times):
+        def local(table, arrays):
+            *others, y, mixing = arrays
+            share = 0.25 + 0.5 * jax.lax.axis_index("model").astype(y.dtype)
+
+            def call(_, carry):
+                streams, y, mixing = carry
+                y = y * share
+                if joined:
+                    arrays = streams, *others[1:], y, mixing
+                    streams, x, again = ops.hyper_connections(*arrays, implementation="mosaic_gpu", **OPTIONS)
+                else:
+                    arrays = streams, *others[1:], ops.all_reduce(y, implementation="mosaic_gpu"), mixing
+                    streams, x, again = hyper_connections(*arrays, **OPTIONS)
+                sums = ops.all_reduce(jnp.tile(x, (9, 1)), implementation="mosaic_gpu")
+                return streams, sums[: len(x)] * jnp.asarray(0.5, x.dtype), mixing if again is None else again
+
+            with ops.with_mailboxes(table):
+                return jax.tree.map(lambda x: x[None], jax.lax.fori_loop(0, times, call, (others[0], y, mixing)))
+
+        specs = mailbox_sharding(mesh).spec, jax.P()
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P("model"), check_vma=False)(table, arrays)
+
+    table = make_mailboxes(mesh)
+    for tokens, width, rows, times in (
+        (1, 1024, MIXED, 1),
+        (1, 4096, MIXED, 300),
+        (4, 4096, MIXED, 300),
+        (3, 4096, HEAD, 3),
+    ):
+        arrays = jax.device_put(operands(tokens, width, rows), jax.NamedSharding(mesh, jax.P()))
+        found, want = (jax.device_get(run(table, arrays, joined=joined, times=times)) for joined in (True, False))
+        for mine, other in zip(found, want, strict=True):
+            assert mine[0].tobytes() == mine[1].tobytes() == other[0].tobytes() and np.isfinite(np.float32(mine)).all()
 
 
 def test_what_the_kernel_does_not_take_is_refused():
@@ -126,6 +174,11 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(streams.astype(jnp.float32), fn, base, scale, weight)
     with pytest.raises(NotImplementedError, match="1024, 2048, .. or 7168 channels, got 512"):
         call(streams[..., :512], fn[:, :2048], base, scale, weight[:512])
+    table = jnp.zeros(8, jnp.uint32)
+    with pytest.raises(NotImplementedError, match="several GPUs: it is not interpreted"):
+        hyper_connections(streams, fn, base, scale, weight, y, mixing, table, interpret=True, **OPTIONS)
+    with pytest.raises(NotImplementedError, match="parts of up to 4 tokens and 4096 channels, got .5, 1024."):
+        hyper_connections(*operands(5, 1024), table, **OPTIONS)
     with pytest.raises(ValueError, match="y needs mixing"):
         call(streams, fn, base, scale, weight, y)
     with pytest.raises(ValueError, match="mixing needs y"):
