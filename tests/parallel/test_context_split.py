@@ -81,33 +81,36 @@ def test_attention_is_that_of_one_device(selected, prefill):
     assert np.abs(np.asarray(want)[:5]).max(axis=(1, 2)).min() > 0.1 and not np.asarray(out)[5].any()
 
 
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("many", [False, True])
-def test_attention_by_the_kernels_is_that_of_one_device(many, monkeypatch):
-    """Two devices, eight heads each; a prefill of many tokens exchanges entries, not sums."""
+def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, monkeypatch):
+    """Few tokens exchange sums, many entries. Interpreted on one device: the interpreter is one for all of them."""
+    devices = 1 if implementation == "interpret" else min(len(jax.devices()), 2)
     attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
-    rng, tokens = np.random.default_rng(3), 3
-    args = call(
-        FORMATS["v4"], rng, [2, 2, 0], [100, 101, 33], rate=4, count=None if many else 20, **SMALL | {"heads": 16}
-    )
+    rng, tokens, sizes = np.random.default_rng(3), 3, SMALL | dict(heads=16)
+    args = call(FORMATS["v4"], rng, [2, 2, 0], [100, 101, 33], rate=4, count=None if many else 20, **sizes)
     q, sinks, window, compressed, indices, slots, positions = args
     new_kv = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16) if many else None
     options = dict(new_kv=new_kv, inv_freq=INV_FREQ)
-    want = sparse_attention(*args, **options)
+    want = sparse_attention(*args, implementation="xla", **options)
     monkeypatch.setattr(attention, "MANY_TOKENS", tokens)
     monkeypatch.setattr(attention, "DENSE_ROWS_A_TOKEN", 1 << 10)
-    calls = []
-    kernel = attention.many_queries
+    calls, kernel = [], attention.many_queries
     monkeypatch.setattr(attention, "many_queries", lambda *a, **k: calls.append(1) or kernel(*a, **k))
 
     def local(q, sinks, pool):
         table = own_numbers(compressed.block_table, "context", pool.nope.shape[1])
         own = dataclasses.replace(compressed, rows=pool, block_table=table)
-        rest = indices, slots, positions
-        return sparse_attention(q, sinks, window, own, *rest, split_context=True, implementation="interpret", **options)
+        return sparse_attention(
+            *(q, sinks, window, own, indices, slots, positions),
+            split_context=True,
+            implementation=implementation,
+            **options,
+        )
 
     specs = jax.P(None, "model"), jax.P("model"), jax.P(None, "model")
-    out = np.asarray(on_mesh({"model": 2}, local, specs, specs[0], q, sinks, compressed.rows), np.float32)
-    np.testing.assert_allclose(out, np.asarray(want, np.float32), **TOLERANCE)
+    out = on_mesh({"model": devices}, local, specs, specs[0], q, sinks, compressed.rows)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), **TOLERANCE)
     assert calls == [1] * many
 
 
