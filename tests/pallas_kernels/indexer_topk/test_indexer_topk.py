@@ -112,7 +112,8 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import indexer_topk
-for tokens, entries in [(1, 16384), (64, 16384), (1, 65536), (64, 65536), (1, 262144), (64, 262144), (70, 262144), (1, 1 << 20)]:
+shapes = [(1, 16384), (64, 16384), (1, 65536), (64, 65536), (1, 262144), (64, 262144), (70, 262144), (1, 1 << 20)]
+for tokens, entries in shapes:
     args = jax.ShapeDtypeStruct((tokens, entries), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
     compiled = compile_for_h100(f"{tokens}x{entries}", functools.partial(indexer_topk, k=512), *args)
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
