@@ -11,7 +11,7 @@ from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
-from dsv4_jax.ops.context_split import attend_to_parts, select_of_parts
+from dsv4_jax.ops.context_split import select_of_parts
 from dsv4_jax.parallel.parts import is_cut, own_numbers, sum_parts
 from dsv4_jax.summary import Summarised, Summary
 
@@ -239,11 +239,9 @@ class LayerCacheHandle(Summarised):
             self._check_shape("indices", indices, None)
         window, request = self.read_swa_view(), (indices, self.batch.slots, self.batch.positions)
         compressed = None if self.spec.group is None else self.read_classical_view()
-        if compressed is not None and self._is_split:
-            out = attend_to_parts(q, sinks, window, compressed, *request, new_kv=self.pending, inv_freq=inv_freq)
-        else:
-            options = dict(new_kv=self.pending, inv_freq=inv_freq)
-            out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
+        split = compressed is not None and self._is_split
+        options = dict(new_kv=self.pending, inv_freq=inv_freq, split_context=split)
+        out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
         if self.pending is None:
             return out, self
         # The ring is read above and written by the commit: tie the order down, or XLA copies the rings for the read.

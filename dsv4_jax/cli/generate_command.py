@@ -76,7 +76,7 @@ class GenerateCommand:
         the whole model. Default: one device.
       whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
       split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
-        many times more fit. There is no kernel for attention to them yet.
+        many times more fit.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.

@@ -62,7 +62,7 @@ class ScoreCommand:
         the whole model. Default: one device.
       whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
       split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
-        many times more fit. There is no kernel for attention to them yet.
+        many times more fit.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
       window_only: attend to the sliding window only, and to no compressed entry, in any layer.
       drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,

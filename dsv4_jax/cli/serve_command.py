@@ -56,7 +56,7 @@ class ServeCommand:
         the whole model. Default: one device.
       whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
       split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
-        many times more fit. There is no kernel for attention to them yet.
+        many times more fit.
       model_name: what clients call the model. Default: the name of the checkpoint's folder.
       max_requests: requests that run at once; each has a slot in the cache.
       max_waiting: requests that wait for a slot at most; others get status 429.

@@ -3,14 +3,14 @@
 Each device finds entries in its own blocks only: its block table has -1 for those of the others.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.ops.all_reduce import MODEL_AXIS, model_index
 from dsv4_jax.ops.indexer_topk import indexer_topk
-from dsv4_jax.ops.sparse_attention import attention_part, turned_back
-from dsv4_jax.ops.views import ClassicalView, SWAView
 from dsv4_jax.quant import round_to
 
 
@@ -35,31 +35,30 @@ def select_of_parts(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: in
     return jnp.where(best >= 0, jnp.take_along_axis(entries, jnp.maximum(best, 0), axis=1), -1)
 
 
+def every_entry(rows: Float[Array, "E D"]) -> Float[Array, "E D"]:
+    """Dequantised entries of all devices, from those that this one has and zeros."""
+    return jax.lax.psum(rows, MODEL_AXIS)
+
+
 def attend_to_parts(
+    attend: Callable[[Float[Array, "T A D"], Bool[Array, ""]], tuple[Array, Array, Array]],
     q: Float[Array, "T H D"],
     sinks: Float[Array, "H"],
-    window: SWAView,
-    compressed: ClassicalView,
-    indices: Int[Array, "T K"] | None,
-    slots: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    *,
-    new_kv: Float[Array, "T D"] | None = None,
-    inv_freq: Float[Array, "P"] | None = None,
 ) -> Float[Array, "T H D"]:
-    """`sparse_attention` of this device's heads over the entries of all devices.
+    """Attention of this device's heads over the entries of all devices.
 
     Each device attends with the heads of all of them to its own entries, the first also to the window. The parts go to
     the devices whose heads they are of, and are added up there with the weight of their sums, and the sink once.
 
     Args:
+      attend: of all devices' heads, and whether the window counts, returns float32 sums [T, A, D] of weights times
+        values; the largest scores [T, A], of which weights are `exp(score - largest)`, and finite where there is no
+        row; sums [T, A] of weights.
       q, sinks: of this device's heads.
-      window, compressed, indices, slots, positions, new_kv, inv_freq: as in `sparse_attention`.
     """
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     every = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
-    first = jnp.asarray(model_index() == 0)
-    part = attention_part(every, window, compressed, indices, slots, positions, new_kv, with_window=first)
+    part = attend(every, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
         """[devices, T, H, ...]: what each has for this device's heads."""
@@ -71,5 +70,4 @@ def attend_to_parts(
     top = jnp.maximum(jnp.max(tops, axis=0), sink)
     share = jnp.exp(tops - top[None])
     total = jnp.sum(totals * share, axis=0) + jnp.exp(sink - top)
-    out = round_to(jnp.sum(sums * share[..., None], axis=0) / total[..., None], q.dtype)
-    return turned_back(out, positions, inv_freq)
+    return round_to(jnp.sum(sums * share[..., None], axis=0) / total[..., None], q.dtype)

@@ -1,11 +1,14 @@
 """Decode attention over the sliding window and compressed entries, one softmax with a sink."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops.context_split import attend_to_parts, every_entry
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
@@ -13,7 +16,14 @@ from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
 from pallas_kernels.common.layouts import quantised
-from pallas_kernels.sparse_attention import HEADS, MOST_PAIRS, Paged, many_queries, sparse_attention as kernel
+from pallas_kernels.sparse_attention import (
+    HEADS,
+    MOST_PAIRS,
+    Paged,
+    attention_sums,
+    many_queries,
+    sparse_attention as kernel,
+)
 
 
 # Query tokens attended at a time: bounds the dense rows gathered for them.
@@ -38,6 +48,7 @@ def sparse_attention(
     *,
     new_kv: Float[Array, "T D"] | None = None,
     inv_freq: Float[Array, "P"] | None = None,
+    split_context: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
     """Attention of each token over its window and its compressed entries (dsv4.md 2, 5).
@@ -56,6 +67,8 @@ def sparse_attention(
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
       inv_freq: [P] radians per token, with which the last 2 * P channels of results, rounded, are rotated back at the
         token's position (dsv4.md 2.2), and rounded again; None: they are not.
+      split_context: the devices of the axis "model" hold the entries between them, see `ops.context_split`; q and sinks
+        are of this device's heads.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries, rows
         of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64 tokens; it computes a multiple
         of 64 heads. It adds in another order than "xla", which depends on T and K (or the block table's width), never
@@ -66,42 +79,20 @@ def sparse_attention(
       [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
     choices = implementations(_sparse_attention_xla, _sparse_attention_kernel)
-    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq
+    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, split_context
     return run("sparse_attention", choices, implementation, *args)
 
 
-def attention_part(
-    q: Float[Array, "T H D"],
-    window: SWAView,
-    compressed: ClassicalView,
-    indices: Int[Array, "T K"] | None,
-    slots: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    new_kv: Float[Array, "T D"] | None,
-    with_window: Bool[Array, ""],
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H"], Float[Array, "T H"]]:
-    """What `sparse_attention` adds up, for a device that has only some of the entries: there is no kernel for this yet.
-
-    Args:
-      q, window, compressed, indices, slots, positions, new_kv: as in `sparse_attention`.
-      with_window: scalar, whether window rows count.
-
-    Returns:
-      float32 sums [T, H, D] of weights times values; the largest scores [T, H], of which weights are
-      `exp(score - largest)`, and -1e30 where there is no row; sums [T, H] of weights.
-    """
-    return _by_token(_part, q, window, compressed, indices, slots, positions, new_kv, with_window)
+def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, split_context):
+    rows = window, compressed, indices, slots, positions, new_kv
+    if split_context:
+        out = attend_to_parts(lambda q, with_window: _by_token(_part, q, *rows, with_window), q, sinks)
+    else:
+        out = _by_token(functools.partial(_attend_dense, sinks=sinks), q, *rows, True)
+    return _turned_back(out, positions, inv_freq)
 
 
-def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq):
-    attend = functools.partial(_attend_dense, sinks=sinks)
-    out = _by_token(attend, q, window, compressed, indices, slots, positions, new_kv, True)
-    return turned_back(out, positions, inv_freq)
-
-
-def turned_back(
-    out: Float[Array, "T H D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"] | None
-) -> Float[Array, "T H D"]:
+def _turned_back(out, positions, inv_freq):
     """What attention adds up, with the inverse RoPE of the query's position; as it is where `inv_freq` is None."""
     return out if inv_freq is None else apply_rope(out, jnp.maximum(positions, 0), inv_freq, inverse=True)
 
@@ -149,22 +140,15 @@ def _part(q, kv, valid, least=LOWEST):
     return out, top, jnp.sum(weights, axis=1)
 
 
-def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, interpret):
-    heads = q.shape[1]
-    layout = quantised(window.layout)
-    # Kernels rotate back what lies together in a warpgroup.
-    turned = None
-    if inv_freq is not None and inv_freq.shape[0] <= MOST_PAIRS and inv_freq.shape[0] % 4 == 0:
-        turned, inv_freq = inv_freq, None
+def _sparse_attention_kernel(
+    q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, split_context, *, interpret
+):
     if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
         name = "interpret" if interpret else "mosaic_gpu"
         rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
-        angles = None
-        if turned is not None:
-            angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * turned[None, :]
-            angles = jnp.cos(angle), jnp.sin(angle)
-        out = many_queries(*_padded(q, sinks, HEADS), rows, angles, interpret=interpret)
-        return turned_back(out[:, :heads], positions, inv_freq)
+        if split_context:
+            rows = dataclasses.replace(rows, entries=every_entry(rows.entries))
+        return _attend_to_dense_rows(q, sinks, rows, positions, inv_freq, interpret)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
     if new_kv is not None:
         rows, places = _windows_in_a_row(window, new_kv, slots, positions)
@@ -179,27 +163,52 @@ def _sparse_attention_kernel(q, sinks, window, compressed, indices, slots, posit
             compressed.compress_rate,
             quantised(compressed.layout),
         )
-    out = kernel(
-        # A device that shares a layer with others may have few heads.
-        *_padded(q, sinks, min(HEADS, -(-heads // 8) * 8)),
-        slots,
-        positions,
-        layer,
-        rings,
-        entries,
-        turned,
-        window=window.window,
-        places=places,
-        layout=layout,
-        interpret=interpret,
-    )
-    return turned_back(out[:, :heads], positions, inv_freq)
+    options = dict(window=window.window, places=places, layout=quantised(window.layout), interpret=interpret)
+    if split_context:
+
+        def attend(q, with_window):
+            own = jnp.where(with_window, layer, -1)
+            sums, stats = attention_sums(_padded(q), slots, positions, own, rings, entries, **options)
+            return jax.tree.map(lambda x: x[:, : q.shape[1]], _joined(sums, stats))
+
+        return _turned_back(attend_to_parts(attend, q, sinks), positions, inv_freq)
+    turned, inv_freq = _for_the_kernel(inv_freq)
+    out = kernel(_padded(q), _padded(sinks, axis=0), slots, positions, layer, rings, entries, turned, **options)
+    return _turned_back(out[:, : q.shape[1]], positions, inv_freq)
 
 
-def _padded(q, sinks, multiple):
-    """q and sinks of a multiple of so many heads."""
-    missing = -q.shape[1] % multiple
-    return jnp.pad(q, ((0, 0), (0, missing), (0, 0))), jnp.pad(sinks, (0, missing))
+def _attend_to_dense_rows(q, sinks, rows, positions, inv_freq, interpret):
+    turned, inv_freq = _for_the_kernel(inv_freq)
+    angles = None
+    if turned is not None:
+        angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * turned[None, :]
+        angles = jnp.cos(angle), jnp.sin(angle)
+    out = many_queries(_padded(q, HEADS), _padded(sinks, HEADS, axis=0), rows, angles, interpret=interpret)
+    return _turned_back(out[:, : q.shape[1]], positions, inv_freq)
+
+
+def _for_the_kernel(inv_freq):
+    """(inv_freq or None for the kernel, and for XLA): kernels rotate back what lies together in a warpgroup."""
+    if inv_freq is not None and inv_freq.shape[0] <= MOST_PAIRS and inv_freq.shape[0] % 4 == 0:
+        return inv_freq, None
+    return None, inv_freq
+
+
+def _joined(sums, stats):
+    """As `_part`, of each token, from the parts of `attention_sums`."""
+    tops, totals = stats[:, :, 0], stats[:, :, 1]
+    top = jnp.max(tops, axis=1)
+    share = jnp.exp2(tops - top[:, None])
+    out = jnp.sum(sums * share[..., None], axis=1)
+    return out, top * math.log(2), jnp.sum(totals * share, axis=1)
+
+
+def _padded(x, multiple=None, axis=1):
+    """x with a multiple of so many heads on an axis, by default what the kernel for few tokens takes."""
+    # A device that shares a layer with others may have few heads.
+    heads = x.shape[axis]
+    missing = -heads % (multiple or min(HEADS, -(-heads // 8) * 8))
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
 
 def _dense_rows(window, compressed, tokens):

@@ -32,7 +32,9 @@ from pallas_kernels.flush.states import LOOKS, closing, row_writer
 BLOCKS = ((14, 8), (30, 4), (130, 2))
 # Blocks that a device holds at once: one a multiprocessor. A cluster of 2 finds room on any two neighbours.
 AT_ONCE = MULTIPROCESSORS
-WARPGROUPS = 2  # of a block; each has its share of the channels
+# Of a block; each has its share of the channels. In a decode step, where hardly a window closes, more of them take
+# longer to start than they save; where requests bring whole windows, more loads are under way.
+WARPGROUPS_OF_A_STEP, WARPGROUPS = 2, 4
 DEPTH = 2  # parts that are copied at once, in a block that pools so many of a window and has room for them
 SHARED_BYTES = 226 << 10
 
@@ -92,7 +94,7 @@ def plan(c: CompressorOperands, tokens: int, most: int) -> LongWindowPlan:
     windows = -(-tokens // min(most, c.rate))
     blocks = next((blocks for at_most, blocks in BLOCKS if windows <= at_most), 1)
     share = -(-tokens // min(windows, AT_ONCE // blocks))
-    warpgroups = min(WARPGROUPS, c.dim // vectors.THREADS)
+    warpgroups = min(WARPGROUPS if most >= c.rate else WARPGROUPS_OF_A_STEP, c.dim // vectors.THREADS)
     shallow = LongWindowPlan(c, most, blocks, warpgroups, -(-tokens // share), share, 1)
     # Where any row may be new, the biases take the room of a second part.
     deep = dataclasses.replace(shallow, depth=min(DEPTH, shallow.parts))

@@ -54,14 +54,15 @@ def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bo
 
 
 def _plan(tokens, entries, k):
-    """How many blocks share a row, and how much of it a thread holds; measured on an H100."""
-    # As many blocks as run at once: one row more would wait for all others.
-    most = next((blocks for blocks, at_once in _AT_ONCE.items() if tokens <= at_once), 2)
+    """How many blocks share a row, and how much of it a thread holds; measured on an H100 and an H200."""
+    # As many blocks as run at once: one row more would wait for all others. With more rows than that, blocks that
+    # share one only wait for each other.
+    most = next((blocks for blocks, at_once in _AT_ONCE.items() if tokens <= at_once), 1)
     if entries <= 32768:
         # One block keeps up: a cluster costs more to start and to wait for than it saves.
         blocks, warpgroups = 1, 8
     elif most == 8 and entries <= 8 * 16384:
-        blocks, warpgroups = -(-entries // 16384), 4
+        blocks, warpgroups = 8, 4
     else:
         blocks, warpgroups = min(most, -(-entries // 32768)), 8
     while True:
@@ -76,7 +77,7 @@ def _plan(tokens, entries, k):
 
 # Blocks of a cluster -> rows that run at once. A block fills a multiprocessor. Fewer clusters fit than 132 / blocks,
 # since none spans two groups of up to 18 multiprocessors: of 8 blocks 16 did not fit, of 4 blocks 32 did not.
-_AT_ONCE = {8: 14, 4: 30, 3: 40}
+_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
 def select(scores: jax.Array, lengths: jax.Array, plan: RadixPlan, *, interpret: bool = False) -> jax.Array:

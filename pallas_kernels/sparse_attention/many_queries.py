@@ -26,9 +26,9 @@ from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.dense_rows import HALF, DenseRows, TokenRows, start_unit, turn_back
+from pallas_kernels.sparse_attention.few_queries import HEADS, LOWEST, SCALE
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
 from pallas_kernels.sparse_attention.row_addresses import TILE
-from pallas_kernels.sparse_attention.sparse_attention import HEADS, LOWEST, SCALE
 
 
 STAGES = 2

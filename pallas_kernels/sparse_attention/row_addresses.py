@@ -14,7 +14,7 @@ from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
 TILE = 64
 UNITS = TILE // UNIT
-# The position of padding, from which nothing is visible.
+# The position of padding, from which nothing is visible, and where rings begin that are left out.
 NOWHERE = -(1 << 30)
 
 
@@ -110,7 +110,9 @@ class RowAddresses:
         self.slot = jnp.maximum(slot, 0)
         self.place = self.position if problem.places is None else take(problem.places, here)
         ring_slot = jnp.minimum(self.slot, slots - 1) if problem.places is None else zero
-        self.ring_start = (take(problem.layer, zero) * slots + ring_slot) * ring
+        layer = take(problem.layer, zero)
+        # What is added to it stays negative, which is no row.
+        self.ring_start = jnp.where(layer >= 0, (layer * slots + ring_slot) * ring, NOWHERE)
         if problem.compressed is not None:
             self.pool_start = take(problem.compressed.layer, zero) * problem.compressed.pools[0].shape[1]
 

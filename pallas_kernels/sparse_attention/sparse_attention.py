@@ -1,53 +1,26 @@
 """Sparse attention on quantised rows: one softmax over window rows, compressed entries and a sink.
 
-A block serves 64 heads of one query token and a part of its rows, 64 rows (a tile) at a time. One warpgroup gathers
-rows and dequantises them into shared memory, one scores them, and two add up values, each half of the columns: the
-scoring warpgroup is one of these, and passes a tile's weights to the other through shared memory, so that it scores the
-next tile while the other still adds. Where tokens are few, several blocks divide the rows of one, and `combine` adds up
-their sums. The place of a row in the sums depends on the shapes of the arguments and on the token's own position, never
-on another token.
+Where tokens are few, several blocks divide the rows of one, and `combine` adds up their sums. The place of a row in the
+sums depends on the shapes of the arguments and on the token's own position, never on another token.
 """
 
 import dataclasses
-import functools
-import math
-from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.common import wgmma_results
 from pallas_kernels.common.checks import check_array, check_rules
 from pallas_kernels.common.kv_rows import ROW_DIM, check_row_pools
 from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
-from pallas_kernels.common.wgmma_results import TRANSFORMS
-from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.combine import combine
-from pallas_kernels.sparse_attention.dense_rows import HALF, turn_back
-from pallas_kernels.sparse_attention.kv_tiles import UNIT
-from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, AttentionProblem, Paged as Paged, RowAddresses
+from pallas_kernels.sparse_attention.dense_rows import HALF
+from pallas_kernels.sparse_attention.few_queries import HEADS, few_queries, head_groups
+from pallas_kernels.sparse_attention.row_addresses import TILE, AttentionProblem, Paged
 
 
-HEADS = 64  # of a block: the rows of one `wgmma`
-STAGES = 2
-# Warpgroups: one scores and adds the first half of the columns, one adds the second half, one gathers.
-SCORER, ADDER, LOADER = range(3)
-# Registers of a thread. Three warpgroups start with 168 each and may not hold more together.
-LOADING, MULTIPLYING = 120, 192
 # More parts of a token than this cost more to add up than they save.
 MAX_SPLITS = 66
-# Below every score, and finite: differences of two are not NaN.
-LOWEST = -1e30
-# Of scores, as powers of two.
-SCALE = ROW_DIM**-0.5 * math.log2(math.e)
-
-_L = plgpu.Layout.WGMMA
-_PER_HEAD, _PER_COLUMN = _L.reduce(1), _L.reduce(0)
 
 
 @traced_once("window", "layout", "splits")
@@ -74,7 +47,7 @@ def sparse_attention(
       sinks: [H] float32 sink logits: one more weight in the softmax's sum, with no value.
       slots: [T] int32 request slots; -1 = padding.
       positions: [T] int32; -1 = padding.
-      layer: int32 scalar, index on axis 0 of the rings.
+      layer: int32 scalar, index on axis 0 of the rings; -1: windows are left out.
       rings: (nope [layers, slots, ring, N] uint8, rope [.., R] bfloat16, scale as in `Paged`); the row of a position is
         `position % ring`.
       compressed: entries, or None.
@@ -94,9 +67,60 @@ def sparse_attention(
     Raises:
       NotImplementedError: a layout, shape or dtype is not one of these, or the entries have another layout.
     """
+    check_array("sinks", sinks, jnp.float32, q.shape[1])
+    if inv_freq is not None:
+        check_array("inv_freq", inv_freq, jnp.float32, None)
+        pairs = len(inv_freq)
+        check_rules({f"up to {HALF // 2} pairs, a multiple of 4, got {pairs}": 2 * pairs <= HALF and pairs % 4 == 0})
+    problem = _problem(q, slots, positions, layer, rings, compressed, window, layout, places)
+    if not q.size:
+        return q
+    splits = splits or _splits(problem, q)
+    if splits > 1:
+        sums, stats = few_queries(problem, q, None, None, splits=splits, interpret=interpret)
+        return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
+    sinks = jnp.pad(sinks, (0, -sinks.size % HEADS))
+    angles = None
+    if inv_freq is not None:
+        angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
+        angles = jnp.cos(angle), jnp.sin(angle)
+    return few_queries(problem, q, sinks, angles, splits=None, interpret=interpret)
+
+
+@traced_once("window", "layout", "splits")
+def attention_sums(
+    q: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array,
+    rings: tuple[jax.Array, jax.Array, jax.Array],
+    compressed: Paged | None,
+    *,
+    window: int,
+    layout: RowLayout,
+    places: jax.Array | None = None,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """What `sparse_attention` adds up: parts of each token's softmax, for `combine`, or for other devices.
+
+    Args:
+      q, slots, positions, layer, rings, compressed, window, layout, places, splits, interpret: as there; T at least 1.
+
+    Returns:
+      (sums [T, S, H, 512], stats [T, S, 2, H]) float32, S = splits, H rounded up to a multiple of 64; see `combine`.
+
+    Raises:
+      NotImplementedError: as `sparse_attention`.
+    """
+    problem = _problem(q, slots, positions, layer, rings, compressed, window, layout, places)
+    return few_queries(problem, q, None, None, splits=splits or _splits(problem, q), interpret=interpret)
+
+
+def _problem(q, slots, positions, layer, rings, compressed, window, layout, places):
+    """The rows to attend to, of checked arguments."""
     tokens, heads, _ = q.shape
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
-    check_array("sinks", sinks, jnp.float32, heads)
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
     check_row_pools(layout, *rings)
@@ -110,10 +134,6 @@ def sparse_attention(
     )
     if places is not None:
         check_array("places", places, jnp.int32, tokens)
-    if inv_freq is not None:
-        check_array("inv_freq", inv_freq, jnp.float32, None)
-        pairs = len(inv_freq)
-        check_rules({f"up to {HALF // 2} pairs, a multiple of 4, got {pairs}": 2 * pairs <= HALF and pairs % 4 == 0})
     if compressed is not None:
         check_rules({f"one layout, got {layout} and {compressed.layout}": compressed.layout == layout})
         check_row_pools(layout, *compressed.pools)
@@ -121,262 +141,12 @@ def sparse_attention(
         if compressed.indices is not None:
             check_array("indices", compressed.indices, jnp.int32, tokens, None)
         compressed = dataclasses.replace(compressed, layer=compressed.layer.reshape(1)) if compressed.count else None
-    if tokens == 0:
-        return q
-    problem = AttentionProblem(slots, positions, layer.reshape(1), places, compressed, rings, window, layout)
-    # A block has room for 64 heads, of which a device that shares a layer with others may have fewer.
-    groups = -(-heads // HEADS)
-    splits = splits or _splits(tokens * groups, problem.tiles)
-    out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    if splits > 1:
-        shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
-        out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    run = kernel(
-        functools.partial(_body, splits),
-        out_type=out_type,
-        kernel_name="sparse_attention",
-        grid=(tokens, groups, splits),
-        grid_names=("token", "heads", "split"),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.scratch_types()),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    if splits > 1:
-        sums, stats = run(q, sinks, problem, None)
-        return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
-    sinks = jnp.pad(sinks, (0, groups * HEADS - heads))
-    if inv_freq is None:
-        return run(q, sinks, problem, None)
-    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
-    return run(q, sinks, problem, (jnp.cos(angle), jnp.sin(angle)))
+    return AttentionProblem(slots, positions, layer.reshape(1), places, compressed, rings, window, layout)
 
 
-def _splits(blocks, tiles):
+def _splits(problem, q):
     """Parts of a token's tiles, so that all blocks run at once and no part is empty."""
-    most = max(1, min(tiles, MULTIPROCESSORS // blocks, MAX_SPLITS))
+    tokens, heads, _ = q.shape
+    tiles = problem.tiles
+    most = max(1, min(tiles, MULTIPROCESSORS // (tokens * head_groups(heads)), MAX_SPLITS))
     return -(-tiles // -(-tiles // most))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PipelineBuffers:
-    """Shared memory and barriers of a block, through which its warpgroups pass data on.
-
-    Attributes:
-      queries: [1, 64 heads, 512] bfloat16; the result takes their place.
-      keys: [STAGES, 64, 512] bfloat16 rows; a stage is `full` or `free`.
-      biases: [STAGES, 64] float32, 0 for a row and -inf for none; with `keys`.
-      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed` or `weights_free`.
-      rescale: [STAGES, 64 heads] float32, factors of earlier sums; with `weights`.
-      scale: [64 heads] float32, factors of the final sums, once `scaled`.
-      queries_ready: the queries have been copied.
-      stored: both warpgroups have written their half of the result.
-    """
-
-    queries: Any
-    keys: Any
-    biases: Any
-    weights: Any
-    rescale: Any
-    scale: Any
-    queries_ready: Any
-    full: Any
-    free: Any
-    weighed: Any
-    weights_free: Any
-    scaled: Any
-    stored: Any
-
-    @classmethod
-    def scratch_types(cls) -> "PipelineBuffers":
-        """What to allocate, in place of the references."""
-        return cls(
-            # The axis of one is for `_score`.
-            queries=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            keys=plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            biases=plgpu.SMEM((STAGES, TILE), jnp.float32),
-            weights=plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
-            rescale=plgpu.SMEM((STAGES, HEADS), jnp.float32),
-            scale=plgpu.SMEM((HEADS,), jnp.float32),
-            queries_ready=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=STAGES),
-            free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            weighed=plgpu.Barrier(num_barriers=STAGES),
-            weights_free=plgpu.Barrier(num_barriers=STAGES),
-            scaled=plgpu.Barrier(),
-            stored=plgpu.Barrier(num_arrivals=2),
-        )
-
-
-def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
-    """A block: its part of a token's attention, or with `splits` the sums of the part and their `stats`."""
-    token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
-    group = lax.axis_index("heads") * HEADS
-    heads, there = pl.ds(group, HEADS), pl.ds(group, min(q.shape[1], HEADS))
-    queries = buffers.queries.at[0, pl.ds(0, there.size)]
-    first, last = problem.tile_range(token, split, splits)
-
-    @pl.when(warpgroup == LOADER)
-    def _():
-        plgpu.set_max_registers(LOADING, action="decrease")
-        _gather(problem, RowAddresses(problem, token, last), first, last, buffers)
-
-    def store(warpgroup, acc, scale):
-        """Stores half of the columns: sums, or sums times `scale` [64] or None."""
-        columns = pl.ds(warpgroup * HALF, HALF)
-        if scale is None:
-            wgmma_results.store(out.at[token, split, heads, columns], acc)
-            return
-        acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-        if angles is not None and warpgroup == ADDER:
-            acc = turn_back(acc, angles, token)
-        buffers.queries[0, :, columns] = acc.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(buffers.stored)
-        plgpu.barrier_wait(buffers.stored)
-        if warpgroup == SCORER:
-            plgpu.copy_smem_to_gmem(queries, out.at[token, there])
-            plgpu.wait_smem_to_gmem(0)
-
-    nothing = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), _L)
-
-    @pl.when(warpgroup == SCORER)
-    def _():
-        plgpu.set_max_registers(MULTIPLYING, action="increase")
-        plgpu.copy_gmem_to_smem(q.at[token, there], queries, buffers.queries_ready)
-        plgpu.barrier_wait(buffers.queries_ready)
-        none = (
-            nothing,
-            plgpu.layout_cast(jnp.full((HEADS,), LOWEST, jnp.float32), _PER_HEAD),
-            plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD),
-        )
-        acc, top, total = lax.fori_loop(first, last, functools.partial(_score, buffers, first), none)
-        _wait_for_last(buffers.weights_free, first, last)
-        if stats is not None:
-            stats[token, split, 0, heads] = top
-            stats[token, split, 1, heads] = total
-            store(SCORER, acc, None)
-            return
-        sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
-        peak = jnp.maximum(top, sink)
-        scale = jnp.exp2(top - peak)
-        scale = scale / (total * scale + jnp.exp2(sink - peak))
-        buffers.scale[...] = scale
-        plgpu.barrier_arrive(buffers.scaled)
-        store(SCORER, acc, scale)
-
-    @pl.when(warpgroup == ADDER)
-    def _():
-        plgpu.set_max_registers(MULTIPLYING, action="increase")
-        acc = lax.fori_loop(first, last, functools.partial(_add, buffers, first), nothing)
-        if stats is not None:
-            store(ADDER, acc, None)
-            return
-        plgpu.barrier_wait(buffers.scaled)
-        store(ADDER, acc, plgpu.load(buffers.scale, layout=_PER_HEAD, optimized=False))
-
-
-def _stage(first, tile):
-    return lax.rem(tile - first, jnp.int32(STAGES))
-
-
-def _wait_for_last(barriers, first, last):
-    """Waits until every stage is free again."""
-
-    @pl.loop(jnp.maximum(last - STAGES, first), last)
-    def _(tile):
-        plgpu.barrier_wait(barriers.at[_stage(first, tile)])
-
-
-def _gather(problem, addresses, first, last, buffers):
-    """Fills tile after tile. The rows of a tile are loaded while the tile before is dequantised."""
-    layout, compressed = problem.layout, problem.compressed
-    others = problem.rings if compressed is None else compressed.pools
-
-    def load(tile, row):
-        from_pools = (tile >= problem.window_tiles).astype(jnp.int32)
-        return kv_tiles.load_unit(problem.rings, others, from_pools, row, layout)
-
-    def step(tile, carry):
-        units, here, entries, blocks, later = carry
-        stage = _stage(first, tile)
-
-        @pl.when(tile - first >= STAGES)
-        def _():
-            plgpu.barrier_wait(buffers.free.at[stage])
-
-        there = addresses.rows(tile + 1, entries, blocks)
-        coming = []
-        keys, biases = buffers.keys.at[stage], buffers.biases.at[stage]
-        for i in range(UNITS):
-            kv_tiles.store_unit(keys, biases, i * UNIT, units[i], here[i], layout)
-            coming.append(load(tile + 1, there[i]))
-        kv_tiles.fence()
-        plgpu.barrier_arrive(buffers.full.at[stage])
-        return coming, there, later, addresses.blocks(later), addresses.entries(tile + 3)
-
-    entries = [addresses.entries(first + i) for i in range(3)]
-
-    @pl.when(first < last)
-    def _():
-        blocks = [addresses.blocks(e) for e in entries[:2]]
-        here = addresses.rows(first, entries[0], blocks[0])
-        units = [load(first, row) for row in here]
-        lax.fori_loop(first, last, step, (units, here, entries[1], blocks[1], entries[2]))
-
-        # The interpreter wants every arrival waited for.
-        _wait_for_last(buffers.free, first, last)
-
-
-def _score(buffers, first, tile, carry):
-    """Weighs a tile and adds it to (weighted sum [64, 256], largest score so far, sum of weights)."""
-    acc, top, total = carry
-    stage = _stage(first, tile)
-    plgpu.barrier_wait(buffers.full.at[stage])
-    # Always 0. The compiler does not know that, and so does not keep 64 registers of addresses from tile to tile.
-    zero = lax.shift_right_logical(tile, jnp.int32(30))
-
-    def score(ref):
-        plgpu.wgmma(ref, buffers.queries.at[zero], buffers.keys.at[stage].transpose((1, 0)))
-        return ref[...]
-
-    scores = pl.run_scoped(score, plgpu.ACC((HEADS, TILE), jnp.float32))
-    bias = plgpu.load(buffers.biases.at[stage], layout=_PER_COLUMN, optimized=False)
-    scores = scores * SCALE + lax.broadcast_in_dim(bias, scores.shape, [1])
-    peak = jnp.maximum(top, scores.max(axis=1))
-    alpha = jnp.exp2(top - peak)
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
-    total = total * alpha + weights.sum(axis=1)
-    weights = weights.astype(jnp.bfloat16)
-
-    @pl.when(tile - first >= STAGES)
-    def _():
-        plgpu.barrier_wait(buffers.weights_free.at[stage])
-
-    buffers.weights[stage] = weights
-    buffers.rescale[stage] = alpha
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(buffers.weighed.at[stage])
-    acc = _add_values(buffers, SCORER, acc, alpha, weights, stage)
-    return acc, peak, total
-
-
-def _add(buffers, first, tile, acc):
-    """Adds a tile to the weighted sum [64, 256] of the second half of the columns."""
-    stage = _stage(first, tile)
-    plgpu.barrier_wait(buffers.full.at[stage])
-    plgpu.barrier_wait(buffers.weighed.at[stage])
-    alpha = plgpu.load(buffers.rescale.at[stage], layout=_PER_HEAD, optimized=False)
-    acc = _add_values(buffers, ADDER, acc, alpha, buffers.weights.at[stage], stage)
-    plgpu.barrier_arrive(buffers.weights_free.at[stage])
-    return acc
-
-
-def _add_values(buffers, warpgroup, acc, alpha, weights, stage):
-    """`acc * alpha` and the tile's values, weighed."""
-    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-    acc = wgmma_results.multiply_add(acc, weights, buffers.keys.at[stage, :, pl.ds(warpgroup * HALF, HALF)])
-    plgpu.barrier_arrive(buffers.free.at[stage])
-    return acc

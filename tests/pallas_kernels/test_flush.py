@@ -113,8 +113,8 @@ def test_interpreted_prefill(layer, data):
         # Whole windows in one block, at most two of them in each of two.
         patch.setattr(long, "BLOCKS", ())
         patch.setattr(long, "AT_ONCE", 2)
-        # HCA: two warpgroups, with half of the channels each.
-        kinds = SMALL | dict(hca=(32, False, 256))
+        # HCA: four warpgroups, with a quarter of the channels each.
+        kinds = SMALL | dict(hca=(32, False, 512))
         compare("interpret", layer, "per_entry", *flatten(drawn, 3 * rate + 2), spare=1, kinds=kinds)
 
 

@@ -1,5 +1,8 @@
 """Devices of the "model" axis that hold entries between them select, attend and write as one device does."""
 
+import dataclasses
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +11,22 @@ import pytest
 from dsv4_jax.host import BlockAllocator
 from dsv4_jax.nn import shardings
 from dsv4_jax.ops import indexer_topk, sparse_attention
-from dsv4_jax.ops.context_split import attend_to_parts, select_of_parts
+from dsv4_jax.ops.context_split import select_of_parts
 from dsv4_jax.ops.views import ClassicalView, SWAView
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.parallel.parts import own_numbers
 from dsv4_jax.quant import kv_format
 from tests.host.managers import make
+from tests.pallas_kernels.kernels import FORMATS
+from tests.pallas_kernels.sparse_attention.test_sparse_attention import INV_FREQ, SMALL, TOLERANCE, call
 from tests.parallel.conftest import run_engine
 
 
 FOUR = {"model": 4}
 
 
-def on_four(local, specs, out_spec, *args):
-    mesh = make_mesh(FOUR)
+def on_mesh(sizes, local, specs, out_spec, *args):
+    mesh = make_mesh(sizes)
     placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=False)(*placed)
 
@@ -39,7 +44,7 @@ def test_the_selection_is_that_of_one_device(k):
     def local(part, lengths):
         return select_of_parts(part[0], lengths, k)[None]
 
-    found = on_four(local, (jax.P("model"), jax.P()), jax.P("model"), parts, jnp.asarray(lengths))
+    found = on_mesh(FOUR, local, (jax.P("model"), jax.P()), jax.P("model"), parts, jnp.asarray(lengths))
     want = np.asarray(indexer_topk(jnp.asarray(scores), jnp.asarray(lengths), k))
     for device in np.asarray(found):
         np.testing.assert_array_equal(device, want)
@@ -67,13 +72,46 @@ def test_attention_is_that_of_one_device(selected, prefill):
 
     def local(q, sinks, pool):
         own = ClassicalView(pool, 0, own_numbers(table, "context", 2), 4, codec)
-        return attend_to_parts(q, sinks, window, own, indices, slots, positions, new_kv=new_kv)
+        return sparse_attention(q, sinks, window, own, indices, slots, positions, new_kv=new_kv, split_context=True)
 
     specs = jax.P(None, "model"), jax.P("model"), jax.P(None, "model")
-    out = on_four(local, specs, specs[0], q, sinks, compressed.rows)
+    out = on_mesh(FOUR, local, specs, specs[0], q, sinks, compressed.rows)
     # float32 sums of up to 32 products of values near 1, in another order.
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
     assert np.abs(np.asarray(want)[:5]).max(axis=(1, 2)).min() > 0.1 and not np.asarray(out)[5].any()
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("many", [False, True])
+def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, monkeypatch):
+    """Few tokens exchange sums, many entries. Interpreted on one device: the interpreter is one for all of them."""
+    devices = 1 if implementation == "interpret" else min(len(jax.devices()), 2)
+    attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
+    rng, tokens, sizes = np.random.default_rng(3), 3, SMALL | dict(heads=16)
+    args = call(FORMATS["v4"], rng, [2, 2, 0], [100, 101, 33], rate=4, count=None if many else 20, **sizes)
+    q, sinks, window, compressed, indices, slots, positions = args
+    new_kv = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16) if many else None
+    options = dict(new_kv=new_kv, inv_freq=INV_FREQ)
+    want = sparse_attention(*args, implementation="xla", **options)
+    monkeypatch.setattr(attention, "MANY_TOKENS", tokens)
+    monkeypatch.setattr(attention, "DENSE_ROWS_A_TOKEN", 1 << 10)
+    calls, kernel = [], attention.many_queries
+    monkeypatch.setattr(attention, "many_queries", lambda *a, **k: calls.append(1) or kernel(*a, **k))
+
+    def local(q, sinks, pool):
+        table = own_numbers(compressed.block_table, "context", pool.nope.shape[1])
+        own = dataclasses.replace(compressed, rows=pool, block_table=table)
+        return sparse_attention(
+            *(q, sinks, window, own, indices, slots, positions),
+            split_context=True,
+            implementation=implementation,
+            **options,
+        )
+
+    specs = jax.P(None, "model"), jax.P("model"), jax.P(None, "model")
+    out = on_mesh({"model": devices}, local, specs, specs[0], q, sinks, compressed.rows)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), **TOLERANCE)
+    assert calls == [1] * many
 
 
 @pytest.mark.parametrize("sizes", [FOUR, pytest.param(dict(data=2, model=4), marks=pytest.mark.slow)], ids=str)

@@ -13,7 +13,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.ops.dense_rows import dense_rows
-from pallas_kernels.sparse_attention import Paged, many_queries, sparse_attention
+from pallas_kernels.sparse_attention import Paged, attention_sums, many_queries, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
@@ -223,6 +223,37 @@ def test_parts_are_added_up(splits):
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2**-8, atol=1e-6)
 
 
+def check_parts(implementation, args):
+    """Two devices hold the entries' blocks between them, the first of them the windows: what both add up, combined."""
+    q, sinks, window, compressed, indices, slots, positions = args
+    rings, pools = ((v.rows.nope, v.rows.rope, v.rows.scale) for v in (window, compressed))
+    options = dict(window=window.window, layout=window.layout, interpret=implementation == "interpret")
+
+    @jax.jit
+    def attend(q, slots, positions, rings, pools, tables, layers):
+        parts = []
+        for table, layer in zip(tables, layers, strict=True):
+            paged = Paged(compressed.layer, table, pools, indices, compressed.compress_rate, compressed.layout)
+            parts.append(attention_sums(q, slots, positions, layer, rings, paged, **options))
+        sums, stats = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        return combine(sums, stats, sinks, interpret=options["interpret"])
+
+    table = np.asarray(compressed.block_table)
+    tables = [ints(np.where(table % 2 == device, table, -1)) for device in range(2)]
+    got = attend(q, slots, positions, rings, pools, tables, [window.layer, ints(-1)])
+    expected = jitted("xla")(*jax.device_put(args, jax.devices("cpu")[0]))
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+
+
+@pytest.mark.parametrize("count", [40, None])
+def test_parts_of_two_devices_interpreted(count):
+    args = call(FORMATS["v4"], np.random.default_rng(8), [2, -1], [101, -1], rate=4, count=count, **SMALL)
+    check_parts("interpret", args)
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
 REAL = dict(window=128, ring=135, per_block=32, max_blocks=64)
 
 
@@ -255,6 +286,15 @@ def test_all_entries_on_gpu(fmt, tokens, rate):
     sizes = REAL | dict(per_block=128 // rate, max_blocks=1500 * rate // 128)
     args = call(fmt, rng, list(range(tokens)), positions, heads=64, rate=rate, layers=3, **sizes)
     check("mosaic_gpu", *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "count"), [(1, 512), (9, 512), (140, 64), (1, None), (6, None)])
+def test_parts_of_two_devices_on_gpu(tokens, count):
+    rng = np.random.default_rng(tokens)
+    positions = [int(p) for p in rng.integers(-1, 8000, tokens)]
+    slots = list(range(tokens))
+    check_parts("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=64, rate=4, count=count, **REAL))
 
 
 @pytest.mark.gpu
