@@ -1,6 +1,7 @@
 """The cases of `dsv4-jax bench indexer`."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -11,8 +12,7 @@ from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, int32, layer_count, normal, random_rows, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import CSA
-from dsv4_jax.ops.indexer_scores import round_index_query_xla, score_rounded_kernel, score_rounded_xla
-from pallas_kernels.indexer_scores.key_tiles import permute_dims
+from dsv4_jax.ops.indexer_scores import round_index_query_operands, score_rounded_kernel, score_rounded_xla
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
@@ -60,14 +60,17 @@ def _query_case(schema, group, tokens):
     def make(rng, calls):
         shape = tokens, config.index_n_heads, config.index_head_dim
         positions = jnp.arange(tokens, dtype=jnp.int32)
-        return inv_freq, [(normal(rng, shape, jnp.bfloat16), positions) for _ in range(calls)]
+        q, weights = (functools.partial(normal, rng, *x) for x in ((shape, jnp.bfloat16), (shape[:2], jnp.float32)))
+        return inv_freq, [(q(), weights(), positions) for _ in range(calls)]
 
-    def call(inv_freq, q, positions, *, implementation):
+    def call(inv_freq, q, weights, positions, *, implementation):
         if implementation == "xla":
-            return permute_dims(round_index_query_xla(key, q, positions, inv_freq))
-        return round_index_query(q, positions, inv_freq, layout=key.layout)
+            return round_index_query_operands(key, q, weights, positions, inv_freq)
+        return round_index_query(q, weights, positions, inv_freq, key.layout)
 
-    nbytes = 4 * tokens * config.index_n_heads * config.index_head_dim
+    # A value read as bfloat16 is written as E4M3 where keys have E8M0 scales; a head's weight is then read and written.
+    each = 3 * config.index_head_dim + 8 if key.layout.scale == "e8m0" else 4 * config.index_head_dim
+    nbytes = tokens * config.index_n_heads * each
     return Case("index query", f"T={tokens}", nbytes, make, call)
 
 
@@ -84,25 +87,27 @@ def _scores_case(schema, group, label, lengths, tokens, topk=False):
         view = ops.IndexerView(random_rows(key, rng, layers, sum(blocks), entries), 0, int32(table), rate, key)
         slots = int32(np.repeat(np.arange(len(lengths)), tokens))
         positions = int32(np.concatenate([np.arange(rate * n - tokens, rate * n) for n in lengths]))
-        query = jax.jit(key.round_query)
+        operands = jax.jit(functools.partial(round_index_query_operands, key, positions=None, inv_freq=None))
         inputs = []
         for call in range(calls):
-            q = query(normal(rng, (rows, heads, dim), jnp.bfloat16))
-            queries = dict(xla=q, mosaic_gpu=permute_dims(q))
-            inputs.append((int32(call % layers), queries, normal(rng, (rows, heads), jnp.float32), slots, positions))
+            q, weights = normal(rng, (rows, heads, dim), jnp.bfloat16), normal(rng, (rows, heads), jnp.float32)
+            queries = dict(xla=(key.round_query(q), weights), mosaic_gpu=operands(q, weights))
+            inputs.append((int32(call % layers), queries, slots, positions))
         return view, inputs
 
-    def score(view, layer, queries, *inputs, implementation):
+    def score(view, layer, queries, slots, positions, *, implementation):
         score = score_rounded_xla if implementation == "xla" else score_rounded_kernel
-        return score(dataclasses.replace(view, layer=layer), queries[implementation], *inputs)
+        q, weights = queries[implementation]
+        return score(dataclasses.replace(view, layer=layer), q, weights, slots, positions)
 
-    def score_and_select(view, layer, queries, weights, slots, positions, *, implementation):
-        scores = score(view, layer, queries, weights, slots, positions, implementation=implementation)
+    def score_and_select(view, layer, queries, slots, positions, *, implementation):
+        scores = score(view, layer, queries, slots, positions, implementation=implementation)
         visible = ops.valid_lengths(positions, rate)
         return ops.indexer_topk(scores, visible, config.index_topk, implementation=implementation)
 
     scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))
-    nbytes = count * key_bytes + rows * (2 * heads * dim + 4 * heads + 8)
+    query_bytes = 1 if key.layout.scale == "e8m0" else 2
+    nbytes = count * key_bytes + rows * (query_bytes * heads * dim + 4 * heads + 8)
     flops = 2 * heads * dim * scored
     slow = dict(flops=flops, xla_calls=1 if rows * max(lengths) > 1 << 20 else None)
     if topk:

@@ -1,5 +1,7 @@
 """The lightning indexer's scores of every visible entry."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,8 +9,10 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.rope import apply_rope_alike
 from dsv4_jax.ops.views import IndexerView, valid_lengths
+from dsv4_jax.quant import e8m0_value
 from pallas_kernels.common.layouts import quantised
 from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
+from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
@@ -54,7 +58,7 @@ def _scores_xla(view, q, weights, slots, positions, inv_freq):
 
 
 def _scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret):
-    q = round_index_query(q, positions, inv_freq, quantised(view.layout), interpret=interpret)
+    q, weights = round_index_query(q, weights, positions, inv_freq, quantised(view.layout), interpret=interpret)
     return score_rounded_kernel(view, q, weights, slots, positions, interpret=interpret)
 
 
@@ -63,6 +67,20 @@ def round_index_query_xla(codec, q, positions, inv_freq):
     if inv_freq is not None:
         q = apply_rope_alike(q, jnp.maximum(positions, 0), inv_freq)
     return codec.round_query(q)
+
+
+def round_index_query_operands(codec, q, weights, positions, inv_freq):
+    """What `pallas_kernels.indexer_scores.round_index_query` returns, by XLA."""
+    if codec.layout.scale != "e8m0":
+        return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
+    if inv_freq is not None:
+        q = apply_rope_alike(q, jnp.maximum(positions, 0), inv_freq)
+    rows = codec.encode(q)
+    largest = jnp.max(rows.scale, axis=-1, keepdims=True)
+    scale = 127 + TOP - jnp.minimum(largest - rows.scale, 30)
+    values = jnp.trunc(codec.decode(dataclasses.replace(rows, scale=scale)) * 2.0**9) * 2.0**-9
+    values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn)
+    return values, weights * e8m0_value(largest[..., 0])
 
 
 def score_rounded_xla(view, q, weights, slots, positions):
@@ -82,7 +100,7 @@ def score_rounded_xla(view, q, weights, slots, positions):
 
 
 def score_rounded_kernel(view, q, weights, slots, positions, *, interpret=False):
-    """`indexer_scores` of queries that `pallas_kernels.indexer_scores.round_index_query` has rounded."""
+    """`indexer_scores` of queries and weights as `pallas_kernels.indexer_scores.round_index_query` leaves them."""
     return scores_kernel(
         q,
         weights,

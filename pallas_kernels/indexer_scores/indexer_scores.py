@@ -2,9 +2,8 @@
 
 Up to 8 tokens of a request form a chunk. A chunk's work is the number of 64-key tiles that it sees, times its tokens. A
 block on each multiprocessor takes an equal share of all work, which it finds itself from slots and positions, and keeps
-a chunk's queries in shared memory. Its warpgroups take tiles in turn. A tile's packed keys go from global memory
-straight into registers, one tile ahead; they are unpacked there once and multiplied with each token's queries on the
-tensor cores.
+a chunk's queries in shared memory. Its warpgroups take tiles in turn. A tile's packed keys are copied to shared memory
+three tiles ahead, unpacked in registers once, and multiplied with each token's queries on the tensor cores.
 """
 
 import functools
@@ -20,9 +19,9 @@ from pallas_kernels.common.checks import check_array, check_pools, check_rules
 from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
-from pallas_kernels.indexer_scores import key_tiles, query_operands
-from pallas_kernels.indexer_scores.key_tiles import KEYS, PER_WARP, WARP_KEYS, load_words
-from pallas_kernels.indexer_scores.query_operands import DIM, HEADS
+from pallas_kernels.indexer_scores import key_tiles
+from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
@@ -51,8 +50,8 @@ def indexer_scores(
     """score[t, s] = sum over h of weights[t, h] * relu(q[t, h] . key[s]), for every key s visible to token t.
 
     Args:
-      q: [T, 64, 128] bfloat16, dims in the order of `key_tiles.permute_dims`, as `round_index_query` leaves them.
-      weights: [T, 64] float32.
+      q, weights: [T, 64, 128], float8_e4m3fn for MXFP4 keys and bfloat16 for NVFP4's, and [T, 64] float32, both as
+        `round_index_query` leaves them.
       slots: [T] int32, each token's row of the block table; -1 = padding. Tokens of one slot are adjacent.
       positions: [T] int32, ascending in a slot; -1 = padding.
       layer: int32 scalar, index on axis 0 of the pools.
@@ -72,21 +71,23 @@ def indexer_scores(
     """
     tokens = q.shape[0]
     key_tiles.check_layout(layout)
-    check_array("q", q, jnp.bfloat16, tokens, HEADS, DIM)
+    mxfp4 = layout.scale == "e8m0"
+    check_array("q", q, jnp.float8_e4m3fn if mxfp4 else jnp.bfloat16, tokens, HEADS, DIM)
     check_array("weights", weights, jnp.float32, tokens, HEADS)
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
     check_array("block_table", block_table, jnp.int32, None, None)
     check_pools(layout, (codes, scales))
-    (num_slots, max_blocks), (_, num_blocks, per_block, _), scale_width = block_table.shape, codes.shape, scales.shape[-1]
+    (num_slots, max_blocks), (_, num_blocks, per_block, _), scale_width = (
+        block_table.shape,
+        codes.shape,
+        scales.shape[-1],
+    )
     check_rules({f"blocks of a multiple of {WARP_KEYS} keys, got {per_block}": per_block % WARP_KEYS == 0})
     entries = max_blocks * per_block
     if tokens == 0 or entries == 0:
         return jnp.full((tokens, entries), -jnp.inf, jnp.float32)
-    # MXFP4 is exact in E4M3, with which the tensor cores are twice as fast.
-    dtype, factor = jnp.bfloat16, layout.global_scale * 2.0**key_tiles.SHIFT
-    if layout.scale == "e8m0":
-        dtype, factor = jnp.float8_e4m3fn, 2.0**-key_tiles.TOP
+    factor = 2.0 ** (-2 * key_tiles.TOP) if mxfp4 else layout.global_scale * 2.0**key_tiles.SHIFT
     chunk = min(CHUNK, tokens)
     # Interpreted, one warpgroup: several that wait for each other would block the CPU's few threads.
     multiprocessors, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, WARPGROUPS)
@@ -104,7 +105,7 @@ def indexer_scores(
         *, queries, query_weights, staged, filled, freed
     ):  # fmt: skip
         warpgroup, block, pool = lax.axis_index("warpgroup"), lax.axis_index("block"), layer[0]
-        score = functools.partial(key_tiles.score, queries=queries, weights=query_weights, out=out, factor=factor)
+        to = dict(queries=queries, weights=query_weights, out=out, factor=factor)
 
         def at(ref, token):
             """Values of tokens. Past the last token its value is repeated."""
@@ -167,25 +168,12 @@ def indexer_scores(
                         plgpu.copy_gmem_to_smem(q.at[token + i], queries.at[pl.ds(i * HEADS, HEADS)], filled.at[i])
                         plgpu.copy_gmem_to_smem(weights.at[token + i], query_weights.at[i], filled.at[i])
 
-        def encode_queries(token, count):
-            plgpu.barrier_wait(freed)
-
-            def encode(i, _):
-                for part in range(0, query_operands.PARTS, warpgroups):
-                    query_operands.encode(q, weights, token + i, part + warpgroup, queries, query_weights, i)
-
-            lax.fori_loop(0, count, encode, None)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(filled)
-            plgpu.barrier_wait(filled)
-
         def score_chunk(token, count, slot, first, last):
             """Scores tiles first .. last - 1 for the tokens of a chunk."""
             # Shared memory was read; bulk copies write it next.
             plgpu.commit_smem()
             plgpu.barrier_arrive(freed)
-            if dtype == jnp.bfloat16:
-                copy_queries(token, count)
+            copy_queries(token, count)
 
             def blocks(tile):
                 """The block of each warp's keys."""
@@ -206,30 +194,40 @@ def indexer_scores(
             def tile(i):
                 return first + warpgroup + i * warpgroups
 
+            def score_tokens(score, tile, block):
+                def score_token(j, _):
+                    score(token=j, row=token + j, first=tile * KEYS, block=block, **to)
+
+                lax.fori_loop(0, count, score_token, None)
+
             def score_tile(i, held):
                 after = blocks(tile(i + STAGES))
                 start(i + STAGES - 1, held[-1])
                 wait_copies(STAGES - 1)
-                keys = key_tiles.unpack(key_tiles.read_tile(staged, place(i)), layout)
+                copied = key_tiles.read_tile(staged, place(i))
+                if not mxfp4:
+                    score_tokens(functools.partial(score, key_tiles.unpack(copied)), tile(i), held[0])
+                    return (*held[1:], after)
+                keys, far = key_tiles.unpack_near(copied)
 
-                def score_token(j, _):
-                    score(keys, token=j, row=token + j, first=tile(i) * KEYS, block=held[0])
+                @pl.when(far == 0)
+                def _():
+                    score_tokens(functools.partial(score, keys), tile(i), held[0])
 
-                lax.fori_loop(0, count, score_token, None)
+                @pl.when(far != 0)
+                def _():
+                    score_tokens(functools.partial(score_far, staged, place(i)), tile(i), held[0])
+
                 return (*held[1:], after)
 
             held = tuple(blocks(tile(i)) for i in range(STAGES))
             for i in range(STAGES - 1):
                 start(jnp.int32(i), held[i])
-            if dtype == jnp.bfloat16:
-                for i in range(chunk):
+            for i in range(chunk):
 
-                    @pl.when(i < count)
-                    def _(i=i):
-                        plgpu.barrier_wait(filled.at[i])
-
-            else:
-                encode_queries(token, count)
+                @pl.when(i < count)
+                def _(i=i):
+                    plgpu.barrier_wait(filled.at[i])
 
             own = lax.div(jnp.maximum(last - first - warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
             lax.fori_loop(0, own, score_tile, held)
@@ -240,9 +238,6 @@ def indexer_scores(
 
         lax.while_loop(lambda state: (state[0] < tokens) & (state[1] < end), next_chunk, (token, base))
 
-    filled = plgpu.Barrier(num_arrivals=warpgroups)
-    if dtype == jnp.bfloat16:
-        filled = plgpu.Barrier(num_arrivals=2, num_barriers=chunk)
     run = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, entries), jnp.float32),
@@ -252,10 +247,12 @@ def indexer_scores(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=dict(
-            queries=plgpu.SMEM((chunk * HEADS, DIM), dtype, transforms=query_operands.transforms(dtype)),
+            queries=plgpu.SMEM((chunk * HEADS, DIM), q.dtype, transforms=key_tiles.transforms(q.dtype)),
             query_weights=plgpu.SMEM((chunk, HEADS), jnp.float32),
-            staged=tuple(plgpu.SMEM((warpgroups * STAGES, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
-            filled=filled,
+            staged=tuple(
+                plgpu.SMEM((warpgroups * STAGES, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)
+            ),
+            filled=plgpu.Barrier(num_arrivals=2, num_barriers=chunk),
             freed=plgpu.Barrier(num_arrivals=warpgroups),
         ),
         interpret=interpret,

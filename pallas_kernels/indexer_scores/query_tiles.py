@@ -16,8 +16,8 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.deterministic_math import product, round_bfloat16
 from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.unpack import e2m1_value, multiply
-from pallas_kernels.indexer_scores.key_tiles import DIM
+from pallas_kernels.common.unpack import e2m1_value, halves, multiply
+from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 
 
 HEADS = 32  # a tile
@@ -38,6 +38,15 @@ _TILE = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD), jnp.float32, VALUES)
 _PAIRS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 2), jnp.float32, _layout(HELD // 2))
 
 _WORDS = plgpu.ShapeDtypeStruct(_PAIRS.shape, jnp.int32, _PAIRS.layout)
+_E4M3_WORDS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 4), jnp.int32, _layout(HELD // 4))
+# What a head's lanes share.
+_PER_HEAD = plgpu.ShapeDtypeStruct(
+    (HEADS, LANES),
+    jnp.int32,
+    plgpu.Layout.TILED(
+        plgpu.Tiling(((HEADS, LANES), (8, LANES), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    ),
+)
 
 
 @primitive
@@ -200,15 +209,25 @@ def _(x):
 
 
 @primitive
-def mxfp4_words(x: jax.Array, scales, codes) -> jax.Array:
-    """`pack_words` of a tile that is rounded to bfloat16, and then to MXFP4 in blocks of 32.
+def mxfp4_words(x: jax.Array, scales, codes) -> tuple[jax.Array, jax.Array]:
+    """A tile that is rounded to bfloat16, and then to MXFP4 in blocks of 32, as E4M3: (words, largest).
+
+    words: [32, 4, 8] int32, of E4M3 values of channels 4 w .. 4 w + 3, in units of 2**-TOP times the head's largest
+      scale; what is less than 2**-9 of E4M3 is cut off, which leaves blocks of up to 14 binades less exact.
+    largest: [32, 4] int32, E8M0 bits of the head's largest scale.
 
     `scales` gives (bits, what codes are multiples of, what to multiply values with) of the blocks' largest magnitudes,
     `codes` the codes of values.
     """
     x = round_bfloat16(x)
-    _, step, factor = scales(jnp.max(jnp.abs(x), axis=2, keepdims=True))
-    return pack_words(e2m1_value(codes(x * factor)) * step)
+    bits, _, factor = scales(jnp.max(jnp.abs(x), axis=2, keepdims=True))
+    bits = bits.astype(jnp.int32)
+    largest = jnp.broadcast_to(jnp.max(bits, axis=1, keepdims=True), bits.shape)
+    step = lax.bitcast_convert_type((127 + TOP - jnp.minimum(largest - bits, 30)) << 23, jnp.float32)
+    values = e2m1_value(codes(x * factor)) * step
+    values = (jnp.trunc(values * 2.0**9) * 2.0**-9).astype(jnp.float8_e4m3fn)
+    words = lax.bitcast_convert_type(values.reshape(*_E4M3_WORDS.shape, 4), jnp.int32)
+    return words, largest[:, :, 0]
 
 
 @mxfp4_words.mosaic
@@ -225,22 +244,80 @@ def _(x, scales, codes):
         amax = arith.maxnumf(arith.bitcast(mlir.f32_type(), amax.value), mlir.f32(6 * 2.0**-126))
         scaled = arith.mulf(amax, mlir.f32(1 / 6))
         bits = thread_ops.U32(arith.bitcast(mlir.int_type(), scaled)) + 0x7FFFFF >> 23
-        # Powers of two, as bfloat16.
-        step, factor = ((x << 7) * 0x00010001 for x in (bits, thread_ops.U32(254) - bits))
+        top = bits
+        for distance in (1, 2):
+            top = top.maximum(thread_ops.U32(mgpu.utils.shfl_bfly(top.value, distance)))
+        # Powers of two, as bfloat16: 2**(127 - bits) and 2**(bits - top).
+        factor, step = (
+            (x << 7) * 0x00010001 for x in (thread_ops.U32(254) - bits, thread_ops.U32(127) - (top - bits).minimum(30))
+        )
+        held = []
         for word in words:
             value = multiply(word, factor)
             # As in `round_e2m1`; bfloat16 has 16 bits less.
             power = pair("max.u16x2", value & 0x7F807F80, thread_ops.U32(0x3F803F80))
             large = power + (6 << 7 | 1 << 6) * 0x00010001
             rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
-            yield multiply(rounded | value & 0x80008000, step).value
+            # Times 2**(TOP - 120) a bfloat16 has E4M3's bits, subnormal ones too.
+            value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
+            held.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
+        found = []
+        for first in range(0, len(held), 4):
+            # Values of channels i and i + 4, i = 0 .. 3: to words of 0 .. 3 and 4 .. 7.
+            low, high = (held[first + i] | held[first + i + 1] << 8 for i in (0, 2))
+            found += [halves(low, high, i).value for i in range(2)]
+        return found, [top.value]
 
-    return mlir.inline(emit, (x, VALUES), returns=_WORDS)
+    return mlir.inline(emit, (x, VALUES), returns=(_E4M3_WORDS, _PER_HEAD))
+
+
+@primitive
+def load_weights(ref, head: jax.Array) -> jax.Array:
+    """[32, 4] float32: elements head .. head + 31 of `ref` [n] float32 in global memory, for the lanes of each head."""
+    return jnp.broadcast_to(ref[pl.ds(head, HEADS)][:, None], _PER_HEAD.shape)
+
+
+@load_weights.mosaic
+def _(ref, head):
+    def emit(ref, head):
+        place = _own_head(head)
+        return [llvm.load(mlir.f32_type(), mlir.at(mlir.global_pointer(ref), mlir.to_i64(place), mlir.f32_type()))]
+
+    returns = plgpu.ShapeDtypeStruct(_PER_HEAD.shape, jnp.float32, _PER_HEAD.layout)
+    return mlir.inline(emit, ref, head, returns=returns)
+
+
+@primitive
+def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) -> None:
+    """Elements head .. head + 31 of `ref` [n] float32 = `weights` of `load_weights` times the E8M0 bits `scale`."""
+    ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
+
+
+@store_weights.mosaic
+def _(ref, head, weights, scale):
+    def emit(ref, head, weights, scale):
+        factor = mgpu.utils.bitcast((thread_ops.U32(mlir.scalar(scale)) << 23).value, mlir.f32_type())
+        with thread_ops.when((thread_ops.lane() & (LANES - 1)).equals(0)):
+            place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(_own_head(head)), mlir.f32_type())
+            llvm.store(arith.mulf(mlir.scalar(weights), factor), place)
+
+    mlir.inline(emit, ref, head, *((x, _PER_HEAD.layout) for x in (weights, scale)))
+
+
+def _own_head(head):
+    return (thread_ops.U32(mlir.scalar(head)) + (thread_ops.thread() % mlir.THREADS >> 2)).value
 
 
 @primitive
 def store_words(ref, head: jax.Array, words: jax.Array) -> None:
-    """Rows head .. head + 31 of `ref` [n, 128] bfloat16 in global memory = `permute_dims` of the packed tile."""
+    """Rows head .. head + 31 of `ref` [n, 128] in global memory = the packed tile in the order of `permute_dims`.
+
+    words: of `pack_words` for bfloat16, or of `mxfp4_words` for float8_e4m3fn.
+    """
+    if ref.dtype == jnp.float8_e4m3fn:
+        values = lax.bitcast_convert_type(words, jnp.float8_e4m3fn).reshape(HEADS, DIM)
+        ref[pl.ds(head, HEADS)] = permute_dims(values, ref.dtype)
+        return
     low, high = ((words >> shift).astype(jnp.uint16) for shift in (0, 16))
     bits = jnp.stack([low, high], axis=-1).transpose(0, 2, 1, 3).reshape(HEADS, DIM)
     ref[pl.ds(head, HEADS)] = lax.bitcast_convert_type(bits, jnp.bfloat16)
@@ -248,11 +325,13 @@ def store_words(ref, head: jax.Array, words: jax.Array) -> None:
 
 @store_words.mosaic
 def _(ref, head, words):
+    size = jnp.dtype(ref.dtype).itemsize
+    layout = _E4M3_WORDS.layout if size == 1 else _WORDS.layout
+
     def emit(ref, head, words):
-        thread, lane = thread_ops.thread() % mlir.THREADS, thread_ops.lane()
+        lane = thread_ops.lane()
         words = [thread_ops.U32(word) for word in mlir.values(words)]
-        place = (thread_ops.U32(mlir.scalar(head)) * LANES + thread).value
-        row = arith.muli(arith.shrui(mlir.to_i64(place), mlir.i64(2)), mlir.i64(2 * DIM))
+        row = arith.muli(mlir.to_i64(_own_head(head)), mlir.i64(size * DIM))
         row = arith.addi(row, mlir.to_i64(((lane & 3) << 4).value))
         pointer = mlir.at(mlir.global_pointer(ref), row)
         for first in range(0, len(words), LANES):
@@ -267,7 +346,7 @@ def _(ref, head, words):
                         four[i], four[i + distance] = upper.where(other, low), upper.where(high, other)
             llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * first), alignment=16)
 
-    mlir.inline(emit, ref, head, (words, _WORDS.layout))
+    mlir.inline(emit, ref, head, (words, layout))
 
 
 def _words(x):

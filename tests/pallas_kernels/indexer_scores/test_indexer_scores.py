@@ -11,6 +11,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.quant import IndexRows, kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
+from pallas_kernels.indexer_scores.key_tiles import NEAR
 from pallas_kernels.indexer_scores.work_partition import planned_shares
 from tests.ops.pools import indexer_view, ints, poison
 from tests.pallas_kernels.kernels import registers
@@ -18,12 +19,13 @@ from tests.pallas_kernels.kernels import registers
 
 HEADS, DIM = 64, 128
 FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0.5))
-# Products of FP4 values are exact. Of what is added up, the tensor core drops less than 2**-22 of the largest in each
-# of 8 steps; 16 additions, 2 more over lanes and 2 products round at 2**-24: below 64 * 2**-24 of the sum of sizes.
+# Products of FP4 values are exact. Of bfloat16, the tensor core drops less than 2**-22 of the largest addend in each of
+# 8 steps; sums of E4M3 are exact for keys and queries like these (see `key_tiles`). 16 additions, 2 more over lanes and
+# 2 products round at 2**-24: below 64 * 2**-24 of the sum of sizes.
 BOUND = 2.0**-18
 
 
-def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2, spread=11):
+def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2):
     """A view of requests with `lengths` keys of very different size; unused blocks are poisoned, some are missing."""
     used = [min(-(-n // per_block), max_blocks) for n in lengths]
     blocks = sum(used) + 2
@@ -38,12 +40,15 @@ def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2,
     codes[-1, named] = rng.integers(0, 256, codes[-1, named].shape) * (
         rng.random((*scales[-1, named].shape[:2], 1)) < 0.9
     )
-    # Every E4M3 scale; of E8M0's those that float32 products can hold, a key's within the range that is exact.
-    shape = scales[-1, named].shape
-    if fmt.name == "per_entry":
-        scales[-1, named] = rng.integers(0, 0x7F, shape)
-    else:
-        scales[-1, named] = rng.integers(127 - 48, 127 + 33, (*shape[:2], 1)) - rng.integers(0, spread + 1, shape)
+    # Every E4M3 scale, and of E8M0's those that float32 products can hold.
+    low, high = (0, 0x7F) if fmt.name == "per_entry" else (127 - 60, 127 + 33)
+    drawn = rng.integers(low, high, scales[-1, named].shape)
+    if fmt.name != "per_entry":
+        # In half of the blocks a key's scales lie near each other, in the others all but those of one key in 16.
+        near = drawn[..., :1] + rng.integers(0, NEAR + 1, drawn.shape)
+        far = (rng.random((*drawn.shape[:2], 1)) < 1 / 16) & (rng.random((len(drawn), 1, 1)) < 0.5)
+        drawn = np.where(far, drawn, near)
+    scales[-1, named] = drawn
     table = np.where(rng.random(table.shape) < missing, -1, table)
     rows = IndexRows(jnp.asarray(codes), jnp.asarray(scales))
     return ops.IndexerView(rows, ints(layers - 1), ints(table), 4, fmt.keys(DIM))
@@ -150,7 +155,8 @@ layouts = {4: KeyLayout(128, 32, "e8m0", hadamard=True), 8: KeyLayout(128, 16, "
 for scales, layout in layouts.items():
     for tokens in (1, 32, 2048):
         pools = S((3, 8192, 32, 64), jnp.uint8), S((3, 8192, 32, scales), jnp.uint8)
-        q, weights = S((tokens, 64, 128), jnp.bfloat16), S((tokens, 64), jnp.float32)
+        q = S((tokens, 64, 128), jnp.float8_e4m3fn if scales == 4 else jnp.bfloat16)
+        weights = S((tokens, 64), jnp.float32)
         f = functools.partial(indexer_scores, compress_rate=4, layout=layout)
         args = q, weights, ints(tokens), ints(tokens), ints(), ints(64, 2048), *pools
         compile_for_h100(f"{scales}-{tokens}", f, *args)
@@ -167,7 +173,9 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     call = functools.partial(jax.eval_shape, one)
     with pytest.raises(NotImplementedError, match="takes q as bfloat16.any, any, 128., got float32"):
         call(view, q.astype(jnp.float32), weights)
-    with pytest.raises(NotImplementedError, match="takes q as bfloat16.1, 64, 128., got bfloat16.1, 32, 128."):
+    with pytest.raises(
+        NotImplementedError, match="takes q as float8_e4m3fn.1, 64, 128., got float8_e4m3fn.1, 32, 128."
+    ):
         call(view, q[:, :32], weights[:, :32])
     plain = indexer_view(kv_format("plain", jnp.bfloat16))
     with pytest.raises(NotImplementedError, match="quantised formats, not 'plain'"):

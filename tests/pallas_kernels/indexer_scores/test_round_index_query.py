@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.ops.indexer_scores import round_index_query_xla
+from dsv4_jax.ops.indexer_scores import round_index_query_operands
 from dsv4_jax.quant import kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
 from pallas_kernels import round_index_query
 from pallas_kernels.common.row_encoder import e2m1_codes
 from pallas_kernels.common.unpack import e2m1_value
-from pallas_kernels.indexer_scores.key_tiles import permute_dims
 from tests.pallas_kernels.kernels import registers
 
 
@@ -25,11 +24,14 @@ INV_FREQ = jnp.asarray(1.6e5 ** -(np.arange(64) / 64), jnp.float32)
 
 def check(name, q, positions=None, inv_freq=None, *, interpret):
     codec = FORMATS[name].keys(q.shape[-1])
-    cpu = jax.device_put((q, positions, inv_freq), jax.devices("cpu")[0])
-    want = permute_dims(jax.jit(functools.partial(round_index_query_xla, codec))(*cpu))
-    got = round_index_query(q, positions, inv_freq, codec.layout, interpret=interpret)
-    bits = (np.asarray(x).view(np.uint16) for x in (got, want))
-    np.testing.assert_array_equal(*bits)
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape[:2]), jnp.float32)
+    cpu = jax.device_put((q, weights, positions, inv_freq), jax.devices("cpu")[0])
+    want = jax.jit(functools.partial(round_index_query_operands, codec))(*cpu)
+    got = round_index_query(q, weights, positions, inv_freq, codec.layout, interpret=interpret)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        bits = (np.asarray(z).view(f"u{x.dtype.itemsize}") for z in (x, y))
+        np.testing.assert_array_equal(*bits)
 
 
 def queries(tokens):
@@ -42,6 +44,9 @@ def queries(tokens):
     q[0, 2, 77] = -3.0
     # Ties between codes: halves of quarters.
     q[0, 3:8] = rng.integers(-24, 25, (5, 128)) / 4
+    # After the rotation one dim is 2**10 to 2**15 times the others.
+    q[0, 8:14] = 1.0
+    q[0, range(8, 14), range(6)] -= 2.0 ** -np.arange(3, 9)
     return jnp.asarray(q, jnp.bfloat16)
 
 
@@ -101,23 +106,30 @@ v4, per_entry = KeyLayout(128, 32, "e8m0", hadamard=True), KeyLayout(128, 16, "e
 for name, layout in dict(v4=v4, per_entry=per_entry).items():
     f = functools.partial(round_index_query, layout=layout)
     q, positions = jax.ShapeDtypeStruct((8192, 64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8192,), jnp.int32)
-    compile_for_h100(name, f, q, positions, jax.ShapeDtypeStruct((32,), jnp.float32))
+    weights, inv_freq = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, 64), (32,)))
+    compile_for_h100(name, f, q, weights, positions, inv_freq)
 """)
     # 4 warpgroups on a multiprocessor.
     assert len(used) == 2 and max(used.values()) <= 128, used
 
 
 def test_no_queries():
-    assert round_index_query(jnp.zeros((0, 64, 128), jnp.bfloat16), None, None, LAYOUT).shape == (0, 64, 128)
+    q, weights = round_index_query(*heads(0, 64), None, None, LAYOUT)
+    assert (q.shape, q.dtype, weights.shape) == ((0, 64, 128), jnp.float8_e4m3fn, (0, 64))
+
+
+def heads(tokens, count, dim=128):
+    return jnp.zeros((tokens, count, dim), jnp.bfloat16), jnp.zeros((tokens, count), jnp.float32)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
     with pytest.raises(NotImplementedError, match="multiple of 32 heads, got 6"):
-        round_index_query(jnp.zeros((1, 6, 128), jnp.bfloat16), None, None, LAYOUT)
+        round_index_query(*heads(1, 6), None, None, LAYOUT)
     with pytest.raises(NotImplementedError, match="bfloat16.any, any, 128., got bfloat16.1, 4, 64."):
-        round_index_query(jnp.zeros((1, 4, 64), jnp.bfloat16), None, None, LAYOUT)
+        round_index_query(*heads(1, 4, 64), None, None, LAYOUT)
+    with pytest.raises(NotImplementedError, match="weights as float32.1, 32., got float32.1, 64."):
+        round_index_query(heads(1, 32)[0], heads(1, 64)[1], None, None, LAYOUT)
     with pytest.raises(NotImplementedError, match="keys of 128 dims.*got KeyLayout.dim=64"):
-        round_index_query(jnp.zeros((1, 4, 64), jnp.bfloat16), None, None, dataclasses.replace(LAYOUT, dim=64))
+        round_index_query(*heads(1, 4, 64), None, None, dataclasses.replace(LAYOUT, dim=64))
     with pytest.raises(NotImplementedError, match="at most 128 rotated channels, got 130"):
-        q = jnp.zeros((1, 32, 128), jnp.bfloat16)
-        round_index_query(q, jnp.zeros((1,), jnp.int32), jnp.ones((65,), jnp.float32), LAYOUT)
+        round_index_query(*heads(1, 32), jnp.zeros((1,), jnp.int32), jnp.ones((65,), jnp.float32), LAYOUT)

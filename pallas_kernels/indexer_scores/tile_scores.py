@@ -1,0 +1,218 @@
+"""Scores of a tile of index keys for a token: products on the tensor cores, and the sum over heads."""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, llvm, math, vector
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.indexer_scores import key_tiles
+from pallas_kernels.indexer_scores.key_tiles import BF16_KEYS, DIM, E4M3_KEYS, HEADS, KEYS, PER_WARP, SCALES, WARP_KEYS
+
+
+@primitive
+def score(
+    keys: tuple[jax.Array, jax.Array],
+    *,
+    queries,
+    weights,
+    token: jax.Array,
+    out,
+    row: jax.Array,
+    first: jax.Array,
+    block: jax.Array,
+    factor: float,
+) -> None:
+    """out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile's keys.
+
+    Args:
+      keys: what `unpack` or `unpack_near` returned, without `far`.
+      queries: [tokens * 64, 128] bfloat16, or float8_e4m3fn for MXFP4 keys, with `transforms`, in shared memory.
+      weights: [tokens, 64] float32 in shared memory.
+      token, row, first: int32 scalars.
+      out: [T, E] float32 in global memory; entries past E are not written.
+      block: [4] int32 in layout PER_WARP, negative where the warp's keys do not exist: their score is -inf.
+      factor: positive.
+    """
+    if queries.dtype != jnp.float8_e4m3fn:
+        tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
+        return _score_tile(tile, None, queries, weights, token, out, row, first, block, factor)
+    values, largest = keys
+    tile = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
+    return _score_tile(tile, largest[:, 0], queries, weights, token, out, row, first, block, factor)
+
+
+@score.mosaic
+def _(keys, *, queries, weights, token, out, row, first, block, factor):
+    layouts = (BF16_KEYS, BF16_KEYS)
+    if queries.dtype == jnp.float8_e4m3fn:
+        layouts = (E4M3_KEYS, SCALES)
+
+    def emit(one, other, queries, weights, token, *to):
+        if layouts[1] is SCALES:
+            dots, largest = _dots(mlir.values(one), queries, token), map(U32, mlir.values(other))
+        else:
+            dots, largest = _dots([*one.registers.flat, *other.registers.flat], queries, token, "bf16"), None
+        sums = _add_up(dots, weights, token, U32(0), [mlir.f32(0.0)] * 2)
+        _store(sums, largest, to, out.shape[1], factor)
+
+    pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
+    queries = queries, plgpu.RefType(key_tiles.transforms(queries.dtype))
+    mlir.inline(emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP))
+
+
+@primitive
+def score_far(staged, place: jax.Array, *, queries, weights, token, out, row, first, block, factor) -> None:
+    """`score` of MXFP4 keys whose scales may lie far apart, of the tile that was copied to `place`.
+
+    The products of each scale's dims are added up on their own, so that none is aligned to another scale's. Keys are
+    unpacked for each, since there are no registers to hold them.
+    """
+    words, scales = key_tiles.read_tile(staged, place)
+    largest = jnp.max(scales, axis=1, keepdims=True)
+    below = lax.bitcast_convert_type((127 + key_tiles.TOP - jnp.minimum(largest - scales, 127)) << 23, jnp.float32)
+    values = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
+    _score_tile(
+        key_tiles.permute_dims(values, jnp.float8_e4m3fn),
+        largest[:, 0],
+        queries,
+        weights,
+        token,
+        out,
+        row,
+        first,
+        block,
+        factor,
+    )
+
+
+@score_far.mosaic
+def _(staged, place, *, queries, weights, token, out, row, first, block, factor):
+    heads = HEADS // 2
+
+    def emit(codes, factors, place, queries, weights, token, *to):
+        lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
+        _, scales = key_tiles.read_words(codes, factors, place)
+        largest = key_tiles.largest_scales(scales)
+        # 2**-below, 0 from 127 on.
+        below = [(top - U32(x)).minimum(127) for top, x in zip(largest, scales, strict=True)]
+        steps = [mgpu.utils.bitcast((U32(127) - x << 23).value, f32) for x in below]
+
+        def of_heads(i, *sums):
+            def of_scale(scale, *total):
+                own = (lane & 3).equals(scale)
+                words, _ = key_tiles.read_words(codes, factors, place)
+                keys = key_tiles.e4m3_keys([own.where(U32(word), 0).value for word in words], [U32(0)] * 2)
+                dots = _dots(keys, queries, token, head=i * heads, heads=heads)
+                source, code = ((lane & 28) + scale).value, "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+                step = [mlir.ptx(code, x, source, results=f32) for x in steps]
+                return [
+                    U32(math.fma(x, step[j // 2 % 2], y.value))
+                    for j, (x, y) in enumerate(zip(dots, total, strict=True))
+                ]
+
+            total = thread_ops.loop(4, of_scale, *[zero] * (heads // 2))
+            total, sums = ([x.value for x in each] for each in (total, sums))
+            return [U32(x) for x in _add_up(total, weights, token, i * heads, sums)]
+
+        sums = thread_ops.loop(HEADS // heads, of_heads, zero, zero)
+        _store([x.value for x in sums], largest, to, out.shape[1], factor)
+
+    queries = queries, plgpu.RefType(key_tiles.transforms(queries.dtype))
+    mlir.inline(emit, *staged, place, queries, weights, token, out, row, first, (block, PER_WARP))
+
+
+def _score_tile(tile, largest, queries, weights, token, out, row, first, block, factor):
+    """`score` of keys [64, 128] float32 in units of their `largest` scales; for interpreted kernels."""
+    q = queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32)
+    dots = jnp.dot(tile, q.T, precision="highest")
+    total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest") * factor
+    if largest is not None:
+        total *= lax.bitcast_convert_type(largest << 23, jnp.float32)
+    total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
+    for start in range(0, KEYS, WARP_KEYS):
+
+        @pl.when(first + start < out.shape[1])
+        def _(start=start):
+            out[row, pl.ds(first + start, WARP_KEYS)] = total[start : start + WARP_KEYS]
+
+
+def _add_up(dots, weights, token, head, sums):
+    """Adds weighted products with heads from `head` on to the sums of a thread's two keys."""
+    place, sums = U32(mlir.scalar(token)) * HEADS + head + ((thread_ops.lane() & 3) << 1), list(sums)
+    pointer = mlir.at(mlir.shared_pointer(weights), place.value, mlir.f32_type())
+    for i in range(len(dots) // 4):
+        pair = mlir.at(pointer, 8 * i, mlir.f32_type())
+        pair = llvm.load(mlir.vector_type(2, mlir.f32_type()), pair, alignment=8)
+        for j in range(2):
+            for half in range(2):
+                x = dots[4 * i + 2 * half + j]
+                # 2 * relu(x): Hopper adds at twice the rate of taking the larger.
+                weight = vector.extract(pair, [], [j])
+                sums[half] = math.fma(weight, arith.addf(x, math.absf(x)), sums[half])
+    return sums
+
+
+def _store(sums, largest, to, entries, factor):
+    """Stores what four lanes together have of each key's sums, times `factor` and the scale bytes `largest`.
+
+    `to`: the operands `out`, `row`, `first` and `block` of `score`; `entries` a row of `out`.
+    """
+    out, (row, first, block) = to[0], map(mlir.scalar, to[1:])
+    lane = thread_ops.lane()
+    total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
+    if largest is not None:
+        even, odd = largest
+        scale = (lane & 1).equals(1).where(odd, even) << 23
+        total = arith.mulf(total, mgpu.utils.bitcast(scale.value, mlir.f32_type()))
+    missing = arith.cmpi(arith.CmpIPredicate.slt, block, mlir.i32(0))
+    total = arith.select(missing, mlir.f32(-np.inf), total)
+    first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + U32(first)
+    inside = U32(arith.cmpi(arith.CmpIPredicate.slt, first.value, mlir.i32(entries)))
+    with thread_ops.when(inside & (lane & 2).equals(0)):
+        key = (lane & 1) * 8 + (lane >> 2)
+        offset = key_tiles.multiply_add(mlir.to_i64(row), entries, mlir.to_i64((first + key).value))
+        llvm.store(total, mlir.at(mlir.global_pointer(out), offset, mlir.f32_type()))
+
+
+def _add_quads(sums, lane):
+    """Sums over the four lanes of a key: the first key's in the even lanes, the second's in the odd ones."""
+    odd = (lane & 1) > 0
+    mine, other = (arith.select(odd.value, x, y) for x, y in ((sums[1], sums[0]), sums))
+    total = arith.addf(mine, mgpu.utils.shfl_bfly(other, 1))
+    return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
+
+
+def _dots(registers, queries, token, kind="e4m3", head=None, heads=HEADS):
+    """A tile's products with heads of a token's queries, complete: heads / 2 float32 values of [64 keys, heads]."""
+    size = dict(e4m3=1, bf16=2)[kind]
+    registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
+    address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(queries))
+    address = key_tiles.multiply_add(mlir.to_i64(mlir.scalar(token)), HEADS * DIM * size, address)
+    if head is not None:
+        address = key_tiles.multiply_add(mlir.to_i64(head.value), DIM * size, address)
+    start = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
+    # From 8 heads to the next; 128-byte swizzle.
+    descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 * size >> 4) << 32 | 1 << 16))
+    count, steps = heads // 2, len(registers) // 4
+    sums = ", ".join(f"${i}" for i in range(count))
+    lines = ["{ .reg .pred p; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
+    for step in range(steps):
+        a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
+        # After 4 steps of 32 bytes the heads' next 128 bytes follow.
+        place = step // 4 * 1024 + step % 4 * 32
+        lines += [
+            f"add.s64 d, ${count + 4 * steps}, {place >> 4};",
+            f"wgmma.mma_async.sync.aligned.m64n{heads}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
+            + (", 0;" if kind == "bf16" else ";"),
+        ]
+        if step == 0:
+            lines.append("setp.eq.b32 p, 0, 0;")
+    lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
+    return mlir.ptx("\n".join(lines), *registers, descriptor, results=[mlir.f32_type()] * count)
