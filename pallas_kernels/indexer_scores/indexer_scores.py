@@ -6,8 +6,6 @@ a chunk's queries in shared memory. Its warpgroups take tiles in turn. A tile's 
 three tiles ahead, unpacked in registers once, and multiplied with each token's queries on the tensor cores.
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,7 +19,7 @@ from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, WARP_KEYS, load_words
-from pallas_kernels.indexer_scores.tile_scores import score, score_far
+from pallas_kernels.indexer_scores.tile_scores import score
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
@@ -194,30 +192,17 @@ def indexer_scores(
             def tile(i):
                 return first + warpgroup + i * warpgroups
 
-            def score_tokens(score, tile, block):
-                def score_token(j, _):
-                    score(token=j, row=token + j, first=tile * KEYS, block=block, **to)
-
-                lax.fori_loop(0, count, score_token, None)
-
             def score_tile(i, held):
                 after = blocks(tile(i + STAGES))
                 start(i + STAGES - 1, held[-1])
                 wait_copies(STAGES - 1)
-                copied = key_tiles.read_tile(staged, place(i))
-                if not mxfp4:
-                    score_tokens(functools.partial(score, key_tiles.unpack(copied)), tile(i), held[0])
-                    return (*held[1:], after)
-                keys, far = key_tiles.unpack_near(copied)
+                unpack = key_tiles.unpack_mxfp4 if mxfp4 else key_tiles.unpack_nvfp4
+                keys = unpack(key_tiles.read_tile(staged, place(i)))
 
-                @pl.when(far == 0)
-                def _():
-                    score_tokens(functools.partial(score, keys), tile(i), held[0])
+                def score_token(j, _):
+                    score(keys, staged, place(i), token=j, row=token + j, first=tile(i) * KEYS, block=held[0], **to)
 
-                @pl.when(far != 0)
-                def _():
-                    score_tokens(functools.partial(score_far, staged, place(i)), tile(i), held[0])
-
+                lax.fori_loop(0, count, score_token, None)
                 return (*held[1:], after)
 
             held = tuple(blocks(tile(i)) for i in range(STAGES))

@@ -9,9 +9,9 @@ NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, twice 
 scale, a query in units of its head's, in which codes times smaller scales are exact. But the tensor core aligns 32
 products and the sum so far to the largest of them, and drops what is below 2**-13 of it. Products of codes are 0.25 to
 36. Where scales of keys and queries lie within NEAR binades, they are multiples of 2**-6, and sums of up to 2**8 exact;
-those of independent keys and queries are about 55. Keys whose scales lie farther apart take longer (`score_far`): the
-dims of each scale are added up on their own, up to 2**12 exactly, and then in float32. After the Hadamard rotation
-values are about normal, and of 6 million keys of normal values none was so.
+those of independent keys and queries are about 55. Where scales of one of a warp's 16 keys lie farther apart, the dims
+of each scale are added up on their own, up to 2**12 exactly, and then in float32, which takes longer. After the
+Hadamard rotation values are about normal, and of 6 million keys of normal values none was so.
 """
 
 from typing import Any
@@ -43,6 +43,8 @@ SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 SHIFT = 10
 # Of MXFP4 keys and queries, 2**-TOP times the E4M3 values are in units of the largest scale, so that 6 is 384.
 TOP, NEAR = 6, 2
+# A bit beside a scale byte, which is lost where the byte is moved to become an exponent.
+FAR = 1 << 16
 
 PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
@@ -55,7 +57,6 @@ SCALES = plgpu.ShapeDtypeStruct(
         plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
     ),
 )
-_FLAG = jax.ShapeDtypeStruct((), jnp.int32)
 E4M3_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 4), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 4
 BF16_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
 
@@ -170,7 +171,7 @@ def _own_key():
 
 
 @primitive
-def unpack(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The NVFP4 keys of a copied tile as the product's left operand, without the layout's `global_scale`.
 
     Times 2**-SHIFT, exact, in two halves [64, 64] bfloat16 of the permuted dims.
@@ -183,47 +184,43 @@ def unpack(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return keys[:, : DIM // 2], keys[:, DIM // 2 :]
 
 
-@unpack.mosaic
+@unpack_nvfp4.mosaic
 def _(tile):
     words, scales = tile
     return mlir.inline(_bf16_keys, (words, _CODES.layout), (scales, SCALES.layout), returns=(BF16_KEYS, BF16_KEYS))
 
 
 @primitive
-def unpack_near(tile: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """The MXFP4 keys of a copied tile as the product's left operand: ((values, largest), far).
+def unpack_mxfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The MXFP4 keys of a copied tile as the product's left operand: (values, largest).
 
     values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, in units of the key's largest scale, times
-      2**TOP. If one of its scales is more than NEAR binades smaller, `far` is not 0 and the values cannot be used.
-    largest: [64, 4] int32, the key's largest scale byte.
-    far: int32 scalar.
+      2**TOP; wrong for scales that are more than NEAR binades smaller.
+    largest: [64, 4] int32, the key's largest scale byte, and FAR if one of the warp's keys has such scales.
     """
     words, scales = tile
-    largest = jnp.max(scales, axis=1, keepdims=True)
+    largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
     below = largest - scales
     factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
-    held = lax.bitcast_convert_type(values, jnp.int32), jnp.broadcast_to(largest, scales.shape)
-    return held, jnp.any(below > NEAR).astype(jnp.int32)
+    far = jnp.any((below > NEAR).reshape(WARPS, -1), axis=1).repeat(WARP_KEYS)[:, None]
+    return lax.bitcast_convert_type(values, jnp.int32), largest + jnp.where(far, FAR, 0)
 
 
-@unpack_near.mosaic
+@unpack_mxfp4.mosaic
 def _(tile):
     def emit(words, scales):
         scales = mlir.values(scales)
         largest = largest_scales(scales)
         below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-        code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; bar.red.or.pred p, $3, 128, p; selp.s32 $0, 1, 0, p; }"
-        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
-        farthest = below[0].maximum(below[1]).value
-        far = mlir.ptx(code, farthest, mlir.i32(NEAR), barrier, results=mlir.int_type(), convergent=False)
-        return e4m3_keys(mlir.values(words), below), [x.value for x in largest], far
+        code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, $3, 0, p; }"
+        far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR, FAR)
+        return e4m3_keys(mlir.values(words), below), [(x | far).value for x in largest]
 
     words, scales = tile
     operands = (words, _CODES.layout), (scales, SCALES.layout)
-    values, largest, far = mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES, _FLAG))
-    return (values, largest), far
+    return mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES))
 
 
 def code_values(words):
@@ -258,13 +255,14 @@ def _bf16_keys(words, scales):
 
 
 def e4m3_keys(words, below):
-    """MLIR for one thread: its 16 words of E4M3 keys, times 2**(TOP - below), of 4 words of codes of each of two keys.
+    """MLIR for one thread: words of E4M3 keys, times 2**(TOP - below), of as many words of codes of its first key as of
+    its second; four for each of the former, in the order of the product's operand.
 
     A byte permutation looks four sizes up in a table, which holds the scale too; signs are put beside them.
     """
-    held: list[Any] = [None] * 16
+    held: list[Any] = [None] * (2 * len(words))
     for at, word in enumerate(map(U32, words)):
-        row, i = at // 4, at % 4
+        row, i = divmod(at, len(words) // 2)
         # 0, 0.5, 1, 1.5 and 2, 3, 4, 6, times 2**TOP; a binade less is 8 less.
         low, high = U32(0x6C686000) - below[row] * 0x08080800, U32(0x7C787470) - below[row] * 0x08080808
         sizes, left = word & 0x77777777, word << 4

@@ -1,5 +1,7 @@
 """Scores of a tile of index keys for a token: products on the tensor cores, and the sum over heads."""
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,12 +15,26 @@ from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import BF16_KEYS, DIM, E4M3_KEYS, HEADS, KEYS, PER_WARP, SCALES, WARP_KEYS
+from pallas_kernels.indexer_scores.key_tiles import (
+    BF16_KEYS,
+    DIM,
+    E4M3_KEYS,
+    FAR,
+    HEADS,
+    KEYS,
+    PER_WARP,
+    SCALES,
+    TOP,
+    WARP_KEYS,
+    transforms,
+)
 
 
 @primitive
 def score(
-    keys: tuple[jax.Array, jax.Array],
+    keys: tuple[jax.Array, ...],
+    staged,
+    place: jax.Array,
     *,
     queries,
     weights,
@@ -32,7 +48,8 @@ def score(
     """out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile's keys.
 
     Args:
-      keys: what `unpack` or `unpack_near` returned, without `far`.
+      keys: what `unpack_nvfp4` or `unpack_mxfp4` returned.
+      staged, place: where the tile was copied to, see `key_tiles.start_tile`.
       queries: [tokens * 64, 128] bfloat16, or float8_e4m3fn for MXFP4 keys, with `transforms`, in shared memory.
       weights: [tokens, 64] float32 in shared memory.
       token, row, first: int32 scalars.
@@ -40,107 +57,86 @@ def score(
       block: [4] int32 in layout PER_WARP, negative where the warp's keys do not exist: their score is -inf.
       factor: positive.
     """
-    if queries.dtype != jnp.float8_e4m3fn:
-        tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
-        return _score_tile(tile, None, queries, weights, token, out, row, first, block, factor)
-    values, largest = keys
-    tile = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
-    return _score_tile(tile, largest[:, 0], queries, weights, token, out, row, first, block, factor)
-
-
-@score.mosaic
-def _(keys, *, queries, weights, token, out, row, first, block, factor):
-    layouts = (BF16_KEYS, BF16_KEYS)
+    scale = jnp.float32(factor)
     if queries.dtype == jnp.float8_e4m3fn:
-        layouts = (E4M3_KEYS, SCALES)
-
-    def emit(one, other, queries, weights, token, *to):
-        if layouts[1] is SCALES:
-            dots, largest = _dots(mlir.values(one), queries, token), map(U32, mlir.values(other))
-        else:
-            dots, largest = _dots([*one.registers.flat, *other.registers.flat], queries, token, "bf16"), None
-        sums = _add_up(dots, weights, token, U32(0), [mlir.f32(0.0)] * 2)
-        _store(sums, largest, to, out.shape[1], factor)
-
-    pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
-    queries = queries, plgpu.RefType(key_tiles.transforms(queries.dtype))
-    mlir.inline(emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP))
-
-
-@primitive
-def score_far(staged, place: jax.Array, *, queries, weights, token, out, row, first, block, factor) -> None:
-    """`score` of MXFP4 keys whose scales may lie far apart, of the tile that was copied to `place`.
-
-    The products of each scale's dims are added up on their own, so that none is aligned to another scale's. Keys are
-    unpacked for each, since there are no registers to hold them.
-    """
-    words, scales = key_tiles.read_tile(staged, place)
-    largest = jnp.max(scales, axis=1, keepdims=True)
-    below = lax.bitcast_convert_type((127 + key_tiles.TOP - jnp.minimum(largest - scales, 127)) << 23, jnp.float32)
-    values = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
-    _score_tile(
-        key_tiles.permute_dims(values, jnp.float8_e4m3fn),
-        largest[:, 0],
-        queries,
-        weights,
-        token,
-        out,
-        row,
-        first,
-        block,
-        factor,
-    )
-
-
-@score_far.mosaic
-def _(staged, place, *, queries, weights, token, out, row, first, block, factor):
-    heads = HEADS // 2
-
-    def emit(codes, factors, place, queries, weights, token, *to):
-        lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
-        _, scales = key_tiles.read_words(codes, factors, place)
-        largest = key_tiles.largest_scales(scales)
-        # 2**-below, 0 from 127 on.
-        below = [(top - U32(x)).minimum(127) for top, x in zip(largest, scales, strict=True)]
-        steps = [mgpu.utils.bitcast((U32(127) - x << 23).value, f32) for x in below]
-
-        def of_heads(i, *sums):
-            def of_scale(scale, *total):
-                own = (lane & 3).equals(scale)
-                words, _ = key_tiles.read_words(codes, factors, place)
-                keys = key_tiles.e4m3_keys([own.where(U32(word), 0).value for word in words], [U32(0)] * 2)
-                dots = _dots(keys, queries, token, head=i * heads, heads=heads)
-                source, code = ((lane & 28) + scale).value, "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-                step = [mlir.ptx(code, x, source, results=f32) for x in steps]
-                return [
-                    U32(math.fma(x, step[j // 2 % 2], y.value))
-                    for j, (x, y) in enumerate(zip(dots, total, strict=True))
-                ]
-
-            total = thread_ops.loop(4, of_scale, *[zero] * (heads // 2))
-            total, sums = ([x.value for x in each] for each in (total, sums))
-            return [U32(x) for x in _add_up(total, weights, token, i * heads, sums)]
-
-        sums = thread_ops.loop(HEADS // heads, of_heads, zero, zero)
-        _store([x.value for x in sums], largest, to, out.shape[1], factor)
-
-    queries = queries, plgpu.RefType(key_tiles.transforms(queries.dtype))
-    mlir.inline(emit, *staged, place, queries, weights, token, out, row, first, (block, PER_WARP))
-
-
-def _score_tile(tile, largest, queries, weights, token, out, row, first, block, factor):
-    """`score` of keys [64, 128] float32 in units of their `largest` scales; for interpreted kernels."""
+        words, scales = key_tiles.read_tile(staged, place)
+        largest = keys[1][:, :1] & 0xFF
+        below = lax.bitcast_convert_type((127 + TOP - jnp.minimum(largest - scales, 127)) << 23, jnp.float32)
+        tile = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
+        tile = key_tiles.permute_dims(tile, jnp.float8_e4m3fn)
+        scale *= lax.bitcast_convert_type(largest[:, 0] << 23, jnp.float32)
+    else:
+        tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
     q = queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
-    total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest") * factor
-    if largest is not None:
-        total *= lax.bitcast_convert_type(largest << 23, jnp.float32)
+    total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest") * scale
     total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
         @pl.when(first + start < out.shape[1])
         def _(start=start):
             out[row, pl.ds(first + start, WARP_KEYS)] = total[start : start + WARP_KEYS]
+
+
+@score.mosaic
+def _(keys, staged, place, *, queries, weights, token, out, row, first, block, factor):
+    mxfp4 = queries.dtype == jnp.float8_e4m3fn
+    layouts = (E4M3_KEYS, SCALES) if mxfp4 else (BF16_KEYS, BF16_KEYS)
+
+    def emit(codes, factors, place, queries, weights, token, out, row, first, block, *keys):
+        zero, largest = [mlir.f32(0.0)] * 2, None
+        if mxfp4:
+            sums = _add_up(_dots(mlir.values(keys[0]), queries, token, "e4m3"), weights, token, U32(0), zero)
+            largest = [U32(x) for x in mlir.values(keys[1])]
+            again = functools.partial(_sums_by_scale, codes, factors, place, queries, weights, token)
+            sums = thread_ops.replace_if(largest[0] >= FAR, sums, again)
+        else:
+            registers = [register for half in keys for register in half.registers.flat]
+            sums = _add_up(_dots(registers, queries, token, "bf16"), weights, token, U32(0), zero)
+        _store(sums, largest, out, row, first, block, factor)
+
+    pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
+    queries = queries, plgpu.RefType(transforms(queries.dtype))
+    mlir.inline(emit, *staged, place, queries, weights, token, out, row, first, (block, PER_WARP), *pairs)
+
+
+def _sums_by_scale(codes, factors, place, queries, weights, token):
+    """The sums of a warp's keys, whose scales may lie far apart: products of each scale's dims are added up alone.
+
+    Keys are unpacked again, each dim in units of its own scale, and multiplied by the warp alone, 8 heads at a time.
+    """
+    lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
+    words, scales = key_tiles.read_words(codes, factors, place)
+    # 2**-below, 0 from 127 on.
+    below = [(top - U32(x)).minimum(127) for top, x in zip(key_tiles.largest_scales(scales), scales, strict=True)]
+    steps = [mgpu.utils.bitcast((U32(127) - x << 23).value, f32) for x in below]
+    head, dims = lane >> 2, lane & 3
+    start = thread_ops.shared(queries) + U32(mlir.scalar(token)) * (HEADS * DIM) + head * DIM + (dims << 2)
+    multiply = (
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+
+    def of_heads(i, *sums):
+        def of_scale(scale, *total):
+            mine = dims.equals(scale)
+            dots = [zero.value] * 4
+            for step in range(4):
+                a = key_tiles.e4m3_keys([mine.where(U32(word), 0) for word in words[step::4]], [U32(0)] * 2)
+                lines = (start + i * (8 * DIM) + ((head ^ 2 * step + half) << 4) for half in range(2))
+                q = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line).value for line in lines)
+                dots = mlir.ptx(multiply, *a, *q, *dots, results=[f32] * 4)
+            code, source = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", ((lane & 28) + scale).value
+            step = [mlir.ptx(code, x, source, results=f32) for x in steps]
+            return [U32(math.fma(x, step[j // 2], y.value)) for j, (x, y) in enumerate(zip(dots, total, strict=True))]
+
+        total = thread_ops.loop(opaque(4), of_scale, *[zero] * 4)
+        total, sums = ([x.value for x in each] for each in (total, sums))
+        return [U32(x) for x in _add_up(total, weights, token, i * 8, sums)]
+
+    # Loops that cannot be unrolled: the values of one product at a time have to fit into registers.
+    opaque = functools.partial(thread_ops.ptx, "mov.b32 $0, $1;")
+    return [x.value for x in thread_ops.loop(opaque(HEADS // 8), of_heads, zero, zero)]
 
 
 def _add_up(dots, weights, token, head, sums):
@@ -159,12 +155,9 @@ def _add_up(dots, weights, token, head, sums):
     return sums
 
 
-def _store(sums, largest, to, entries, factor):
-    """Stores what four lanes together have of each key's sums, times `factor` and the scale bytes `largest`.
-
-    `to`: the operands `out`, `row`, `first` and `block` of `score`; `entries` a row of `out`.
-    """
-    out, (row, first, block) = to[0], map(mlir.scalar, to[1:])
+def _store(sums, largest, out, row, first, block, factor):
+    """Stores what four lanes together have of each key's sums, times `factor` and the scales of `largest`."""
+    row, first, block, entries = *map(mlir.scalar, (row, first, block)), out.type.shape[1]
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
     if largest is not None:
@@ -189,18 +182,16 @@ def _add_quads(sums, lane):
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
 
-def _dots(registers, queries, token, kind="e4m3", head=None, heads=HEADS):
-    """A tile's products with heads of a token's queries, complete: heads / 2 float32 values of [64 keys, heads]."""
+def _dots(registers, queries, token, kind):
+    """A tile's products with a token's queries, complete: 32 float32 values of [64 keys, 64 heads]."""
     size = dict(e4m3=1, bf16=2)[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(queries))
     address = key_tiles.multiply_add(mlir.to_i64(mlir.scalar(token)), HEADS * DIM * size, address)
-    if head is not None:
-        address = key_tiles.multiply_add(mlir.to_i64(head.value), DIM * size, address)
     start = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
     # From 8 heads to the next; 128-byte swizzle.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 * size >> 4) << 32 | 1 << 16))
-    count, steps = heads // 2, len(registers) // 4
+    count, steps = HEADS // 2, len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
@@ -209,7 +200,7 @@ def _dots(registers, queries, token, kind="e4m3", head=None, heads=HEADS):
         place = step // 4 * 1024 + step % 4 * 32
         lines += [
             f"add.s64 d, ${count + 4 * steps}, {place >> 4};",
-            f"wgmma.mma_async.sync.aligned.m64n{heads}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
+            f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]
         if step == 0:

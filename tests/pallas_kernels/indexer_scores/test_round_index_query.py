@@ -30,8 +30,9 @@ def check(name, q, positions=None, inv_freq=None, *, interpret):
     got = round_index_query(q, weights, positions, inv_freq, codec.layout, interpret=interpret)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype
-        bits = (np.asarray(z).view(f"u{x.dtype.itemsize}") for z in (x, y))
-        np.testing.assert_array_equal(*bits)
+        # A CPU takes the weights of heads of zeros, of scale 2**-126, for zero.
+        x, y = (np.asarray(z) if z.dtype != jnp.float32 else np.where(np.abs(z) < 2.0**-126, 0, z) for z in (x, y))
+        np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"))
 
 
 def queries(tokens):
