@@ -19,7 +19,7 @@ from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, WARP_KEYS, load_words
-from pallas_kernels.indexer_scores.tile_scores import score
+from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
@@ -103,7 +103,6 @@ def indexer_scores(
         *, queries, query_weights, staged, filled, freed
     ):  # fmt: skip
         warpgroup, block, pool = lax.axis_index("warpgroup"), lax.axis_index("block"), layer[0]
-        to = dict(queries=queries, weights=query_weights, out=out, factor=factor)
 
         def at(ref, token):
             """Values of tokens. Past the last token its value is repeated."""
@@ -198,11 +197,14 @@ def indexer_scores(
                 wait_copies(STAGES - 1)
                 unpack = key_tiles.unpack_mxfp4 if mxfp4 else key_tiles.unpack_nvfp4
                 keys = unpack(key_tiles.read_tile(staged, place(i)))
+                to = dict(queries=queries, weights=query_weights, out=out, first=tile(i) * KEYS, block=held[0])
 
                 def score_token(j, _):
-                    score(keys, staged, place(i), token=j, row=token + j, first=tile(i) * KEYS, block=held[0], **to)
+                    score(keys, token=j, row=token + j, factor=factor, **to)
 
                 lax.fori_loop(0, count, score_token, None)
+                if mxfp4:
+                    score_far(keys[1], staged, place(i), tokens=count, row=token, factor=factor, **to)
                 return (*held[1:], after)
 
             held = tuple(blocks(tile(i)) for i in range(STAGES))

@@ -32,9 +32,7 @@ from pallas_kernels.indexer_scores.key_tiles import (
 
 @primitive
 def score(
-    keys: tuple[jax.Array, ...],
-    staged,
-    place: jax.Array,
+    keys: tuple[jax.Array, jax.Array],
     *,
     queries,
     weights,
@@ -49,7 +47,6 @@ def score(
 
     Args:
       keys: what `unpack_nvfp4` or `unpack_mxfp4` returned.
-      staged, place: where the tile was copied to, see `key_tiles.start_tile`.
       queries: [tokens * 64, 128] bfloat16, or float8_e4m3fn for MXFP4 keys, with `transforms`, in shared memory.
       weights: [tokens, 64] float32 in shared memory.
       token, row, first: int32 scalars.
@@ -57,61 +54,103 @@ def score(
       block: [4] int32 in layout PER_WARP, negative where the warp's keys do not exist: their score is -inf.
       factor: positive.
     """
-    scale = jnp.float32(factor)
     if queries.dtype == jnp.float8_e4m3fn:
-        words, scales = key_tiles.read_tile(staged, place)
-        largest = keys[1][:, :1] & 0xFF
-        below = lax.bitcast_convert_type((127 + TOP - jnp.minimum(largest - scales, 127)) << 23, jnp.float32)
-        tile = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
-        tile = key_tiles.permute_dims(tile, jnp.float8_e4m3fn)
-        scale *= lax.bitcast_convert_type(largest[:, 0] << 23, jnp.float32)
+        tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
+        total = _totals(tile, keys[1], queries, weights, token)
     else:
-        tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
+        total = _totals(jnp.concatenate(keys, axis=1).astype(jnp.float32), None, queries, weights, token)
+    _put(total * factor, out, row, first, block)
+
+
+@score.mosaic
+def _(keys, *, queries, weights, token, out, row, first, block, factor):
+    mxfp4 = queries.dtype == jnp.float8_e4m3fn
+    layouts = (E4M3_KEYS, SCALES) if mxfp4 else (BF16_KEYS, BF16_KEYS)
+
+    def emit(one, other, queries, weights, token, out, row, first, block):
+        token, row, first, block = map(mlir.scalar, (token, row, first, block))
+        registers = mlir.values(one) if mxfp4 else [*one.registers.flat, *other.registers.flat]
+        dots = _dots(registers, queries, token, "e4m3" if mxfp4 else "bf16")
+        sums = _add_up(dots, weights, U32(token) * HEADS, [mlir.f32(0.0)] * 2)
+        _store(sums, mlir.values(other) if mxfp4 else None, out, row, first, block, factor)
+
+    pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
+    queries = queries, plgpu.RefType(transforms(queries.dtype))
+    mlir.inline(emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP))
+
+
+@primitive
+def score_far(
+    largest: jax.Array, staged, place: jax.Array, *, queries, weights, tokens: jax.Array, out, row, first, block, factor
+) -> None:
+    """`score` again of the warps' keys with scales that lie far apart, for a chunk of `tokens` tokens.
+
+    The tile is unpacked again from where it was copied to, each dim in units of its own scale. Products of the dims of
+    each scale are added up alone, by the warp alone, 8 heads at a time.
+
+    Args:
+      largest: what `unpack_mxfp4` returned.
+      staged, place: see `key_tiles.start_tile`.
+      queries, weights, out, row, first, block, factor: as for `score`; `row` is the first token's.
+    """
+    words, scales = key_tiles.read_tile(staged, place)
+    below = (largest & 0xFF) - scales
+    below = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, 127)) << 23, jnp.float32)
+    tile = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
+    tile = key_tiles.permute_dims(tile, jnp.float8_e4m3fn)
+
+    def again(j, _):
+        total = _totals(tile, largest, queries, weights, j) * factor
+        _put(total, out, row + j, first, block, only=largest[:, 0] >= FAR)
+
+    lax.fori_loop(0, tokens, again, None)
+
+
+@score_far.mosaic
+def _(largest, staged, place, *, queries, weights, tokens, out, row, first, block, factor):
+    def emit(largest, codes, factors, place, queries, weights, tokens, out, row, first, block):
+        tokens, row, first, block = map(mlir.scalar, (tokens, row, first, block))
+        largest = mlir.values(largest)
+
+        def again(j):
+            sums = _sums_by_scale(codes, factors, place, queries, weights, j)
+            _store(sums, largest, out, (U32(row) + j).value, first, block, factor)
+
+        with thread_ops.when(U32(largest[0]) >= FAR):
+            thread_ops.loop(U32(tokens), again)
+
+    queries = queries, plgpu.RefType(transforms(queries.dtype))
+    operands = *staged, place, queries, weights, tokens, out, row, first, (block, PER_WARP)
+    mlir.inline(emit, (largest, SCALES.layout), *operands)
+
+
+def _totals(tile, largest, queries, weights, token):
+    """[64] scores of keys [64, 128] float32 in units of their `largest` scales; for interpreted kernels."""
     q = queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
-    total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest") * scale
+    total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest")
+    return total if largest is None else total * lax.bitcast_convert_type(largest[:, 0] << 23, jnp.float32)
+
+
+def _put(total, out, row, first, block, only=None):
+    """Stores a tile's scores, of warps for whose keys `only` holds; for interpreted kernels."""
     total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
-        @pl.when(first + start < out.shape[1])
+        @pl.when((first + start < out.shape[1]) & (True if only is None else only[start]))
         def _(start=start):
             out[row, pl.ds(first + start, WARP_KEYS)] = total[start : start + WARP_KEYS]
 
 
-@score.mosaic
-def _(keys, staged, place, *, queries, weights, token, out, row, first, block, factor):
-    mxfp4 = queries.dtype == jnp.float8_e4m3fn
-    layouts = (E4M3_KEYS, SCALES) if mxfp4 else (BF16_KEYS, BF16_KEYS)
-
-    def emit(codes, factors, place, queries, weights, token, out, row, first, block, *keys):
-        zero, largest = [mlir.f32(0.0)] * 2, None
-        if mxfp4:
-            sums = _add_up(_dots(mlir.values(keys[0]), queries, token, "e4m3"), weights, token, U32(0), zero)
-            largest = [U32(x) for x in mlir.values(keys[1])]
-            again = functools.partial(_sums_by_scale, codes, factors, place, queries, weights, token)
-            sums = thread_ops.replace_if(largest[0] >= FAR, sums, again)
-        else:
-            registers = [register for half in keys for register in half.registers.flat]
-            sums = _add_up(_dots(registers, queries, token, "bf16"), weights, token, U32(0), zero)
-        _store(sums, largest, out, row, first, block, factor)
-
-    pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
-    queries = queries, plgpu.RefType(transforms(queries.dtype))
-    mlir.inline(emit, *staged, place, queries, weights, token, out, row, first, (block, PER_WARP), *pairs)
-
-
 def _sums_by_scale(codes, factors, place, queries, weights, token):
-    """The sums of a warp's keys, whose scales may lie far apart: products of each scale's dims are added up alone.
-
-    Keys are unpacked again, each dim in units of its own scale, and multiplied by the warp alone, 8 heads at a time.
-    """
+    """The sums of a thread's two keys with a token, as of `_add_up`."""
     lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
     words, scales = key_tiles.read_words(codes, factors, place)
     # 2**-below, 0 from 127 on.
     below = [(top - U32(x)).minimum(127) for top, x in zip(key_tiles.largest_scales(scales), scales, strict=True)]
     steps = [mgpu.utils.bitcast((U32(127) - x << 23).value, f32) for x in below]
     head, dims = lane >> 2, lane & 3
-    start = thread_ops.shared(queries) + U32(mlir.scalar(token)) * (HEADS * DIM) + head * DIM + (dims << 2)
+    start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + (dims << 2)
     multiply = (
         "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
@@ -132,16 +171,16 @@ def _sums_by_scale(codes, factors, place, queries, weights, token):
 
         total = thread_ops.loop(opaque(4), of_scale, *[zero] * 4)
         total, sums = ([x.value for x in each] for each in (total, sums))
-        return [U32(x) for x in _add_up(total, weights, token, i * 8, sums)]
+        return [U32(x) for x in _add_up(total, weights, token * HEADS + i * 8, sums)]
 
     # Loops that cannot be unrolled: the values of one product at a time have to fit into registers.
     opaque = functools.partial(thread_ops.ptx, "mov.b32 $0, $1;")
     return [x.value for x in thread_ops.loop(opaque(HEADS // 8), of_heads, zero, zero)]
 
 
-def _add_up(dots, weights, token, head, sums):
-    """Adds weighted products with heads from `head` on to the sums of a thread's two keys."""
-    place, sums = U32(mlir.scalar(token)) * HEADS + head + ((thread_ops.lane() & 3) << 1), list(sums)
+def _add_up(dots, weights, head, sums):
+    """Adds products times the weights from number `head` on to the sums of a thread's two keys."""
+    place, sums = head + ((thread_ops.lane() & 3) << 1), list(sums)
     pointer = mlir.at(mlir.shared_pointer(weights), place.value, mlir.f32_type())
     for i in range(len(dots) // 4):
         pair = mlir.at(pointer, 8 * i, mlir.f32_type())
@@ -157,20 +196,19 @@ def _add_up(dots, weights, token, head, sums):
 
 def _store(sums, largest, out, row, first, block, factor):
     """Stores what four lanes together have of each key's sums, times `factor` and the scales of `largest`."""
-    row, first, block, entries = *map(mlir.scalar, (row, first, block)), out.type.shape[1]
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
     if largest is not None:
-        even, odd = largest
+        even, odd = map(U32, largest)
         scale = (lane & 1).equals(1).where(odd, even) << 23
         total = arith.mulf(total, mgpu.utils.bitcast(scale.value, mlir.f32_type()))
     missing = arith.cmpi(arith.CmpIPredicate.slt, block, mlir.i32(0))
     total = arith.select(missing, mlir.f32(-np.inf), total)
     first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + U32(first)
-    inside = U32(arith.cmpi(arith.CmpIPredicate.slt, first.value, mlir.i32(entries)))
+    inside = U32(arith.cmpi(arith.CmpIPredicate.slt, first.value, mlir.i32(out.type.shape[1])))
     with thread_ops.when(inside & (lane & 2).equals(0)):
         key = (lane & 1) * 8 + (lane >> 2)
-        offset = key_tiles.multiply_add(mlir.to_i64(row), entries, mlir.to_i64((first + key).value))
+        offset = key_tiles.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64((first + key).value))
         llvm.store(total, mlir.at(mlir.global_pointer(out), offset, mlir.f32_type()))
 
 
@@ -187,7 +225,7 @@ def _dots(registers, queries, token, kind):
     size = dict(e4m3=1, bf16=2)[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(queries))
-    address = key_tiles.multiply_add(mlir.to_i64(mlir.scalar(token)), HEADS * DIM * size, address)
+    address = key_tiles.multiply_add(mlir.to_i64(token), HEADS * DIM * size, address)
     start = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
     # From 8 heads to the next; 128-byte swizzle.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 * size >> 4) << 32 | 1 << 16))
