@@ -374,7 +374,9 @@ def _add(items, half, angles, out, buffers):
             alpha = plgpu.load(buffers.factors.at[stage], layout=_PER_HEAD, optimized=False)
             sums = tuple(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in sums)
             keys = tuple(buffers.keys.at[_slot(n + t, part)] for part in own)
-            sums = wgmma_results.multiply_add_all(sums, buffers.weights.at[stage], keys)
+            # From registers: shared memory is read at its full rate, and both products want them.
+            weights = plgpu.load(buffers.weights.at[stage], layout=_L)
+            sums = wgmma_results.multiply_add_all(sums, weights, keys)
             pl.when(t < tiles - 1)(lambda: free(n + t))
             return sums
 
