@@ -84,10 +84,10 @@ class TokenRows:
 
 
 @primitive
-def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array, half: int) -> None:
-    """Starts to copy half of the columns of rows to rows first .. first + 15 of a tile [rows, 256], zeros for none.
+def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array, part: int) -> None:
+    """Starts to copy columns part * n .. of rows to rows first .. first + 15 of a tile [rows, n], zeros for none.
 
-    `bias` and `first` are as for `kv_tiles.store_unit`; the bias is written with the first half. The rows are window
+    `bias` and `first` are as for `kv_tiles.store_unit`; the bias is written with the first part. The rows are window
     rows where `in_window`, an int32 scalar, is not 0, else entries.
     """
     values = rows.window_rows[...][jnp.maximum(row, 0) % rows.window_rows.shape[0]]
@@ -95,16 +95,19 @@ def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, ro
         others = rows.entries[...][jnp.maximum(row, 0) % rows.entries.shape[0]]
         values = jnp.where(in_window != 0, values, others)
     values = jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
-    tile[pl.ds(first, UNIT)] = jnp.split(values, 2, axis=1)[half]
-    if half == 0:
+    columns = tile.shape[1]
+    tile[pl.ds(first, UNIT)] = values[:, part * columns : (part + 1) * columns]
+    if part == 0:
         bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 @start_unit.mosaic
-def _(tile, bias, first, rows, in_window, row, half):
+def _(tile, bias, first, rows, in_window, row, part):
+    columns = tile.shape[1]
+
     def emit(tile, bias, in_window, row, window_rows, entries=None):
         row = mlir.scalar(row)
-        chunk, start, at = kv_tiles.unit_places(tile, HALF)
+        chunk, start, at = kv_tiles.unit_places(tile, columns)
         base = mlir.global_pointer(window_rows)
         if entries is not None:
             here = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(in_window), mlir.i32(0))
@@ -113,11 +116,11 @@ def _(tile, bias, first, rows, in_window, row, half):
         offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
         source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (chunk * 16).value)))
         size = arith.select(exists, mlir.i32(16), mlir.i32(0))
-        for group in range(HALF // GROUP):
-            place, offset = 2 * (first * HALF + 8 * GROUP * group), 2 * (half * HALF + GROUP * group)
+        for group in range(columns // GROUP):
+            place, offset = 2 * (first * columns + 8 * GROUP * group), 2 * (part * columns + GROUP * group)
             copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
             mlir.ptx(copy, start, source, size)
-        if half == 0:
+        if part == 0:
             kv_tiles.store_bias(bias, first, at, chunk, exists)
 
     others = [] if rows.entries is None else [rows.entries]

@@ -3,6 +3,8 @@
 A block serves 64 heads of one query token after the other, 64 rows (a tile) at a time. One warpgroup copies rows to
 shared memory, one scores them, and two add up values, each half of the columns. Each is ahead of the next one by up to
 a tile, also from token to token: the scoring warpgroup fetches the next queries as soon as it has scored the last tile.
+A tile is four parts of 128 columns, in a ring that has room for nine: the first part of a tile is on its way while the
+values of the tile two before it are still added up.
 
 The place of a row in a token's sums depends on the token's own position alone.
 """
@@ -32,8 +34,11 @@ from pallas_kernels.sparse_attention.row_addresses import TILE
 
 
 STAGES = 2
-# Columns of one product. The compiler wants more registers for wider ones than a thread starts with.
+# Columns of one product, and of what is copied at once. The compiler wants more registers for wider products than a
+# thread starts with.
 PART = HALF // 2
+PARTS = ROW_DIM // PART
+SLOTS = 9  # of parts, in shared memory
 # That results can be rotated back by: those of the last product.
 MOST_PAIRS = PART // 2
 # Warpgroups: one scores, two add values, each half of the columns, and one copies.
@@ -106,7 +111,8 @@ def many_queries(
         thread_name="warpgroup",
         scratch_types=dict(buffers=ManyQueriesBuffers.scratch_types()),
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Sums over rows of `wgmma`'s layout need no shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     rows = dataclasses.replace(rows, places=rows.places.reshape(-1))
     return run(q, sinks, rows, angles)
@@ -119,20 +125,19 @@ class ManyQueriesBuffers:
 
     Attributes:
       queries: [1, 64 heads, 512] bfloat16, once `queries_ready`.
-      keys: [STAGES * 2, 64, 256] bfloat16: either half of a stage's rows is `full`, or the stage is `free`. A token's
-        result takes the place of its last tile.
-      biases: [STAGES, 64] float32, 0 for a row and -inf for none; with `keys`.
-      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed`; free with `keys`.
-      rescale: [STAGES, 64 heads] float32, factors of earlier sums; with `weights`.
-      scale: [64 heads] float32, factors of the final sums; `scaled` or `scale_free`.
+      keys: [SLOTS, 64, 128] bfloat16, parts of tiles, `full` or `free`. A token's result takes the place of its last
+        tile.
+      biases: [STAGES + 1, 64] float32, 0 for a row and -inf for none; with a tile's first part.
+      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed`; free with the tile.
+      factors: [STAGES + 1, 64 heads] float32, of earlier sums, with `weights`; the last, of the final sums, `scaled` or
+        `scale_free`.
     """
 
     queries: Any
     keys: Any
     biases: Any
     weights: Any
-    rescale: Any
-    scale: Any
+    factors: Any
     queries_ready: Any
     full: Any
     free: Any
@@ -146,14 +151,14 @@ class ManyQueriesBuffers:
         return cls(
             # The axis of one is for `_scores`.
             queries=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            keys=plgpu.SMEM((2 * STAGES, TILE, HALF), jnp.bfloat16, transforms=TRANSFORMS),
-            biases=plgpu.SMEM((STAGES, TILE), jnp.float32),
+            keys=plgpu.SMEM((SLOTS, TILE, PART), jnp.bfloat16, transforms=TRANSFORMS),
+            biases=plgpu.SMEM((STAGES + 1, TILE), jnp.float32),
             weights=plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
-            rescale=plgpu.SMEM((STAGES, HEADS), jnp.float32),
-            scale=plgpu.SMEM((HEADS,), jnp.float32),
+            # Together, since an array takes 1024 bytes at least.
+            factors=plgpu.SMEM((STAGES + 1, HEADS), jnp.float32),
             queries_ready=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=2 * STAGES),
-            free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            full=plgpu.Barrier(num_barriers=SLOTS),
+            free=plgpu.Barrier(num_barriers=SLOTS),
             weighed=plgpu.Barrier(num_barriers=STAGES),
             scaled=plgpu.Barrier(),
             scale_free=plgpu.Barrier(num_arrivals=2),
@@ -226,41 +231,62 @@ def _stage(n):
     return lax.rem(n, jnp.int32(STAGES))
 
 
+def _slot(n, part):
+    """Where a part of tile n is."""
+    return lax.rem(PARTS * n + part, jnp.int32(SLOTS))
+
+
+def _bias(buffers, n):
+    return buffers.biases.at[lax.rem(n, jnp.int32(STAGES + 1))]
+
+
 def _copy(items, rows, buffers):
-    """Fills tile after tile."""
+    """Fills part after part. What was copied is shown when the next parts are on their way."""
+
+    def show(n, part, pending):
+        async_copies.wait_copies(pending)
+        kv_tiles.fence()
+        plgpu.barrier_arrive(buffers.full.at[_slot(n, part)])
 
     def item(i, n, tiles):
         token, _ = items.place(i)
         addresses = TokenRows(rows, token)
 
         def tile(t, here):
-            stage = _stage(n + t)
-
-            @pl.when(n + t >= STAGES)
-            def _():
-                plgpu.barrier_wait(buffers.free.at[stage])
-
             in_window = (t < rows.window // TILE).astype(jnp.int32)
-            for half in range(2):
+
+            def start(part):
+                slot = _slot(n + t, part)
+
+                @pl.when(PARTS * (n + t) + part >= SLOTS)
+                def _():
+                    plgpu.barrier_wait(buffers.free.at[slot])
+
                 for unit, row in enumerate(here):
-                    keys = buffers.keys.at[2 * stage + half]
-                    start_unit(keys, buffers.biases.at[stage], unit * UNIT, rows, in_window, row, half)
+                    start_unit(buffers.keys.at[slot], _bias(buffers, n + t), unit * UNIT, rows, in_window, row, part)
                 async_copies.commit_copies()
+
+            start(0)
+            # The other parts may have to wait for the tile two before, and that for the last part of the tile before.
+            pl.when(t > 0)(lambda: show(n + t - 1, PARTS - 1, 1))
+            start(1)
+            start(2)
             coming = addresses.of(t + 1)
-            for half in range(2):
-                async_copies.wait_copies(1 - half)
-                kv_tiles.fence()
-                plgpu.barrier_arrive(buffers.full.at[2 * stage + half])
+            show(n + t, 0, 2)
+            start(3)
+            show(n + t, 1, 2)
+            show(n + t, 2, 1)
             return coming
 
         lax.fori_loop(0, tiles, tile, addresses.of(jnp.int32(0)))
+        show(n + tiles - 1, PARTS - 1, 0)
 
     n = items.loop(item)
 
     # The interpreter wants every arrival waited for.
-    @pl.loop(jnp.maximum(n - STAGES, 0), n)
+    @pl.loop(jnp.maximum(PARTS * n - SLOTS, 0), PARTS * n)
     def _(n):
-        plgpu.barrier_wait(buffers.free.at[_stage(n)])
+        plgpu.barrier_wait(buffers.free.at[lax.rem(n, jnp.int32(SLOTS))])
 
 
 def _score(items, q, sinks, buffers):
@@ -288,9 +314,9 @@ def _score(items, q, sinks, buffers):
         def tile(t, carry):
             top, total = carry
             stage = _stage(n + t)
-            scores = _scores(buffers, stage, t)
+            scores = _scores(buffers, n + t)
             pl.when(t == tiles - 1)(lambda: fetch(i + 1))
-            bias = plgpu.load(buffers.biases.at[stage], layout=_PER_COLUMN, optimized=False)
+            bias = plgpu.load(_bias(buffers, n + t), layout=_PER_COLUMN, optimized=False)
             scores = scores * SCALE + lax.broadcast_in_dim(bias, scores.shape, [1])
             peak = jnp.maximum(top, scores.max(axis=1))
             alpha = jnp.exp2(top - peak)
@@ -298,7 +324,7 @@ def _score(items, q, sinks, buffers):
             total = total * alpha + weights.sum(axis=1)
             # Both adders are done with what was there: the tile would not be full otherwise.
             wgmma_results.put_shared(buffers.weights.at[stage], weights.astype(jnp.bfloat16))
-            wgmma_results.put_shared(buffers.rescale.at[stage], alpha)
+            wgmma_results.put_shared(buffers.factors.at[stage], alpha)
             kv_tiles.fence()
             plgpu.barrier_arrive(buffers.weighed.at[stage])
             return peak, total
@@ -308,7 +334,7 @@ def _score(items, q, sinks, buffers):
         scale = jnp.exp2(top - peak)
         scale = scale / (total * scale + jnp.exp2(sink - peak))
         pl.when(i > 0)(lambda: plgpu.barrier_wait(buffers.scale_free))
-        buffers.scale[...] = scale
+        buffers.factors[STAGES] = scale
         plgpu.barrier_arrive(buffers.scaled)
 
     fetch(jnp.int32(0))
@@ -316,17 +342,17 @@ def _score(items, q, sinks, buffers):
     plgpu.barrier_wait(buffers.scale_free)
 
 
-def _scores(buffers, stage, t):
-    """[64 heads, 64] float32 products of a tile's rows."""
+def _scores(buffers, n):
+    """[64 heads, 64] float32 products of tile n's rows."""
     # Always 0. The compiler does not know that, and so does not keep 64 registers of addresses from tile to tile.
-    zero = lax.shift_right_logical(t, jnp.int32(30))
+    zero = lax.shift_right_logical(n, jnp.int32(30))
 
     def score(ref):
-        for half in range(2):
-            columns = pl.ds(half * HALF, HALF)
-            plgpu.barrier_wait(buffers.full.at[2 * stage + half])
-            keys = buffers.keys.at[2 * stage + half]
-            plgpu.wgmma(ref, buffers.queries.at[zero, :, columns], keys.transpose((1, 0)))
+        for part in range(PARTS):
+            slot = _slot(n, part)
+            plgpu.barrier_wait(buffers.full.at[slot])
+            columns = pl.ds(part * PART, PART)
+            plgpu.wgmma(ref, buffers.queries.at[zero, :, columns], buffers.keys.at[slot].transpose((1, 0)))
         return ref[...]
 
     return pl.run_scoped(score, plgpu.ACC((HEADS, TILE), jnp.float32))
@@ -334,38 +360,42 @@ def _scores(buffers, stage, t):
 
 def _add(items, half, angles, out, buffers):
     """Adds up half of the columns of each item's values, and stores them."""
-    columns = range(0, HALF, PART)
+    own = range(half * PARTS // 2, (half + 1) * PARTS // 2)
     nothing = plgpu.layout_cast(jnp.zeros((HEADS, PART), jnp.float32), _L)
 
+    def free(n):
+        for part in own:
+            plgpu.barrier_arrive(buffers.free.at[_slot(n, part)])
+
     def item(i, n, tiles):
-        def tile(t, parts):
+        def tile(t, sums):
             stage = _stage(n + t)
             plgpu.barrier_wait(buffers.weighed.at[stage])
-            alpha = plgpu.load(buffers.rescale.at[stage], layout=_PER_HEAD, optimized=False)
-            parts = tuple(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in parts)
-            keys = tuple(buffers.keys.at[2 * stage + half, :, pl.ds(column, PART)] for column in columns)
-            parts = wgmma_results.multiply_add_all(parts, buffers.weights.at[stage], keys)
+            alpha = plgpu.load(buffers.factors.at[stage], layout=_PER_HEAD, optimized=False)
+            sums = tuple(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in sums)
+            keys = tuple(buffers.keys.at[_slot(n + t, part)] for part in own)
+            # From registers: shared memory is read at its full rate, and both products want them.
+            weights = plgpu.load(buffers.weights.at[stage], layout=_L)
+            sums = wgmma_results.multiply_add_all(sums, weights, keys)
+            pl.when(t < tiles - 1)(lambda: free(n + t))
+            return sums
 
-            @pl.when(t < tiles - 1)
-            def _():
-                plgpu.barrier_arrive(buffers.free.at[stage])
-
-            return parts
-
-        parts = lax.fori_loop(0, tiles, tile, (nothing,) * len(columns))
-        stage = _stage(n + tiles - 1)
+        sums = lax.fori_loop(0, tiles, tile, (nothing,) * len(own))
         plgpu.barrier_wait(buffers.scaled)
-        scale = plgpu.load(buffers.scale, layout=_PER_HEAD, optimized=False)
+        scale = plgpu.load(buffers.factors.at[STAGES], layout=_PER_HEAD, optimized=False)
         plgpu.barrier_arrive(buffers.scale_free)
         token, heads = items.place(i)
-        for column, acc in zip(columns, parts, strict=True):
+        last = n + tiles - 1
+        for part, acc in zip(own, sums, strict=True):
             acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-            if angles is not None and half * HALF + column + PART == ROW_DIM:
+            if angles is not None and part == PARTS - 1:
                 acc = turn_back(acc, angles, token)
-            buffers.keys[2 * stage + half, :, pl.ds(column, PART)] = acc.astype(jnp.bfloat16)
+            buffers.keys[_slot(last, part)] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffers.keys.at[2 * stage + half], out.at[token, heads, pl.ds(half * HALF, HALF)])
+        for part in own:
+            source, columns = buffers.keys.at[_slot(last, part)], pl.ds(part * PART, PART)
+            plgpu.copy_smem_to_gmem(source, out.at[token, heads, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(buffers.free.at[stage])
+        free(last)
 
     items.loop(item)
