@@ -3,6 +3,7 @@
 import functools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.profiler import ProfileData
 
 from dsv4_jax.bench.cases import Case
 
@@ -84,19 +86,35 @@ def process_seconds() -> float:
 
 
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
-    """(name, milliseconds) of every kernel that `calls` runs, in order, with a cold cache before the first."""
-    from jax._src.lib import mosaic_gpu as library
+    """(name, milliseconds) of every kernel that `calls` runs, in order, with a cold cache before the first.
 
+    Of a kernel that starts while the one before it runs, only the time after that one's end counts: a sum is the time
+    in which any kernel runs.
+    """
     evict = _evict()
     evict()
-    # What jax.experimental.mosaic.gpu.profiler.measure does, around several programs instead of one.
-    cupti = library._mosaic_gpu_ext
-    cupti._cupti_init()
-    try:
-        evict()
-        calls()
-    finally:
-        found = cupti._cupti_get_timings(True)[1:]
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            evict()
+            calls()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = [plane for plane in ProfileData.from_file(str(path)).planes if plane.name.startswith("/device:GPU")]
+        devices = [[event for line in plane.lines for event in line.events] for plane in planes]
+    found = []
+    for events in devices:
+        spans = [(x.start_ns, x.start_ns + x.duration_ns, x.name) for x in events if not x.name.startswith("Mem")]
+        found += alone(sorted(spans))
+    return found[1:]
+
+
+def alone(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
+    """(name, milliseconds) of kernels (start, end, name), in ns and sorted by start, without what others overlap."""
+    found, last = [], 0.0
+    for start, end, name in spans:
+        found.append((name, max(end - max(start, last), 0.0) / 1e6))
+        last = max(last, end)
     return found
 
 

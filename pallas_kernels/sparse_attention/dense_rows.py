@@ -83,6 +83,45 @@ class TokenRows:
         return jnp.where(item < rows.window, mine, other)
 
 
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """The items of a block: so many heads of a token each, one of its `groups` of heads."""
+
+    rows: DenseRows
+    block: jax.Array
+    blocks: int
+    items: int
+    groups: int
+    heads: int
+
+    @property
+    def count(self) -> jax.Array:
+        return lax.div(self.items - self.block + (self.blocks - 1), jnp.int32(self.blocks))
+
+    def place(self, i: jax.Array) -> tuple[jax.Array, Any]:
+        """(token, heads) of item i; of items after the last, those of the last token."""
+        item = jnp.minimum(self.block + i * self.blocks, self.items - 1)
+        token, group = lax.div(item, jnp.int32(self.groups)), lax.rem(item, jnp.int32(self.groups))
+        return token, pl.ds(group * self.heads, self.heads)
+
+    def tiles(self, i: jax.Array) -> jax.Array:
+        return self.rows.tiles(self.place(i)[0])
+
+    def loop(self, body) -> jax.Array:
+        """Calls `body(i, n, tiles)` for each item: its number of tiles, and of those before it. Returns that of all.
+
+        What the next item's number is read from is loaded an item ahead.
+        """
+
+        def step(i, carry):
+            n, tiles = carry
+            coming = self.tiles(i + 1)
+            body(i, n, tiles)
+            return n + tiles, coming
+
+        return lax.fori_loop(0, self.count, step, (jnp.int32(0), self.tiles(jnp.int32(0))))[0]
+
+
 @primitive
 def start_unit(tile, bias, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array, part: int) -> None:
     """Starts to copy columns part * n .. of rows to rows first .. first + 15 of a tile [rows, n], zeros for none.

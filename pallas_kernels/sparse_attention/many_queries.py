@@ -4,7 +4,8 @@ A block serves 64 heads of one query token after the other, 64 rows (a tile) at 
 shared memory, one scores them, and two add up values, each half of the columns. Each is ahead of the next one by up to
 a tile, also from token to token: the scoring warpgroup fetches the next queries as soon as it has scored the last tile.
 A tile is four parts of 128 columns, in a ring that has room for nine: the first part of a tile is on its way while the
-values of the tile two before it are still added up.
+values of the tile two before it are still added up. Scores come first: one of the two that add up values waits until
+the next tile is scored, and its products fill the time in which that tile's weights are worked out.
 
 The place of a row in a token's sums depends on the token's own position alone.
 """
@@ -27,7 +28,7 @@ from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
-from pallas_kernels.sparse_attention.dense_rows import HALF, DenseRows, TokenRows, start_unit, turn_back
+from pallas_kernels.sparse_attention.dense_rows import HALF, DenseRows, Items, TokenRows, start_unit, turn_back
 from pallas_kernels.sparse_attention.few_queries import HEADS, LOWEST, SCALE
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
 from pallas_kernels.sparse_attention.row_addresses import TILE
@@ -129,6 +130,7 @@ class ManyQueriesBuffers:
         tile.
       biases: [STAGES + 1, 64] float32, 0 for a row and -inf for none; with a tile's first part.
       weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed`; free with the tile.
+      scored: a token's tile after its first has scores.
       factors: [STAGES + 1, 64 heads] float32, of earlier sums, with `weights`; the last, of the final sums, `scaled` or
         `scale_free`.
     """
@@ -141,6 +143,7 @@ class ManyQueriesBuffers:
     queries_ready: Any
     full: Any
     free: Any
+    scored: Any
     weighed: Any
     scaled: Any
     scale_free: Any
@@ -159,55 +162,18 @@ class ManyQueriesBuffers:
             queries_ready=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=SLOTS),
             free=plgpu.Barrier(num_barriers=SLOTS),
+            scored=plgpu.Barrier(num_barriers=STAGES),
             weighed=plgpu.Barrier(num_barriers=STAGES),
             scaled=plgpu.Barrier(),
             scale_free=plgpu.Barrier(num_arrivals=2),
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Items:
-    """The items of a block: 64 heads of a token each."""
-
-    rows: DenseRows
-    block: jax.Array
-    blocks: int
-    items: int
-    groups: int
-
-    @property
-    def count(self) -> jax.Array:
-        return lax.div(self.items - self.block + (self.blocks - 1), jnp.int32(self.blocks))
-
-    def place(self, i: jax.Array) -> tuple[jax.Array, Any]:
-        """(token, heads) of item i; of items after the last, those of the last token."""
-        item = jnp.minimum(self.block + i * self.blocks, self.items - 1)
-        token, group = lax.div(item, jnp.int32(self.groups)), lax.rem(item, jnp.int32(self.groups))
-        return token, pl.ds(group * HEADS, HEADS)
-
-    def tiles(self, i: jax.Array) -> jax.Array:
-        return self.rows.tiles(self.place(i)[0])
-
-    def loop(self, body) -> jax.Array:
-        """Calls `body(i, n, tiles)` for each item: its number of tiles, and of those before it. Returns that of all.
-
-        What the next item's number is read from is loaded an item ahead.
-        """
-
-        def step(i, carry):
-            n, tiles = carry
-            coming = self.tiles(i + 1)
-            body(i, n, tiles)
-            return n + tiles, coming
-
-        return lax.fori_loop(0, self.count, step, (jnp.int32(0), self.tiles(jnp.int32(0))))[0]
-
-
 def _body(blocks, q, sinks, rows, angles, out, *, buffers):
     warpgroup = lax.axis_index("warpgroup")
     tokens, heads, _ = q.shape
     groups = heads // HEADS
-    items = Items(rows, lax.axis_index("block"), blocks, tokens * groups, groups)
+    items = Items(rows, lax.axis_index("block"), blocks, tokens * groups, groups, HEADS)
 
     @pl.when(warpgroup == SCORER)
     def _():
@@ -315,6 +281,7 @@ def _score(items, q, sinks, buffers):
             top, total = carry
             stage = _stage(n + t)
             scores = _scores(buffers, n + t)
+            pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch(i + 1))
             bias = plgpu.load(_bias(buffers, n + t), layout=_PER_COLUMN, optimized=False)
             scores = scores * SCALE + lax.broadcast_in_dim(bias, scores.shape, [1])
@@ -373,6 +340,8 @@ def _add(items, half, angles, out, buffers):
             plgpu.barrier_wait(buffers.weighed.at[stage])
             alpha = plgpu.load(buffers.factors.at[stage], layout=_PER_HEAD, optimized=False)
             sums = tuple(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in sums)
+            if half == 1:
+                pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(n + t + 1)]))
             keys = tuple(buffers.keys.at[_slot(n + t, part)] for part in own)
             # From registers: shared memory is read at its full rate, and both products want them.
             weights = plgpu.load(buffers.weights.at[stage], layout=_L)
