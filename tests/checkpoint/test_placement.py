@@ -128,16 +128,18 @@ def test_blocks_that_share_a_scale_are_not_cut():
         load_checkpoint(FP8, weights="stored", mesh=make_mesh({"model": 2}))
 
 
-def test_a_full_device_is_named(whole_blocks, monkeypatch):
-    put, calls = jax.device_put, []
+@pytest.mark.parametrize("step", ["device_put", "block_until_ready"])
+def test_a_full_device_is_named(whole_blocks, monkeypatch, step):
+    """Whether it says so when a transfer is asked for, or when it is waited for."""
+    do, calls = getattr(jax, step), []
 
     def full(*args, **options):
         calls.append(args)
         if len(calls) > 20:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory on CUDA_1")
-        return put(*args, **options)
+        return do(*args, **options)
 
-    monkeypatch.setattr(jax, "device_put", full)
+    monkeypatch.setattr(jax, step, full)
     with pytest.raises(
         ValueError, match=r"out of memory at model\.layers\.0\..*, on 2 devices\. Cut .* over more .*CUDA_1"
     ):
