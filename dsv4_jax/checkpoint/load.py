@@ -20,7 +20,7 @@ from rich.progress import track
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
-from dsv4_jax.checkpoint.placement import place
+from dsv4_jax.checkpoint.placement import Staging
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
@@ -103,18 +103,17 @@ def load_checkpoint(
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
-    values, bad = {}, []
+    values, bad, staging = {}, [], Staging()
     for weight in _with_bar(table) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, whole_experts)
         try:
-            value = _stored(weight, pieces, dtypes[weight.path], where) if stay else None
+            value = _stored(weight, pieces, dtypes[weight.path], where, staging) if stay else None
             if value is None:
-                value, problems = _converted(weight, pieces, dtypes[weight.path], config, where)
+                value, problems = _converted(weight, pieces, dtypes[weight.path], config, where, staging)
                 bad += problems
-            # Waiting keeps the next parameter from being read before this one's host memory is free.
             if not bad:
-                values[weight.path] = jax.block_until_ready(value)
+                values[weight.path] = value
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -141,7 +140,11 @@ def _dotted(key: tuple[object, ...]) -> str:
 
 
 def _stored(
-    weight: Weight, pieces: list[StoredTensor | QuantisedTensor], dtype: np.dtype, where: NamedSharding | None
+    weight: Weight,
+    pieces: list[StoredTensor | QuantisedTensor],
+    dtype: np.dtype,
+    where: NamedSharding | None,
+    staging: Staging,
 ) -> StoredWeight | None:
     """The weight as it is stored, on its devices; None if it cannot stay quantised."""
     quantised = [piece for piece in pieces if isinstance(piece, QuantisedTensor) and piece.can_stay]
@@ -159,7 +162,7 @@ def _stored(
         rows, columns = tensors[0].shape
         matrices = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in tensors]
         rows *= len(tensors) // math.prod(weight.shape[:-2])
-        return place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
+        return staging.place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
 
     codes, scale = whole([piece.codes for piece in quantised]), whole([piece.scale for piece in quantised])
     return StoredWeight(codes, scale, first.dtype, dtype)
@@ -171,24 +174,29 @@ def _converted(
     dtype: np.dtype,
     config: DSV4Config,
     where: NamedSharding | None,
+    staging: Staging,
 ) -> tuple[jax.Array, list[str]]:
     """The weight's values in the parameter's dtype, on its devices, and what is wrong with them."""
-    experts, wrong = config.n_routed_experts, collections.Counter[int]()
+    experts = config.n_routed_experts
+    wrong: list[tuple[int, int]] = []  # numbers of pieces and counts
 
-    def convert(number: int, stored: np.ndarray, into: np.ndarray) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype is reported as infinite
-            into[...] = stored
+    def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
         # The model's only integers are the hash layers' expert ids.
-        bad = (stored < 0) | (stored >= experts) if dtype.kind == "i" else ~np.isfinite(into)
-        wrong[number] += int(np.count_nonzero(bad))
+        bad = (stored < 0) | (stored >= experts) if dtype.kind == "i" else ~np.isfinite(value)
+        if count := int(np.count_nonzero(bad)):
+            wrong.append((number, count))
 
-    value = place([piece.load for piece in pieces], weight.shape, dtype, where, convert)
+    # Dequantising takes memory, and threads would keep it.
+    views = all(isinstance(piece, StoredTensor) for piece in pieces)
+    value = staging.place([piece.load for piece in pieces], weight.shape, dtype, where, check, threads=views)
     size = math.prod(weight.source_shape)
     many = "names experts outside 0..{last}" if dtype.kind == "i" else "has {count} NaN or infinite values of {size}"
+    counts = collections.Counter[int]()
+    for number, count in wrong:
+        counts[number] += count
     found = [
         f"{pieces[number].name} {many.format(last=experts - 1, count=count, size=size)}"
-        for number, count in sorted(wrong.items())
-        if count
+        for number, count in sorted(counts.items())
     ]
     return value, found
 

@@ -1,9 +1,10 @@
-"""Puts stored tensors on devices: each gets its part, straight from the file's pages."""
+"""Puts stored tensors on devices: each gets its part, straight from the file's pages where it can."""
 
 import collections
 import concurrent.futures
 import gc
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -11,64 +12,96 @@ from jax.sharding import NamedSharding
 
 
 Pieces = Sequence[Callable[[], np.ndarray]]
-Copy = Callable[[int, np.ndarray, np.ndarray], None]
+Check = Callable[[int, np.ndarray, np.ndarray], None]
+_BLOCK_BYTES = 1 << 24  # that one thread copies and checks at a time: what a check allocates stays small
+# XLA on a CPU takes memory that begins at a multiple of this for an array's own instead of copying it.
+_ALIASED = 64
 
 
-def place(
-    pieces: Pieces,
-    shape: tuple[int, ...],
-    dtype: np.typing.DTypeLike,
-    where: NamedSharding | None,
-    copy: Copy | None = None,
-) -> jax.Array:
-    """An array on its devices, made of pieces.
+class Staging:
+    """Host memory that one array after the other goes through: memory that was never used is slow to write first."""
 
-    Each piece is read once; the host holds the parts of this array.
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
 
-    Args:
-      pieces: each returns a piece's values, possibly a view of a file: the whole array, or the matrices (the last two
-        axes) of a stack in row-major order.
-      shape, dtype: of the whole array.
-      where: how it is cut; None = it lies on the default device.
-      copy: called with the number of a piece, a part of its values and where to write them; None = they are of `dtype`
-        and stay as they are.
+    def place(
+        self,
+        pieces: Pieces,
+        shape: tuple[int, ...],
+        dtype: np.typing.DTypeLike,
+        where: NamedSharding | None,
+        check: Check | None = None,
+        threads: bool = True,
+    ) -> jax.Array:
+        """An array on its devices, made of pieces; when it returns, they are read and the staging memory is free again.
 
-    Returns:
-      The array; its transfers may still run.
-    """
-    stack = shape[:-2] if len(pieces) > 1 else ()
-    if where is None:
-        devices = {tuple((0, n) for n in shape): [None]}
-    else:
-        devices = collections.defaultdict(list)
-        for device, index in where.addressable_devices_indices_map(shape).items():
-            assert index is not None
-            devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
-    # A transfer's source is freed when Python collects, if it ended in a thread of JAX: else two would be held.
-    gc.collect(0)
-    # Copies, also where one piece is the whole: on a CPU an array may else be the file's pages, which can change.
-    parts = {bounds: np.empty([end - start for start, end in bounds], dtype) for bounds in devices}
+        Each piece is read once. The host holds the parts of this array, but for those that are of `dtype` and lie in
+        one range of a single piece: they go to their devices from there.
 
-    def read(number: int, at: tuple[int, ...]) -> None:
-        values = pieces[number]().reshape(shape[len(stack) :])
-        for bounds, part in parts.items():
-            if all(start <= i < end for i, (start, end) in zip(at, bounds, strict=False)):
-                here = part[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
-                some = values[_slices(bounds[len(stack) :])]
-                if copy is None:
+        Args:
+          pieces: each returns a piece's values, possibly a view of a file: the whole array, or the matrices (the last
+            two axes) of a stack in row-major order.
+          shape, dtype: of the whole array. Values are cast.
+          where: how it is cut; None = it lies on the default device.
+          check: called with the number of a piece, some of its values and what they are in `dtype`, from any thread.
+          threads: whether pieces are made beforehand and copied by several threads, which pays where they are views;
+            else one is made at a time.
+        """
+        stack = shape[:-2] if len(pieces) > 1 else ()
+        if where is None:
+            devices = {tuple((0, n) for n in shape): [None]}
+        else:
+            devices = collections.defaultdict(list)
+            for device, index in where.addressable_devices_indices_map(shape).items():
+                assert index is not None
+                devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
+        parts = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
+
+        def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+            for number, at in enumerate(np.ndindex(stack)):
+                values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
+                for bounds, part in parts.items():
+                    if all(start <= i < end for i, (start, end) in zip(at, bounds, strict=False)):
+                        some = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
+                        here = part[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
+                        if direct := not stack and some.dtype == dtype and _can_be_source(some):
+                            parts[bounds] = some
+                        some, here = np.atleast_1d(some, here)
+                        rows = max(1, len(here) * _BLOCK_BYTES // max(here.nbytes, 1))
+                        for i in range(0, len(here), rows):
+                            yield number, some[i : i + rows], None if direct else here[i : i + rows]
+
+        def fill(block: tuple[int, np.ndarray, np.ndarray | None]) -> None:
+            number, some, here = block
+            if here is not None:
+                with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype becomes infinite
                     here[...] = some
-                else:
-                    copy(number, some, here)
+            if check is not None:
+                check(number, some, some if here is None else here)
 
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        # One thread copies bytes slower than a disk may read them. Conversions take memory, and threads would keep it.
-        run = threads.map if copy is None else map
-        collections.deque(run(read, range(len(pieces)), np.ndindex(stack)), maxlen=0)
-        # Nor does one thread hand over as many bytes as several devices take.
-        puts = [(part, device) for bounds, part in parts.items() for device in devices[bounds]]
-        arrays = list(threads.map(jax.device_put, *zip(*puts, strict=True)))
-    return arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            # One thread copies bytes slower than a disk may read them.
+            collections.deque((pool.map if threads else map)(fill, blocks()), maxlen=0)
+            # Nor does one thread hand over as many bytes as several devices take.
+            puts = [(part, device) for bounds, part in parts.items() for device in devices[bounds]]
+            arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
+        array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
+        return jax.block_until_ready(array)
+
+    def _views(self, shapes: list[list[int]], dtype: np.typing.DTypeLike) -> list[np.ndarray]:
+        """Parts of the memory that no array will take for its own."""
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
+        ends = np.cumsum([-(-size // _ALIASED) * _ALIASED for size in sizes])
+        if (needed := int(ends[-1]) + _ALIASED) > self._memory.size:
+            self._memory = np.empty(0, np.uint8)
+            # A transfer's source is freed when Python collects, if it ended in a thread of JAX: else two would be held.
+            gc.collect(0)
+            self._memory = np.empty(needed, np.uint8)
+        first = (8 - self._memory.ctypes.data) % _ALIASED
+        starts = [first, *(first + ends[:-1])]
+        places = zip(starts, sizes, shapes, strict=True)
+        return [self._memory[at : at + size].view(dtype).reshape(shape) for at, size, shape in places]
 
 
-def _slices(bounds):
-    return tuple(slice(*pair) for pair in bounds)
+def _can_be_source(values: np.ndarray) -> bool:
+    return values.flags.c_contiguous and values.ctypes.data % _ALIASED != 0

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
 from dsv4_jax.checkpoint.keys import weights
-from dsv4_jax.checkpoint.placement import place
+from dsv4_jax.checkpoint.placement import Staging
 from dsv4_jax.checkpoint.save import release_config
 from dsv4_jax.config import CSA, DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
@@ -127,42 +128,69 @@ def test_blocks_that_share_a_scale_are_not_cut():
         load_checkpoint(FP8, weights="stored", mesh=make_mesh({"model": 2}))
 
 
-def test_a_full_device_is_named(whole_blocks, monkeypatch):
-    put, calls = jax.device_put, []
+@pytest.mark.parametrize("step", ["device_put", "block_until_ready"])
+def test_a_full_device_is_named(whole_blocks, monkeypatch, step):
+    """Whether it says so when a transfer is asked for, or when it is waited for."""
+    do, calls = getattr(jax, step), []
 
     def full(*args, **options):
         calls.append(args)
         if len(calls) > 20:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory on CUDA_1")
-        return put(*args, **options)
+        return do(*args, **options)
 
-    monkeypatch.setattr(jax, "device_put", full)
+    monkeypatch.setattr(jax, step, full)
     with pytest.raises(
         ValueError, match=r"out of memory at model\.layers\.0\..*, on 2 devices\. Cut .* over more .*CUDA_1"
     ):
         load_checkpoint(whole_blocks, mesh=make_mesh({"model": 2}))
 
 
-def test_each_piece_is_read_once_and_never_aliased():
+def test_each_piece_is_read_once():
     """[3, 2, 4, 6] from six matrices, which two devices share by rows or by columns."""
     values = np.arange(144, dtype=np.uint8).reshape(3, 2, 4, 6)
-    reads = []
+    reads, staging = [], Staging()
 
     def piece(i):
         return lambda: reads.append(i) or values.reshape(6, 4, 6)[i]
 
     for axes in ((None, None, "inner"), (None, None, None, "inner"), (None, "heads"), ()):
         where = named_sharding(axes, make_mesh({"model": 2}))
-        placed = place([piece(i) for i in range(6)], values.shape, np.uint8, where)
+        placed = staging.place([piece(i) for i in range(6)], values.shape, np.uint8, where)
         assert placed.sharding == where and reads == list(range(6))
         reads.clear()
         np.testing.assert_array_equal(placed, values)
-    for where in (None, named_sharding(("vocab",), make_mesh({"model": 2}))):
-        for _ in range(20):  # whether an array can be NumPy's memory depends on where this begins
-            source = np.zeros((256, 64), np.float32)
-            placed = jax.block_until_ready(place([lambda source=source: source], source.shape, source.dtype, where))
-            source[...] = 1
-            assert not np.any(placed)
+
+
+@pytest.mark.parametrize("axes", [("vocab",), (None, "vocab"), (), None], ids=str)
+def test_arrays_keep_their_values(axes):
+    """Neither what is placed next nor what becomes of a source changes an array, wherever in memory that begins."""
+    where = axes if axes is None else named_sharding(axes, make_mesh({"model": 2}))
+    staging, memory, placed = Staging(), np.zeros(2**17, np.uint8), []
+    first = -memory.ctypes.data % 64
+    for at in range(0, 128, 4):
+        shape = 64 + 2 * at, 64
+        source = memory[first + at :][: 4 * math.prod(shape)].view(np.float32).reshape(shape)
+        for stored in (source, source.T, np.zeros(shape, np.float16)):  # in one range, not, and cast
+            stored[...] = source[...] = len(placed)
+            placed.append(staging.place([lambda stored=stored: stored], stored.shape, np.float32, where))
+    source[...] = -1
+    for number, array in enumerate(placed):
+        assert np.all(np.asarray(array) == number), number
+
+
+def test_the_file_is_read_by_the_device_and_staging_memory_is_reused(monkeypatch):
+    """What needs no change goes straight from its pages; the rest from one piece of memory."""
+    memory, put, sources, staging = np.zeros(2**14, np.float32), jax.device_put, [], Staging()
+    monkeypatch.setattr(jax, "device_put", lambda x, device: sources.append(x) or put(x, device))
+    where, first = named_sharding(("vocab",), make_mesh({"model": 2})), 2 - memory.ctypes.data % 64 // 4
+    stored = memory[16 + first :][: 64 * 96].reshape(64, 96)
+    staging.place([lambda: stored], stored.shape, np.float32, where)
+    assert len(sources) == 2 and all(np.shares_memory(x, stored) for x in sources)
+    sources.clear()
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float32):
+        staging.place([lambda: stored.T], stored.T.shape, dtype, where)
+    assert len(sources) == 6 and len({id(x.base) for x in sources}) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -175,4 +203,4 @@ def test_loading_takes_the_result_and_a_layer(tmp_path, weights):
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
     assert memory["layer"] > (20e6 if weights == "bfloat16" else 8e6)  # so that the interpreter's own memory is little
-    assert memory["over"] <= 1.1 * memory["layer"], memory
+    assert memory["over"] <= memory["layer"], memory
