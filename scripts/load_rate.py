@@ -1,7 +1,10 @@
 """Measures how fast a checkpoint in the release's storage is loaded, from a file system in memory."""
 
 import dataclasses
+import json
+import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +20,15 @@ from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader
 
 
-def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int = 2) -> None:
+def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int = 2, report: Path | None = None) -> None:
     """Writes the first layers of V4-Flash, embedding and head with random values to a folder, and loads them.
 
     Args:
       folder: is removed afterwards; in /dev/shm the files' pages are in memory.
-      layers: of the model, 3.6 GB each.
+      layers: of the model, 3.6 GB each; all 43 are 156 GB.
       mesh: devices to cut the model over.
       times: how often it is loaded.
+      report: a JSON file to write the numbers to.
     """
     config = DSV4Config.v4_flash()
     kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
@@ -35,15 +39,51 @@ def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int =
     try:
         write_release(config, folder, random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
-        devices = make_mesh(parse_mesh(mesh))
+        devices, loads = make_mesh(parse_mesh(mesh)), []
         for _ in range(times):
             start = time.perf_counter()
-            model = load_checkpoint(folder, config, weights="stored", mesh=devices)
+            with PeakMemory() as memory:
+                model = load_checkpoint(folder, config, weights="stored", mesh=devices)
             seconds = time.perf_counter() - start
-            print(f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / 1e9 / seconds:.2f} GB/s onto {mesh}", flush=True)
+            loads.append(dict(seconds=seconds, rate=size / seconds, host_bytes=memory.peak))
+            print(
+                f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / 1e9 / seconds:.2f} GB/s onto {mesh}, "
+                f"with {memory.peak / 1e9:.2f} GB of host memory beside the files' pages",
+                flush=True,
+            )
             jax.tree.map(lambda x: x.delete(), model)
+        if report is not None:
+            found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, mesh=mesh, bytes=size, loads=loads)
+            report.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class PeakMemory:
+    """The most memory without a file that this process took within the block, beyond what it had; of Linux.
+
+    Attributes:
+      peak: bytes. Where devices are CPUs, with what was loaded.
+    """
+
+    def __enter__(self) -> "PeakMemory":
+        self._first, self.peak, self._done = _anonymous_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._done.wait(0.02):
+            self.peak = max(self.peak, _anonymous_bytes() - self._first)
+
+
+def _anonymous_bytes():
+    (found,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    return 1024 * int(found)
 
 
 def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:
