@@ -21,6 +21,7 @@ from dsv4_jax.engine.runner import StepResults, StepRunner
 from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4_jax.engine.updates import update, update_steps
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
+from dsv4_jax.parallel.processes import lost_process_named
 from dsv4_jax.summary import Summarised, Summary
 
 
@@ -329,7 +330,7 @@ class Engine(Summarised):
 
     def _run_step(self, decode):
         scheduler = self._scheduler
-        with self._restart_on_error():
+        with self._restart_on_error(), lost_process_named():
             scheduler.current = ()
             scheduler.admit()
             self._metrics.waits += len(scheduler.waiting)
