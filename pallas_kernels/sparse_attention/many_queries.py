@@ -235,13 +235,11 @@ def _copy(items, rows, buffers):
             start(0)
             # The other parts may have to wait for the tile two before, and that for the last part of the tile before.
             pl.when(t > 0)(lambda: show(n + t - 1, PARTS - 1, 1))
-            start(1)
-            start(2)
+            for part in range(1, PARTS):
+                start(part)
             coming = addresses.of(t + 1)
-            show(n + t, 0, 2)
-            start(3)
-            show(n + t, 1, 2)
-            show(n + t, 2, 1)
+            for part in range(PARTS - 1):
+                show(n + t, part, PARTS - 1 - part)
             return coming
 
         lax.fori_loop(0, tiles, tile, addresses.of(jnp.int32(0)))
