@@ -104,10 +104,11 @@ def peers(runs: list[Row], keys: list[Key]) -> Table:
 
 
 def beside(runs: list[Row], keys: list[Key]) -> Table:
-    """Ours of the first file and the fastest peer of the second, both from CUPTI."""
+    """Ours of the first file and the fastest peer of the second, both from CUPTI, or from loops and graphs."""
     ours, other = runs
+    clock = "graph_microseconds" if ours["clock"].startswith("loop") else "cupti_microseconds"
     found = {(row["op"], row["shape"]): row["microseconds"] for row in ours["results"]}
-    return OP, AGAINST_PEERS, [_against_peers(key, found[key], other, "cupti_microseconds") for key in keys]
+    return OP, AGAINST_PEERS, [_against_peers(key, found[key], other, clock) for key in keys]
 
 
 AGAINST_PEERS = {"ours, us": "{ours:.2f}", "best peer, us": "{kernel} {best:.2f}", "ratio": "{ratio:.2f}"}

@@ -12,7 +12,7 @@ about 14 bits are left; not measured here). Products of codes are 0.25 to 36. Wh
 within NEAR binades, they are multiples of 2**-6, and sums of up to 2**8 exact; those of independent keys and queries
 are about 55. Where scales of one of a warp's 16 keys lie farther apart, the dims of each scale are added up on their
 own, up to 2**12 exactly, and then in float32, which takes longer. After the Hadamard rotation values are about normal,
-and of 6 million keys of normal values none was so.
+and of 4 million keys of normal values one was so.
 """
 
 from typing import Any

@@ -1,0 +1,104 @@
+"""Times calls of an op within a loop on the device, as CUDA graphs of many calls time other projects' kernels."""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax import lax
+
+from dsv4_jax.bench import timing
+from dsv4_jax.bench.cases import Case
+from dsv4_jax.bench.op_times import CASES
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.config import DSV4Config
+
+
+def loop_times(
+    names: tuple[str, ...],
+    only: tuple[str, ...] = (),
+    shapes: Literal["flash", "pro"] = "flash",
+    calls: int = 16,
+    passes: int = 16,
+    report: Path | None = None,
+) -> None:
+    """Prints the time of a call of each case of `dsv4-jax bench`. Kernels may start while the one before ends.
+
+    XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=SERIALIZE keeps a pass in one chain.
+
+    Args:
+      names: of ops, as `dsv4-jax bench` takes them.
+      only: cases whose op or shape contains one of these; none: all.
+      shapes: of which model.
+      calls: with inputs of their own, in a pass.
+      passes: of the loop.
+      report: a JSON file to write the times to.
+    """
+    small = jax.default_backend() != "gpu"
+    config = dict(flash=DSV4Config.v4_flash, pro=DSV4Config.v4_pro)[shapes]()
+    schema = CacheSchema.from_config(config, num_blocks=0, max_requests=1, max_context=1, kv_format="v4")
+    results = []
+    for name in names:
+        for case in CASES[name](schema, small):
+            if only and not any(part in f"{case.op} {case.shape}" for part in only):
+                continue
+            seconds = seconds_a_call(case, "xla" if small else "mosaic_gpu", calls, passes)
+            results.append(dict(op=case.op, shape=case.shape, microseconds=round(seconds * 1e6, 3)))
+            print(f"{case.op:24s} {case.shape:30s} {seconds * 1e6:8.2f} us", flush=True)
+    if report is not None:
+        found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, shapes=shapes, cache_format="v4")
+        found |= dict(clock="loop on the device, median", results=results)
+        report.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:
+    """Median of three executions of the loop less one, of `times` such, for each call."""
+    state, inputs = timing.build(case, calls)
+
+    def one_pass(inputs, carry):
+        state, results, number = carry
+        # Calls that do not depend on the pass would be moved out of the loop.
+        varied, number = lax.optimization_barrier((inputs, number))
+        results = []
+        for x in varied:
+            result = case.call(state, *x, implementation=implementation)
+            if case.updates:
+                state = result
+            else:
+                results.append(result)
+        return state, results, number * number
+
+    def results_of(state):
+        return [] if case.updates else [case.call(state, *x, implementation=implementation) for x in inputs]
+
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(results_of, state))
+
+    def run(inputs, *carry):
+        return lax.fori_loop(0, passes, lambda _, carry: one_pass(inputs, carry), carry)
+
+    loop = jax.jit(run, donate_argnums=(1, 2))
+    carry = loop(inputs, state, results, jnp.int32(0))
+
+    def seconds(executions: int) -> float:
+        nonlocal carry
+        start = time.perf_counter()
+        for _ in range(executions):
+            carry = loop(inputs, *carry)
+        jax.block_until_ready(carry)
+        return time.perf_counter() - start
+
+    seconds(2)
+    return statistics.median((seconds(3) - seconds(1)) / 2 for _ in range(times)) / (calls * passes)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    tyro.cli(loop_times, args=args)
+
+
+if __name__ == "__main__":
+    main()

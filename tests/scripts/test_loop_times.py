@@ -1,0 +1,19 @@
+"""Times of calls in a loop on the device: the script on a CPU."""
+
+import json
+
+from loop_times import main
+
+
+def test_times_and_reports(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    sizes = ["--calls", "2", "--passes", "2", "--report", str(report)]
+    main(["--names", "append", "indexer", "--only", "append_swa T=1", "topk", *sizes])
+    found = json.loads(report.read_text())
+    # One case whose calls update a state, and one whose calls have results.
+    assert [(row["op"], row["shape"]) for row in found["results"]] == [
+        ("append_swa", "T=1"),
+        ("indexer_topk", "2 x 4096"),
+    ]
+    assert all(row["microseconds"] > 0 for row in found["results"])
+    assert "append_swa" in capsys.readouterr().out
