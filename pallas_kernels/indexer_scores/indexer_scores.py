@@ -18,13 +18,15 @@ from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, SCALES, WARP_KEYS, load_words
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
 STAGES = 4  # tiles of a warpgroup that are on their way or read
+# Tiles of a warpgroup after which it looks whether one had keys with scales that lie far apart.
+RUN = 8
 CHUNK = 8  # tokens whose queries fit into shared memory
 # Of more tokens than this XLA works out the shares: to find them itself took a block 0.2 ms of 8,192 tokens.
 MOST_SEARCHED = 256
@@ -178,11 +180,14 @@ def indexer_scores(
                 column = jnp.minimum(lax.div(key, jnp.int32(per_block)), max_blocks - 1)
                 return load_words(block_table, slot * max_blocks + column, PER_WARP)
 
+            def rows(i, block):
+                """The rows of the first of each warp's keys in tile i."""
+                key = tile(i) * KEYS + warp_key()
+                return (pool * num_blocks + jnp.maximum(block, 0)) * per_block + lax.rem(key, jnp.int32(per_block))
+
             def start(i, block):
-                """Starts to copy the warpgroup's tile i."""
-                key = jnp.minimum(tile(i), last - 1) * KEYS + warp_key()
-                row = (pool * num_blocks + jnp.maximum(block, 0)) * per_block + lax.rem(key, jnp.int32(per_block))
-                key_tiles.start_tile(staged, place(i), (codes, scales), row)
+                """Starts to copy tile i. Past the last one there is nothing to copy, and nobody waits for it."""
+                key_tiles.start_tile(staged, place(i), (codes, scales), rows(i, block), tile(i) < last)
                 commit_copies()
 
             def place(i):
@@ -191,21 +196,37 @@ def indexer_scores(
             def tile(i):
                 return first + warpgroup + i * warpgroups
 
-            def score_tile(i, held):
+            def to(i, block):
+                return dict(
+                    queries=queries, weights=query_weights, out=out, first=tile(i) * KEYS, block=block, factor=factor
+                )
+
+            def score_tile(i, carry):
+                held, seen = carry
                 after = blocks(tile(i + STAGES))
                 start(i + STAGES - 1, held[-1])
                 wait_copies(STAGES - 1)
                 unpack = key_tiles.unpack_mxfp4 if mxfp4 else key_tiles.unpack_nvfp4
                 keys = unpack(key_tiles.read_tile(staged, place(i)))
-                to = dict(queries=queries, weights=query_weights, out=out, first=tile(i) * KEYS, block=held[0])
 
                 def score_token(j, _):
-                    score(keys, token=j, row=token + j, factor=factor, **to)
+                    score(keys, token=j, row=token + j, **to(i, held[0]))
 
                 lax.fori_loop(0, count, score_token, None)
+                return (*held[1:], after), seen | keys[1] if mxfp4 else seen
+
+            def score_again(i, _):
+                block = blocks(tile(i))
+                again = key_tiles.load_tile((codes, scales), rows(i, block))
+                score_far(again, tokens=count, row=token, **to(i, block))
+
+            def score_run(number, held):
+                begin, end = number * RUN, jnp.minimum((number + 1) * RUN, own)
+                seen = plgpu.layout_cast(jnp.zeros(SCALES.shape, jnp.int32), SCALES.layout) if mxfp4 else None
+                held, seen = lax.fori_loop(begin, end, score_tile, (held, seen))
                 if mxfp4:
-                    score_far(keys[1], staged, place(i), tokens=count, row=token, factor=factor, **to)
-                return (*held[1:], after)
+                    pl.when(key_tiles.any_far(seen))(lambda: lax.fori_loop(begin, end, score_again, None))
+                return held
 
             held = tuple(blocks(tile(i)) for i in range(STAGES))
             for i in range(STAGES - 1):
@@ -217,7 +238,7 @@ def indexer_scores(
                     plgpu.barrier_wait(filled.at[i])
 
             own = lax.div(jnp.maximum(last - first - warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
-            lax.fori_loop(0, own, score_tile, held)
+            lax.fori_loop(0, lax.div(own + (RUN - 1), jnp.int32(RUN)), score_run, held)
             wait_copies(0)
 
         def warp_key():
