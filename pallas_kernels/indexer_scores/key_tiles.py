@@ -10,9 +10,9 @@ scale, a query in units of its head's, in which codes times smaller scales are e
 products and the sum so far to the largest of them, and drops what is below 2**-13 of it (DeepSeek-V3's report says that
 about 14 bits are left; not measured here). Products of codes are 0.25 to 36. Where scales of keys and queries lie
 within NEAR binades, they are multiples of 2**-6, and sums of up to 2**8 exact; those of independent keys and queries
-are about 55. Where scales of one of a warp's 16 keys lie farther apart, the dims of each scale are added up on their
-own, up to 2**12 exactly, and then in float32, which takes longer. After the Hadamard rotation values are about normal,
-and of 4 million keys of normal values one was so.
+are about 55. Where scales of one of a warp's 16 keys lie farther apart, the warp multiplies all of them as bfloat16,
+whose sums are float32's, which takes longer. After the Hadamard rotation values are about normal, and of 4 million keys
+of normal values one was so.
 """
 
 from typing import Any
