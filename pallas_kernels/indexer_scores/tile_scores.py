@@ -165,9 +165,9 @@ def _far_sums(keys, queries, weights, token):
         dots = [zero.value] * 4
         for word in range(4):
             lines = [start + i * (8 * DIM) + ((head ^ 2 * word + half) << 4) for half in range(2)]
-            codes = [thread_ops.ptx("ld.shared.b32 $0, [$1];", line) for line in lines]
+            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line) for line in lines)
             # Codes i and i + 4 of these 8, as of the keys; times 2**120, by which `e4m3_pairs` are smaller.
-            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(*codes, high))]
+            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 operands = (x.value for x in (*a, *q[pair : pair + 2]))
