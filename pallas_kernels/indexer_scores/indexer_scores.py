@@ -18,15 +18,13 @@ from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, SCALES, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.key_tiles import DIM, FAR, HEADS, KEYS, PER_WARP, RUN, SCALES, WARP_KEYS, load_words
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
 STAGES = 4  # tiles of a warpgroup that are on their way or read
-# Tiles of a warpgroup after which it looks whether one had keys with scales that lie far apart.
-RUN = 8
 CHUNK = 8  # tokens whose queries fit into shared memory
 # Of more tokens than this XLA works out the shares: to find them itself took a block 0.2 ms of 8,192 tokens.
 MOST_SEARCHED = 256
@@ -206,8 +204,8 @@ def indexer_scores(
                 after = blocks(tile(i + STAGES))
                 start(i + STAGES - 1, held[-1])
                 wait_copies(STAGES - 1)
-                unpack = key_tiles.unpack_mxfp4 if mxfp4 else key_tiles.unpack_nvfp4
-                keys = unpack(key_tiles.read_tile(staged, place(i)))
+                copied = key_tiles.read_tile(staged, place(i))
+                keys = key_tiles.unpack_mxfp4(copied, mark(i)) if mxfp4 else key_tiles.unpack_nvfp4(copied)
 
                 def score_token(j, _):
                     score(keys, token=j, row=token + j, **to(i, held[0]))
@@ -215,7 +213,10 @@ def indexer_scores(
                 lax.fori_loop(0, count, score_token, None)
                 return (*held[1:], after), seen | keys[1] if mxfp4 else seen
 
-            def score_again(i, _):
+            def mark(i):
+                return jnp.int32(FAR) << lax.rem(i, jnp.int32(RUN))
+
+            def score_again(i):
                 block = blocks(tile(i))
                 again = key_tiles.load_tile((codes, scales), rows(i, block))
                 score_far(again, tokens=count, row=token, **to(i, block))
@@ -224,8 +225,13 @@ def indexer_scores(
                 begin, end = number * RUN, jnp.minimum((number + 1) * RUN, own)
                 seen = plgpu.layout_cast(jnp.zeros(SCALES.shape, jnp.int32), SCALES.layout) if mxfp4 else None
                 held, seen = lax.fori_loop(begin, end, score_tile, (held, seen))
+
+                def look_for(i, _):
+                    pl.when(key_tiles.any_marked(seen, mark(i)))(lambda: score_again(i))
+
                 if mxfp4:
-                    pl.when(key_tiles.any_far(seen))(lambda: lax.fori_loop(begin, end, score_again, None))
+                    any_far = key_tiles.any_marked(seen, -jnp.int32(FAR))
+                    pl.when(any_far)(lambda: lax.fori_loop(begin, end, look_for, None))
                 return held
 
             held = tuple(blocks(tile(i)) for i in range(STAGES))

@@ -44,8 +44,9 @@ SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 SHIFT = 10
 # Of MXFP4 keys and queries, 2**-TOP times the E4M3 values are in units of the largest scale, so that 6 is 384.
 TOP, NEAR = 6, 2
-# A bit beside a scale byte, which is lost where the byte is moved to become an exponent.
-FAR = 1 << 16
+# The first of the bits beside a scale byte that mark tiles of a run with scales that lie far apart. They are lost where
+# the byte is moved to become an exponent.
+RUN, FAR = 16, 1 << 16
 
 PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
@@ -219,12 +220,13 @@ def _(tile):
 
 
 @primitive
-def unpack_mxfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], mark: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The MXFP4 keys of a copied tile as the product's left operand: (values, largest).
 
+    mark: int32 scalar, one of the bits from FAR on.
     values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, in units of the key's largest scale, times
       2**TOP; wrong for scales that are more than NEAR binades smaller.
-    largest: [64, 4] int32, the key's largest scale byte, and FAR beside it if this scale is so.
+    largest: [64, 4] int32, the key's largest scale byte, and `mark` beside it if this scale is so.
     """
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
@@ -232,42 +234,42 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Arra
     factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
-    return lax.bitcast_convert_type(values, jnp.int32), largest + jnp.where(below > NEAR, FAR, 0)
+    return lax.bitcast_convert_type(values, jnp.int32), largest | jnp.where(below > NEAR, mark, 0)
 
 
 @unpack_mxfp4.mosaic
-def _(tile):
-    def emit(words, scales):
-        scales = mlir.values(scales)
+def _(tile, mark):
+    def emit(words, scales, mark):
+        scales, mark = mlir.values(scales), U32(mlir.scalar(mark))
         largest = largest_scales(scales)
         below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-        marked = [(less > NEAR).where(top | FAR, top) for top, less in zip(largest, below, strict=True)]
+        marked = [(less > NEAR).where(top | mark, top) for top, less in zip(largest, below, strict=True)]
         return e4m3_keys(mlir.values(words), below), [x.value for x in marked]
 
     words, scales = tile
     operands = (words, CODES.layout), (scales, SCALES.layout)
-    return mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES))
+    return mlir.inline(emit, *operands, mark, returns=(E4M3_KEYS, SCALES))
 
 
 @primitive
-def any_far(largest: jax.Array) -> jax.Array:
-    """bool scalar: whether FAR is in [64, 4] int32, what `unpack_mxfp4` returned of a tile, or of several, joined."""
-    return jnp.any(largest >= FAR)
+def any_marked(largest: jax.Array, marks: jax.Array) -> jax.Array:
+    """bool scalar: whether a bit of `marks` is in what `unpack_mxfp4` returned of a tile, or of several, joined."""
+    return jnp.any(largest & marks != 0)
 
 
-@any_far.mosaic
-def _(largest):
-    def emit(largest):
+@any_marked.mosaic
+def _(largest, marks):
+    def emit(largest, marks):
         first, second = map(U32, mlir.values(largest))
         code = (
-            "{ .reg .pred p; setp.ge.u32 p, $1, $2; bar.red.or.pred p, $3, 128, p; "
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
             # The compiler knows of a vote that all lanes have the same result, of the line above it does not.
             "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         )
         barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
-        return (thread_ops.ptx(code, first | second, FAR, barrier) > 0).value
+        return (thread_ops.ptx(code, (first | second) & U32(mlir.scalar(marks)), barrier) > 0).value
 
-    return mlir.inline(emit, (largest, SCALES.layout), returns=jax.ShapeDtypeStruct((), jnp.bool_))
+    return mlir.inline(emit, (largest, SCALES.layout), marks, returns=jax.ShapeDtypeStruct((), jnp.bool_))
 
 
 def code_values(words):
