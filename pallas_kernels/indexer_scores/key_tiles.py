@@ -44,13 +44,11 @@ SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 SHIFT = 10
 # Of MXFP4 keys and queries, 2**-TOP times the E4M3 values are in units of the largest scale, so that 6 is 384.
 TOP, NEAR = 6, 2
-# The first of the bits beside a scale byte that mark tiles of a run with scales that lie far apart. They are lost where
-# the byte is moved to become an exponent.
-RUN, FAR = 16, 1 << 16
 
 PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
 )
+PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
 CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8: 4 a thread and key
 SCALES = plgpu.ShapeDtypeStruct(
     (KEYS, 4),
@@ -220,13 +218,13 @@ def _(tile):
 
 
 @primitive
-def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], mark: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The MXFP4 keys of a copied tile as the product's left operand: (values, largest).
+def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The MXFP4 keys of a copied tile as the product's left operand: (values, largest), and `far` with one more bit.
 
-    mark: int32 scalar, one of the bits from FAR on.
     values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, in units of the key's largest scale, times
       2**TOP; wrong for scales that are more than NEAR binades smaller.
-    largest: [64, 4] int32, the key's largest scale byte, and `mark` beside it if this scale is so.
+    largest: [64, 4] int32, the key's largest scale byte.
+    far: [128] int32, a word a thread, moved up by a bit; the lowest is set if one of its two scales is so.
     """
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
@@ -234,42 +232,43 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], mark: jax.Array) -> tuple[ja
     factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
-    return lax.bitcast_convert_type(values, jnp.int32), largest | jnp.where(below > NEAR, mark, 0)
+    one = jnp.any((below > NEAR).reshape(WARPS, 2, 8, 4), axis=1).reshape(-1)
+    return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | one.astype(jnp.int32)
 
 
 @unpack_mxfp4.mosaic
-def _(tile, mark):
-    def emit(words, scales, mark):
-        scales, mark = mlir.values(scales), U32(mlir.scalar(mark))
+def _(tile, far):
+    def emit(words, scales, far):
+        scales = mlir.values(scales)
         largest = largest_scales(scales)
         below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-        marked = [(less > NEAR).where(top | mark, top) for top, less in zip(largest, below, strict=True)]
-        return e4m3_keys(mlir.values(words), below), [x.value for x in marked]
+        more = (U32(mlir.scalar(far)) << 1) | ((U32(NEAR) - below[0].maximum(below[1])) >> 31)
+        return e4m3_keys(mlir.values(words), below), [x.value for x in largest], [more.value]
 
     words, scales = tile
-    operands = (words, CODES.layout), (scales, SCALES.layout)
-    return mlir.inline(emit, *operands, mark, returns=(E4M3_KEYS, SCALES))
+    operands = (words, CODES.layout), (scales, SCALES.layout), (far, PER_THREAD.layout)
+    return mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES, PER_THREAD))
 
 
 @primitive
-def any_marked(largest: jax.Array, marks: jax.Array) -> jax.Array:
-    """bool scalar: whether a bit of `marks` is in what `unpack_mxfp4` returned of a tile, or of several, joined."""
-    return jnp.any(largest & marks != 0)
+def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
+    """bool scalar: whether one of the bits of an int32 scalar is set in the warpgroup's `words`, [128] int32."""
+    return jnp.any(words & bits != 0)
 
 
-@any_marked.mosaic
-def _(largest, marks):
-    def emit(largest, marks):
-        first, second = map(U32, mlir.values(largest))
+@any_set.mosaic
+def _(words, bits):
+    def emit(words, bits):
         code = (
             "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
             # The compiler knows of a vote that all lanes have the same result, of the line above it does not.
             "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         )
         barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
-        return (thread_ops.ptx(code, (first | second) & U32(mlir.scalar(marks)), barrier) > 0).value
+        return (thread_ops.ptx(code, U32(mlir.scalar(words)) & U32(mlir.scalar(bits)), barrier) > 0).value
 
-    return mlir.inline(emit, (largest, SCALES.layout), marks, returns=jax.ShapeDtypeStruct((), jnp.bool_))
+    operands = (words, PER_THREAD.layout), bits
+    return mlir.inline(emit, *operands, returns=jax.ShapeDtypeStruct((), jnp.bool_))
 
 
 def code_values(words):

@@ -225,24 +225,22 @@ def _dots(registers, queries, token, kind):
     """A tile's products with a token's queries, complete: 32 float32 values of [64 keys, 64 heads]."""
     size = dict(e4m3=1, bf16=2)[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
-    address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(queries))
-    address = key_tiles.multiply_add(mlir.to_i64(token), HEADS * DIM * size, address)
-    start = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # From 8 heads to the next; 128-byte swizzle.
-    descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 * size >> 4) << 32 | 1 << 16))
+    start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + U32(token) * (HEADS * DIM * size >> 4)
     count, steps = HEADS // 2, len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
-    lines = ["{ .reg .pred p; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
+    # From 8 heads to the next; 128-byte swizzle.
+    high = 1 << 30 | 1024 * size >> 4
+    lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
         # After 4 steps of 32 bytes the heads' next 128 bytes follow.
         place = step // 4 * 1024 + step % 4 * 32
         lines += [
-            f"add.s64 d, ${count + 4 * steps}, {place >> 4};",
+            f"add.u32 l, ${count + 4 * steps}, {place >> 4}; mov.b64 d, {{l, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]
         if step == 0:
             lines.append("setp.eq.b32 p, 0, 0;")
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return mlir.ptx("\n".join(lines), *registers, descriptor, results=[mlir.f32_type()] * count)
+    return mlir.ptx("\n".join(lines), *registers, start.value, results=[mlir.f32_type()] * count)
