@@ -18,13 +18,15 @@ from pallas_kernels.common.layouts import KeyLayout
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_WARP, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
 
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
 STAGES = 4  # tiles of a warpgroup that are on their way or read
+# Tiles of a warpgroup, a bit of a word each. After them it scores those again that have keys with scales far apart.
+RUN = 32
 CHUNK = 8  # tokens whose queries fit into shared memory
 # Of more tokens than this XLA works out the shares: to find them itself took a block 0.2 ms of 8,192 tokens.
 MOST_SEARCHED = 256
@@ -172,44 +174,82 @@ def indexer_scores(
             plgpu.barrier_arrive(freed)
             copy_queries(token, count)
 
-            def blocks(tile):
+            def in_blocks(operation, i):
+                """The first of each warp's keys in tile i, div or rem the keys of a block. Unsigned takes less."""
+                key = (tile(i) * KEYS + warp_key()).astype(jnp.uint32)
+                return operation(key, jnp.uint32(per_block)).astype(jnp.int32)
+
+            def blocks(i):
                 """The block of each warp's keys."""
-                key = jnp.minimum(tile, last - 1) * KEYS + warp_key()
-                column = jnp.minimum(lax.div(key, jnp.int32(per_block)), max_blocks - 1)
+                column = jnp.minimum(in_blocks(lax.div, i), max_blocks - 1)
                 return load_words(block_table, slot * max_blocks + column, PER_WARP)
 
+            def rows(i, block):
+                """The row of the first of each warp's keys."""
+                return (pool * num_blocks + jnp.maximum(block, 0)) * per_block + in_blocks(lax.rem, i)
+
             def start(i, block):
-                """Starts to copy the warpgroup's tile i."""
-                key = jnp.minimum(tile(i), last - 1) * KEYS + warp_key()
-                row = (pool * num_blocks + jnp.maximum(block, 0)) * per_block + lax.rem(key, jnp.int32(per_block))
-                key_tiles.start_tile(staged, place(i), (codes, scales), row)
+                """Starts to copy tile i. Past the last one there is nothing to copy, and nobody waits for it."""
+                key_tiles.start_tile(staged, stage(i), (codes, scales), rows(i, block), tile(i) < last)
                 commit_copies()
 
-            def place(i):
+            def stage(i):
                 return warpgroup * STAGES + lax.rem(i, jnp.int32(STAGES))
 
             def tile(i):
                 return first + warpgroup + i * warpgroups
 
-            def score_tile(i, held):
-                after = blocks(tile(i + STAGES))
-                start(i + STAGES - 1, held[-1])
+            def to(i, block):
+                return dict(
+                    queries=queries, weights=query_weights, out=out, first=tile(i) * KEYS, block=block, factor=factor
+                )
+
+            def with_sign(words, block):
+                """One more bit: whether a block is missing."""
+                return words << 1 | lax.shift_right_logical(block, jnp.int32(31))
+
+            def score_tile(i, carry):
+                block, missing, far = carry
+                after = blocks(i + STAGES)
+                start(i + STAGES - 1, block)
+                missing = with_sign(missing, block)
                 wait_copies(STAGES - 1)
-                unpack = key_tiles.unpack_mxfp4 if mxfp4 else key_tiles.unpack_nvfp4
-                keys = unpack(key_tiles.read_tile(staged, place(i)))
-                to = dict(queries=queries, weights=query_weights, out=out, first=tile(i) * KEYS, block=held[0])
+                copied = key_tiles.read_tile(staged, stage(i))
+                if mxfp4:
+                    values, largest, far = key_tiles.unpack_mxfp4(copied, far)
+                    keys = values, largest
+                else:
+                    keys = key_tiles.unpack_nvfp4(copied)
 
                 def score_token(j, _):
-                    score(keys, token=j, row=token + j, factor=factor, **to)
+                    score(keys, token=j, row=token + j, **to(i, missing << (32 - STAGES)))
 
                 lax.fori_loop(0, count, score_token, None)
-                if mxfp4:
-                    score_far(keys[1], staged, place(i), tokens=count, row=token, factor=factor, **to)
-                return (*held[1:], after)
+                return after, missing, far
 
-            held = tuple(blocks(tile(i)) for i in range(STAGES))
-            for i in range(STAGES - 1):
-                start(jnp.int32(i), held[i])
+            def score_again(i):
+                block = blocks(i)
+                again = key_tiles.load_tile((codes, scales), rows(i, block))
+                score_far(again, tokens=count, row=token, **to(i, block))
+
+            def score_run(number, carry):
+                begin, end = number * RUN, jnp.minimum((number + 1) * RUN, own)
+                far = plgpu.layout_cast(jnp.zeros(PER_THREAD.shape, jnp.int32), PER_THREAD.layout) if mxfp4 else None
+                *carry, far = lax.fori_loop(begin, end, score_tile, (*carry, far))
+
+                def look_for(i, _):
+                    pl.when(key_tiles.any_set(far, jnp.int32(1) << (end - 1 - i)))(lambda: score_again(i))
+
+                if mxfp4:
+                    some = key_tiles.any_set(far, jnp.int32(-1))
+                    pl.when(some)(lambda: lax.fori_loop(begin, end, look_for, None))
+                return tuple(carry)
+
+            *started, block = (blocks(jnp.int32(i)) for i in range(STAGES))
+            missing = plgpu.layout_cast(jnp.zeros((4,), jnp.int32), PER_WARP)
+            for i, its_block in enumerate(started):
+                start(jnp.int32(i), its_block)
+                missing = with_sign(missing, its_block)
             for i in range(chunk):
 
                 @pl.when(i < count)
@@ -217,7 +257,7 @@ def indexer_scores(
                     plgpu.barrier_wait(filled.at[i])
 
             own = lax.div(jnp.maximum(last - first - warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
-            lax.fori_loop(0, own, score_tile, held)
+            lax.fori_loop(0, lax.div(own + (RUN - 1), jnp.int32(RUN)), score_run, (block, missing))
             wait_copies(0)
 
         def warp_key():

@@ -10,9 +10,9 @@ scale, a query in units of its head's, in which codes times smaller scales are e
 products and the sum so far to the largest of them, and drops what is below 2**-13 of it (DeepSeek-V3's report says that
 about 14 bits are left; not measured here). Products of codes are 0.25 to 36. Where scales of keys and queries lie
 within NEAR binades, they are multiples of 2**-6, and sums of up to 2**8 exact; those of independent keys and queries
-are about 55. Where scales of one of a warp's 16 keys lie farther apart, the dims of each scale are added up on their
-own, up to 2**12 exactly, and then in float32, which takes longer. After the Hadamard rotation values are about normal,
-and of 4 million keys of normal values one was so.
+are about 55. Where scales of one of a warp's 16 keys lie farther apart, the warp multiplies all of them as bfloat16,
+whose sums are float32's, which takes longer. After the Hadamard rotation values are about normal, and of 4 million keys
+of normal values one was so.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.checks import check_rules
@@ -44,13 +44,12 @@ SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 SHIFT = 10
 # Of MXFP4 keys and queries, 2**-TOP times the E4M3 values are in units of the largest scale, so that 6 is 384.
 TOP, NEAR = 6, 2
-# A bit beside a scale byte, which is lost where the byte is moved to become an exponent.
-FAR = 1 << 16
 
 PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
 )
-_CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8: 4 a thread and key
+PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
+CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8: 4 a thread and key
 SCALES = plgpu.ShapeDtypeStruct(
     (KEYS, 4),
     jnp.int32,
@@ -102,67 +101,94 @@ def _(ref, index, layout):
 
 
 @primitive
-def start_tile(staged, place: jax.Array, pools, rows: jax.Array) -> None:
+def start_tile(staged, place: jax.Array, pools, rows: jax.Array, wanted: jax.Array) -> None:
     """Starts to copy a tile's codes and scales to shared memory; each thread copies what it reads back.
 
     staged: ([places, 64, 64], [places, 64, 4 or 8]) uint8 in shared memory, of which `place` is written.
     pools: codes [.., 64] and scales [.., 4 or 8] uint8 in global memory.
     rows: [4] int32 in layout PER_WARP, the row of each warp's first key, leading axes merged; its 16 keys stand
       together.
+    wanted: bool scalar; if not, nothing is read or written.
     """
-    rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
+    rows = (jnp.where(wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     for target, pool in zip(staged, pools, strict=True):
-        target[place] = pool[...].reshape(-1, pool.shape[-1])[rows]
+        target[place] = jnp.where(wanted, pool[...].reshape(-1, pool.shape[-1])[rows], target[place])
 
 
 @start_tile.mosaic
-def _(staged, place, pools, rows):
+def _(staged, place, pools, rows, wanted):
     width = pools[1].shape[-1]
 
-    def emit(words, factors, place, codes, scales, rows):
+    def emit(words, factors, place, codes, scales, rows, wanted):
         key, dims = _own_key()
         row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
         key = U32(mlir.scalar(place)) * KEYS + key
+        code, operands = [], []
         for target, source, size, offset in ((words, codes, DIM // 2, dims * 16), (factors, scales, width, U32(0))):
-            target = mlir.at(mlir.shared_pointer(target), (key * size + offset).value)
-            source = mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value)))
+            operands.append(mlir.at(mlir.shared_pointer(target), (key * size + offset).value))
+            operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value))))
             held = min(size, 16)
-            cache = nvvm.LoadCacheModifierKind.CG if held == 16 else nvvm.LoadCacheModifierKind.CA
-            for below in (0, 8 * size):
-                nvvm.cp_async_shared_global(mlir.at(target, below), mlir.at(source, below), held, cache)
+            copy = f"@p cp.async.{'cg' if held == 16 else 'ca'}.shared.global"
+            at = len(operands) - 2
+            code += [f"{copy} [${at} + {below}], [${at + 1} + {below}], {held};" for below in (0, 8 * size)]
+        wanted = arith.extui(mlir.int_type(), mlir.scalar(wanted))
+        mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, wanted)
 
-    mlir.inline(emit, *staged, place, *pools, (rows, PER_WARP))
+    mlir.inline(emit, *staged, place, *pools, (rows, PER_WARP), wanted)
 
 
 @primitive
 def read_tile(staged, place: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A copied tile's words of 8 codes [64, 16] int32, and scale bytes of each 32 dims [64, 4] int32."""
-    words, factors = (ref[place].astype(jnp.int32) for ref in staged)
+    return _joined(*(ref[place] for ref in staged))
+
+
+def _joined(words, factors):
     groups = factors.shape[1] // 4
     shifts = 8 * lax.iota(jnp.int32, 4)[None, None, :]
-    words, factors = words.reshape(KEYS, 16, 4), factors.reshape(KEYS, 4, groups)
+    words = words.astype(jnp.int32).reshape(KEYS, 16, 4)
+    factors = factors.astype(jnp.int32).reshape(KEYS, 4, groups)
     return jnp.sum(words << shifts, axis=2), jnp.sum(factors << shifts[..., :groups], axis=2)
 
 
 @read_tile.mosaic
 def _(staged, place):
-    return mlir.inline(read_words, *staged, place, returns=(_CODES, SCALES))
+    def emit(words, factors, place):
+        key = mlir.to_i64((U32(mlir.scalar(place)) * KEYS + _own_key()[0]).value)
+        return _words(mlir.shared_pointer(words), mlir.shared_pointer(factors), key, factors.type.shape[-1])
+
+    return mlir.inline(emit, *staged, place, returns=(CODES, SCALES))
 
 
-def read_words(words, factors, place):
-    """MLIR for one thread: (8 words of codes, 2 scale bytes) that it holds of a copied tile, its first key's first."""
-    groups = factors.type.shape[-1] // 4
-    key, dims = _own_key()
-    key = U32(mlir.scalar(place)) * KEYS + key
-    words = mlir.at(mlir.shared_pointer(words), (key * (DIM // 2) + dims * 16).value)
-    factors = mlir.at(mlir.shared_pointer(factors), ((key * 4 + dims) * groups).value)
+@primitive
+def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `read_tile` returns of a tile that `start_tile` copied; straight from global memory, so its user waits."""
+    rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
+    return _joined(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
+
+
+@load_tile.mosaic
+def _(pools, rows):
+    def emit(codes, scales, rows):
+        key, _ = _own_key()
+        row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
+        return _words(mlir.global_pointer(codes), mlir.global_pointer(scales), row, scales.type.shape[-1])
+
+    return mlir.inline(emit, *pools, (rows, PER_WARP), returns=(CODES, SCALES))
+
+
+def _words(codes, scales, row, width):
+    """MLIR for one thread: (8 words of codes, 2 scale bytes) of its two keys; `row` is the first one's, 64-bit."""
+    groups, dims = width // 4, _own_key()[1]
+    codes = mlir.at(codes, multiply_add(row, DIM // 2, mlir.to_i64((dims * 16).value)))
+    scales = mlir.at(scales, multiply_add(row, width, mlir.to_i64((dims * groups).value)))
     quad, bits = mlir.vector_type(4, mlir.int_type()), mlir.int_type(8 * groups)
-    found, scales = [], []
-    for row in (0, 8):
-        found += mlir.values(llvm.load(quad, mlir.at(words, row * DIM // 2), alignment=16))
-        scale = llvm.load(bits, mlir.at(factors, row * groups * 4), alignment=groups)
-        scales.append(arith.extui(mlir.int_type(), scale))
-    return found, scales
+    found, held = [], []
+    for below in (0, 8):
+        found += mlir.values(llvm.load(quad, mlir.at(codes, below * DIM // 2), alignment=16))
+        scale = llvm.load(bits, mlir.at(scales, below * width), alignment=groups)
+        held.append(arith.extui(mlir.int_type(), scale))
+    return found, held
 
 
 def _own_key():
@@ -188,16 +214,17 @@ def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Arra
 @unpack_nvfp4.mosaic
 def _(tile):
     words, scales = tile
-    return mlir.inline(_bf16_keys, (words, _CODES.layout), (scales, SCALES.layout), returns=(BF16_KEYS, BF16_KEYS))
+    return mlir.inline(_bf16_keys, (words, CODES.layout), (scales, SCALES.layout), returns=(BF16_KEYS, BF16_KEYS))
 
 
 @primitive
-def unpack_mxfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The MXFP4 keys of a copied tile as the product's left operand: (values, largest).
+def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The MXFP4 keys of a copied tile as the product's left operand: (values, largest), and `far` with one more bit.
 
     values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, in units of the key's largest scale, times
       2**TOP; wrong for scales that are more than NEAR binades smaller.
-    largest: [64, 4] int32, the key's largest scale byte, and FAR if one of the warp's keys has such scales.
+    largest: [64, 4] int32, the key's largest scale byte.
+    far: [128] int32, a word a thread, moved up by a bit; the lowest is set if one of its two scales is so.
     """
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
@@ -205,23 +232,43 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Arra
     factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
-    far = jnp.any((below > NEAR).reshape(WARPS, -1), axis=1).repeat(WARP_KEYS)[:, None]
-    return lax.bitcast_convert_type(values, jnp.int32), largest + jnp.where(far, FAR, 0)
+    one = jnp.any((below > NEAR).reshape(WARPS, 2, 8, 4), axis=1).reshape(-1)
+    return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | one.astype(jnp.int32)
 
 
 @unpack_mxfp4.mosaic
-def _(tile):
-    def emit(words, scales):
+def _(tile, far):
+    def emit(words, scales, far):
         scales = mlir.values(scales)
         largest = largest_scales(scales)
         below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-        code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, $3, 0, p; }"
-        far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR, FAR)
-        return e4m3_keys(mlir.values(words), below), [(x | far).value for x in largest]
+        more = (U32(mlir.scalar(far)) << 1) | ((U32(NEAR) - below[0].maximum(below[1])) >> 31)
+        return e4m3_keys(mlir.values(words), below), [x.value for x in largest], [more.value]
 
     words, scales = tile
-    operands = (words, _CODES.layout), (scales, SCALES.layout)
-    return mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES))
+    operands = (words, CODES.layout), (scales, SCALES.layout), (far, PER_THREAD.layout)
+    return mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES, PER_THREAD))
+
+
+@primitive
+def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
+    """bool scalar: whether one of the bits of an int32 scalar is set in the warpgroup's `words`, [128] int32."""
+    return jnp.any(words & bits != 0)
+
+
+@any_set.mosaic
+def _(words, bits):
+    def emit(words, bits):
+        code = (
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
+            # The compiler knows of a vote that all lanes have the same result, of the line above it does not.
+            "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        )
+        barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
+        return (thread_ops.ptx(code, U32(mlir.scalar(words)) & U32(mlir.scalar(bits)), barrier) > 0).value
+
+    operands = (words, PER_THREAD.layout), bits
+    return mlir.inline(emit, *operands, returns=jax.ShapeDtypeStruct((), jnp.bool_))
 
 
 def code_values(words):

@@ -1,7 +1,5 @@
 """Scores of a tile of index keys for a token: products on the tensor cores, and the sum over heads."""
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,20 +12,25 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 from pallas_kernels.common import mlir_helpers as mlir, thread_ops
 from pallas_kernels.common.primitive import primitive
 from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.common.unpack import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import (
     BF16_KEYS,
     DIM,
     E4M3_KEYS,
-    FAR,
     HEADS,
     KEYS,
+    NEAR,
     PER_WARP,
     SCALES,
     TOP,
     WARP_KEYS,
     transforms,
 )
+
+
+# Scales that are more binades smaller than the largest are taken for that much smaller: nothing is left of them.
+MOST_BELOW = 126
 
 
 @primitive
@@ -81,47 +84,53 @@ def _(keys, *, queries, weights, token, out, row, first, block, factor):
 
 @primitive
 def score_far(
-    largest: jax.Array, staged, place: jax.Array, *, queries, weights, tokens: jax.Array, out, row, first, block, factor
+    tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens: jax.Array, out, row, first, block, factor
 ) -> None:
-    """`score` again of the warps' keys with scales that lie far apart, for a chunk of `tokens` tokens.
+    """`score` again of the warps' keys of which one has scales that lie far apart, for a chunk of `tokens` tokens.
 
-    The tile is unpacked again from where it was copied to, each dim in units of its own scale. Products of the dims of
-    each scale are added up alone, by the warp alone, 8 heads at a time.
+    By the warp alone, with keys and queries as bfloat16: their sums are float32's.
 
     Args:
-      largest: what `unpack_mxfp4` returned.
-      staged, place: see `key_tiles.start_tile`.
+      tile: what `load_tile` returned.
       queries, weights, out, row, first, block, factor: as for `score`; `row` is the first token's.
     """
-    words, scales = key_tiles.read_tile(staged, place)
-    below = (largest & 0xFF) - scales
-    below = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, 127)) << 23, jnp.float32)
-    tile = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
-    tile = key_tiles.permute_dims(tile, jnp.float8_e4m3fn)
+    words, scales = tile
+    largest = jnp.max(scales, axis=1, keepdims=True)
+    below = lax.bitcast_convert_type((127 - jnp.minimum(largest - scales, MOST_BELOW)) << 23, jnp.float32)
+    keys = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
+    keys = key_tiles.permute_dims(keys, jnp.float8_e4m3fn)
+    far = jnp.any((largest - scales > NEAR).reshape(KEYS // WARP_KEYS, -1), axis=1)
 
     def again(j, _):
-        total = _totals(tile, largest, queries, weights, j) * factor
-        _put(total, out, row + j, first, block, only=largest[:, 0] >= FAR)
+        total = _totals(keys, largest, queries, weights, j) * (factor * 2.0**TOP)
+        _put(total, out, row + j, first, block, only=far)
 
     lax.fori_loop(0, tokens, again, None)
 
 
 @score_far.mosaic
-def _(largest, staged, place, *, queries, weights, tokens, out, row, first, block, factor):
-    def emit(largest, codes, factors, place, queries, weights, tokens, out, row, first, block):
+def _(tile, *, queries, weights, tokens, out, row, first, block, factor):
+    def emit(words, scales, queries, weights, tokens, out, row, first, block):
         tokens, row, first, block = map(mlir.scalar, (tokens, row, first, block))
-        largest = mlir.values(largest)
+        words, scales = map(mlir.values, (words, scales))
+        largest = key_tiles.largest_scales(scales)
+        below = [(top - U32(x)).minimum(MOST_BELOW) for top, x in zip(largest, scales, strict=True)]
+        code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR)
 
         def again(j):
-            sums = _sums_by_scale(codes, factors, place, queries, weights, j)
-            _store(sums, largest, out, (U32(row) + j).value, first, block, factor)
+            sums = _far_sums(keys, queries, weights, j)
+            _store(sums, [x.value for x in largest], out, (U32(row) + j).value, first, block, factor * 2.0**TOP)
 
-        with thread_ops.when(U32(largest[0]) >= FAR):
+        with thread_ops.when(far > 0):
+            # Unpacked codes are 2**126 smaller.
+            factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
+            keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
             thread_ops.loop(U32(tokens), again)
 
+    pairs = ((x, kind.layout) for x, kind in zip(tile, (key_tiles.CODES, SCALES), strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
-    operands = *staged, place, queries, weights, tokens, out, row, first, (block, PER_WARP)
-    mlir.inline(emit, (largest, SCALES.layout), *operands)
+    mlir.inline(emit, *pairs, queries, weights, tokens, out, row, first, (block, PER_WARP))
 
 
 def _totals(tile, largest, queries, weights, token):
@@ -137,45 +146,37 @@ def _put(total, out, row, first, block, only=None):
     total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
-        @pl.when((first + start < out.shape[1]) & (True if only is None else only[start]))
+        @pl.when((first + start < out.shape[1]) & (True if only is None else only[start // WARP_KEYS]))
         def _(start=start):
             out[row, pl.ds(first + start, WARP_KEYS)] = total[start : start + WARP_KEYS]
 
 
-def _sums_by_scale(codes, factors, place, queries, weights, token):
-    """The sums of a thread's two keys with a token, as of `_add_up`."""
+def _far_sums(keys, queries, weights, token):
+    """The sums of a thread's two keys with a token, as of `_add_up`. keys: four pairs of dims of each of 8 words."""
     lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
-    words, scales = key_tiles.read_words(codes, factors, place)
-    # 2**-below, 0 from 127 on.
-    below = [(top - U32(x)).minimum(127) for top, x in zip(key_tiles.largest_scales(scales), scales, strict=True)]
-    steps = [mgpu.utils.bitcast((U32(127) - x << 23).value, f32) for x in below]
-    head, dims = lane >> 2, lane & 3
-    start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + (dims << 2)
-    multiply = (
-        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+    head = lane >> 2
+    start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
+    product = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
 
     def of_heads(i, *sums):
-        def of_scale(scale, *total):
-            mine = dims.equals(scale)
-            dots = [zero.value] * 4
-            for step in range(4):
-                a = key_tiles.e4m3_keys([mine.where(U32(word), 0) for word in words[step::4]], [U32(0)] * 2)
-                lines = (start + i * (8 * DIM) + ((head ^ 2 * step + half) << 4) for half in range(2))
-                q = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line).value for line in lines)
-                dots = mlir.ptx(multiply, *a, *q, *dots, results=[f32] * 4)
-            code, source = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", ((lane & 28) + scale).value
-            step = [mlir.ptx(code, x, source, results=f32) for x in steps]
-            return [U32(math.fma(x, step[j // 2], y.value)) for j, (x, y) in enumerate(zip(dots, total, strict=True))]
+        dots = [zero.value] * 4
+        for word in range(4):
+            lines = [start + i * (8 * DIM) + ((head ^ 2 * word + half) << 4) for half in range(2)]
+            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line) for line in lines)
+            # Codes i and i + 4 of these 8, as of the keys; times 2**120, by which `e4m3_pairs` are smaller.
+            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
+            for pair in (0, 2):
+                a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
+                operands = (x.value for x in (*a, *q[pair : pair + 2]))
+                dots = mlir.ptx(product, *operands, *dots, results=[f32] * 4)
+        return [U32(x) for x in _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums])]
 
-        total = thread_ops.loop(opaque(4), of_scale, *[zero] * 4)
-        total, sums = ([x.value for x in each] for each in (total, sums))
-        return [U32(x) for x in _add_up(total, weights, token * HEADS + i * 8, sums)]
-
-    # Loops that cannot be unrolled: the values of one product at a time have to fit into registers.
-    opaque = functools.partial(thread_ops.ptx, "mov.b32 $0, $1;")
-    return [x.value for x in thread_ops.loop(opaque(HEADS // 8), of_heads, zero, zero)]
+    # A loop that is not unrolled, so that its operands fit into registers.
+    count = thread_ops.ptx("mov.b32 $0, $1;", U32(HEADS // 8))
+    return [x.value for x in thread_ops.loop(count, of_heads, zero, zero)]
 
 
 def _add_up(dots, weights, head, sums):
@@ -224,24 +225,22 @@ def _dots(registers, queries, token, kind):
     """A tile's products with a token's queries, complete: 32 float32 values of [64 keys, 64 heads]."""
     size = dict(e4m3=1, bf16=2)[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
-    address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(queries))
-    address = key_tiles.multiply_add(mlir.to_i64(token), HEADS * DIM * size, address)
-    start = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # From 8 heads to the next; 128-byte swizzle.
-    descriptor = arith.ori(start, mlir.i64(1 << 62 | (1024 * size >> 4) << 32 | 1 << 16))
+    start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + U32(token) * (HEADS * DIM * size >> 4)
     count, steps = HEADS // 2, len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
-    lines = ["{ .reg .pred p; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
+    # From 8 heads to the next; 128-byte swizzle.
+    high = 1 << 30 | 1024 * size >> 4
+    lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
         # After 4 steps of 32 bytes the heads' next 128 bytes follow.
         place = step // 4 * 1024 + step % 4 * 32
         lines += [
-            f"add.s64 d, ${count + 4 * steps}, {place >> 4};",
+            f"add.u32 l, ${count + 4 * steps}, {place >> 4}; mov.b64 d, {{l, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]
         if step == 0:
             lines.append("setp.eq.b32 p, 0, 0;")
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return mlir.ptx("\n".join(lines), *registers, descriptor, results=[mlir.f32_type()] * count)
+    return mlir.ptx("\n".join(lines), *registers, start.value, results=[mlir.f32_type()] * count)
