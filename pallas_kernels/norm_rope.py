@@ -141,9 +141,10 @@ def _launch(name, store, more_out, operands, eps, interpret, q, kv, weight, posi
         def load(ref, row):
             return kv_rows.load_rows(ref, jnp.maximum(row, 0), rows_shape).astype(jnp.float32)
 
+        # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
+        frequency = _take(inv_freq, (channel - (DIM - 2 * pairs)) >> 1)
+
         def rotation(token):
-            # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
-            frequency = _take(inv_freq, (channel - (DIM - 2 * pairs)) >> 1)
             position = jnp.maximum(kv_rows.load_rows(positions, token, token.shape), 0).astype(jnp.float32)
             return cos_sin(frequency * lax.broadcast_in_dim(position, frequency.shape, (0,)))
 
