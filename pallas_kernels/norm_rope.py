@@ -20,7 +20,7 @@ from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 DIM = kv_rows.ROW_DIM
 # Rows that a warp loads before it computes, where there are many.
 MOST_AT_ONCE = 4
-# As many blocks as run at once; a token has one for its key-value row, and at least one for its queries.
+# As many blocks as run at once; a token has at least one for its queries, and a warp of one for its key-value row.
 BLOCKS = 4 * MULTIPROCESSORS
 
 
@@ -123,57 +123,69 @@ def _check(q, kv, weight, positions, inv_freq):
 def _launch(name, store, more_out, operands, eps, interpret, q, kv, weight, positions, inv_freq):
     """Rotated queries, and what else has the shapes and dtypes of `more_out`.
 
-    `store(row [4, 8, 64] bfloat16, token [4], *operands, *more_out)` is called with a token's row in one of four warps;
-    the others' numbers are T.
+    `store(rows [4, 8, 64] bfloat16, tokens [4], *operands, *more_out)` is called with rows of four tokens, a warp's
+    each; numbers from T on are of no token.
     """
     (tokens, heads, _), pairs = q.shape, len(inv_freq)
     at_once = MOST_AT_ONCE if tokens * heads >= MULTIPROCESSORS * kv_rows.WARPS * MOST_AT_ONCE else 1
     steps = -(-heads // (kv_rows.WARPS * at_once))
     parts = min(steps, -(-BLOCKS // tokens))
+    each, kv_blocks = -(-steps // parts), -(-tokens // kv_rows.WARPS)
     rows_shape = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
 
     def body(q, kv, weight, positions, inv_freq, *refs):
         *operands, q_out = refs[: len(refs) - len(more_out)]
-        token, part = lax.axis_index("token"), lax.axis_index("part")
+        block, warp = lax.axis_index("block"), kv_rows.iota((kv_rows.WARPS,), 0)
         channel = kv_rows.iota(rows_shape, 1) * kv_rows.GROUP + kv_rows.iota(rows_shape, 2)
-        # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
-        frequency = _take(inv_freq, (channel - (DIM - 2 * pairs)) >> 1)
-        cos, sin = cos_sin(frequency * jnp.maximum(positions[token], 0).astype(jnp.float32))
-        warp = kv_rows.iota((kv_rows.WARPS,), 0)
 
         def load(ref, row):
             return kv_rows.load_rows(ref, jnp.maximum(row, 0), rows_shape).astype(jnp.float32)
 
-        def finish(x, weight):
+        # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
+        frequency = _take(inv_freq, (channel - (DIM - 2 * pairs)) >> 1)
+
+        def rotation(token):
+            position = jnp.maximum(kv_rows.load_rows(positions, token, token.shape), 0).astype(jnp.float32)
+            return cos_sin(frequency * lax.broadcast_in_dim(position, frequency.shape, (0,)))
+
+        def finish(x, weight, cos, sin):
             mean = product(jnp.sum(jnp.sum(product(x, x), axis=2), axis=1), 1 / DIM)
             x = x * lax.broadcast_in_dim(inverse_sqrt(mean + eps), x.shape, (0,))
             return _rotate(x if weight is None else weight * x, cos, sin, DIM - 2 * pairs)
 
-        @pl.when(part < parts)
+        @pl.when(block < kv_blocks)
         def _():
-            each = -(-steps // parts)
+            own = block * kv_rows.WARPS + warp
+            token = jnp.minimum(own, tokens - 1)
+            row = finish(load(kv, token), _take(weight, channel), *rotation(token))
+            store(row, own, *operands, *refs[len(refs) - len(more_out) :])
 
-            @pl.loop(part * each, jnp.minimum((part + 1) * each, steps))
-            def _(step):
+        @pl.when(block >= kv_blocks)
+        def _():
+            token, part = lax.div(block - kv_blocks, parts), lax.rem(block - kv_blocks, parts)
+
+            def loaded(step):
                 head = step * (kv_rows.WARPS * at_once) + warp
                 heads_at_once = [head + i * kv_rows.WARPS for i in range(at_once)]
                 rows = [jnp.where(head < heads, token * heads + head, -1) for head in heads_at_once]
-                loaded = [load(q, row) for row in rows]
-                for x, row in zip(loaded, rows, strict=True):
-                    kv_rows.store_rows(q_out, row, finish(x, None))
+                return [(load(q, row), row) for row in rows]
 
-        @pl.when(part == parts)
-        def _():
-            own = jnp.where(warp == 0, token, tokens)
-            row = finish(load(kv, jnp.minimum(own, tokens - 1)), _take(weight, channel))
-            store(row, own, *operands, *refs[len(refs) - len(more_out) :])
+            def put(rows, rotated):
+                for x, row in rows:
+                    kv_rows.store_rows(q_out, row, finish(x, None, *rotated))
+
+            # The first rows are on their way while the rotation is computed.
+            rows = loaded(part * each)
+            rotated = rotation(jnp.where(warp >= 0, token, 0))
+            put(rows, rotated)
+            pl.loop(part * each + 1, jnp.minimum((part + 1) * each, steps))(lambda step: put(loaded(step), rotated))
 
     run = kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((x.size // DIM, DIM), x.dtype) for x in (q, *more_out)],
         kernel_name=name,
-        grid=(tokens, parts + 1),
-        grid_names=("token", "part"),
+        grid=(kv_blocks + tokens * parts,),
+        grid_names=("block",),
         interpret=interpret,
     )
     q_out, *rest = run(q.reshape(-1, DIM), kv, weight, positions, inv_freq, *operands)

@@ -17,7 +17,9 @@ def arguments(tokens, heads=8, pairs=32):
     sizes = 2.0 ** rng.integers(-20, 20, (tokens, heads + 1, 1))
     rows = jnp.asarray(rng.standard_normal((tokens, heads + 1, 512)) * sizes, jnp.bfloat16)
     weight = jnp.asarray(rng.uniform(0.1, 2, 512), jnp.float32)
-    positions = jnp.asarray(rng.integers(0, 1 << 20, tokens), jnp.int32).at[0].set(0)
+    positions = jnp.asarray(rng.integers(0, 1 << 20, tokens), jnp.int32)
+    if tokens > 1:
+        positions = positions.at[0].set(0)
     inv_freq = jnp.asarray(160000.0 ** -(np.arange(pairs) / pairs), jnp.float32)
     return rows[:, :-1], rows[:, -1], weight, positions, inv_freq
 
