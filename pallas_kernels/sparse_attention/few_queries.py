@@ -1,10 +1,11 @@
-"""Sparse attention of few tokens: on quantised rows, which each block dequantises for itself.
+"""Sparse attention of few tokens: on quantised rows, which are dequantised on the way.
 
 A block serves 64 heads of one query token and a part of its rows, 64 rows (a tile) at a time. One warpgroup gathers
 rows and dequantises them into shared memory, one scores them, and two add up values, each half of the columns: the
 scoring warpgroup is one of these, and passes a tile's weights to the other through shared memory, so that it scores the
-next tile while the other still adds. The place of a row in the sums depends on the shapes of the arguments and on the
-token's own position, never on another token.
+next tile while the other still adds. Two blocks of the same token are a cluster, and each dequantises half of a tile
+for both. The place of a row in the sums depends on the shapes of the arguments and on the token's own position, never
+on another token.
 """
 
 import dataclasses
@@ -68,15 +69,19 @@ def few_queries(
         shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     parts = splits or 1
+    # Interpreted blocks have no shared memory in common.
+    blocks = 2 if groups % 2 == 0 and not interpret else 1
     run = kernel(
-        functools.partial(_body, parts),
+        functools.partial(_body, parts, blocks),
         out_type=out_type,
         kernel_name="sparse_attention",
-        grid=(tokens, groups, parts),
+        grid=(tokens, groups // blocks, parts),
         grid_names=("token", "heads", "split"),
+        cluster=(blocks,),
+        cluster_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.scratch_types()),
+        scratch_types=dict(buffers=PipelineBuffers.scratch_types(blocks)),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -94,6 +99,7 @@ class PipelineBuffers:
     """Shared memory and barriers of a block, through which its warpgroups pass data on.
 
     Attributes:
+      blocks: of the cluster, in whose shared memory a loader writes keys; `full` and `free` tell all of them.
       queries: [1, 64 heads, 512] bfloat16; the result takes their place.
       keys: [STAGES, 64, 512] bfloat16 rows; a stage is `full` or `free`.
       biases: [STAGES, 64] float32, 0 for a row and -inf for none; with `keys`.
@@ -104,6 +110,7 @@ class PipelineBuffers:
       stored: both warpgroups have written their half of the result.
     """
 
+    blocks: int = dataclasses.field(metadata=dict(static=True))
     queries: Any
     keys: Any
     biases: Any
@@ -119,9 +126,16 @@ class PipelineBuffers:
     stored: Any
 
     @classmethod
-    def scratch_types(cls) -> "PipelineBuffers":
-        """What to allocate, in place of the references."""
+    def scratch_types(cls, blocks: int) -> "PipelineBuffers":
+        """What to allocate, in place of the references, in each block of a cluster of so many."""
+
+        def shared(num_arrivals):
+            if blocks == 1:
+                return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=STAGES)
+            return plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=num_arrivals, num_barriers=STAGES)
+
         return cls(
+            blocks,
             # The axis of one is for `_score`.
             queries=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
             keys=plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
@@ -130,19 +144,26 @@ class PipelineBuffers:
             rescale=plgpu.SMEM((STAGES, HEADS), jnp.float32),
             scale=plgpu.SMEM((HEADS,), jnp.float32),
             queries_ready=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=STAGES),
-            free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            full=shared(1),
+            free=shared(2),
             weighed=plgpu.Barrier(num_barriers=STAGES),
             weights_free=plgpu.Barrier(num_barriers=STAGES),
             scaled=plgpu.Barrier(),
             stored=plgpu.Barrier(num_arrivals=2),
         )
 
+    def release(self, stage):
+        """This warpgroup has read a stage of `keys`."""
+        if self.blocks > 1:
+            kv_tiles.sync_warpgroup()
+        plgpu.barrier_arrive(self.free.at[stage])
 
-def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
+
+def _body(splits, blocks, q, sinks, problem, angles, out, stats=None, *, buffers):
     """A block: its part of a token's attention, or with `splits` the sums of the part and their `stats`."""
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
-    group = lax.axis_index("heads") * HEADS
+    block = lax.axis_index("block") if blocks > 1 else 0
+    group = (lax.axis_index("heads") * blocks + block) * HEADS
     heads, there = pl.ds(group, HEADS), pl.ds(group, min(q.shape[1], HEADS))
     queries = buffers.queries.at[0, pl.ds(0, there.size)]
     first, last = problem.tile_range(token, split, splits)
@@ -150,7 +171,9 @@ def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
     @pl.when(warpgroup == LOADER)
     def _():
         plgpu.set_max_registers(LOADING, action="decrease")
-        _gather(problem, RowAddresses(problem, token, last), first, last, buffers)
+        units = UNITS // blocks
+        addresses = RowAddresses(problem, token, last, block * units, units)
+        _gather(problem, addresses, first, last, buffers, 1 - block if blocks > 1 else -1)
 
     def store(warpgroup, acc, scale):
         """Stores half of the columns: sums, or sums times `scale` [64] or None."""
@@ -219,8 +242,11 @@ def _wait_for_last(barriers, first, last):
         plgpu.barrier_wait(barriers.at[_stage(first, tile)])
 
 
-def _gather(problem, addresses, first, last, buffers):
-    """Fills tile after tile. The rows of a tile are loaded while the tile before is dequantised."""
+def _gather(problem, addresses, first, last, buffers, other_block):
+    """Fills tile after tile. The rows of a tile are loaded while the tile before is dequantised.
+
+    Where a cluster's blocks have the same rows, each dequantises half of them for both.
+    """
     layout, compressed = problem.layout, problem.compressed
     others = problem.rings if compressed is None else compressed.pools
 
@@ -239,10 +265,11 @@ def _gather(problem, addresses, first, last, buffers):
         there = addresses.rows(tile + 1, entries, blocks)
         coming = []
         keys, biases = buffers.keys.at[stage], buffers.biases.at[stage]
-        for i in range(UNITS):
-            kv_tiles.store_unit(keys, biases, i * UNIT, units[i], here[i], layout)
+        for i in range(addresses.units):
+            at = (addresses.first_unit + i) * UNIT
+            kv_tiles.store_unit(keys, biases, at, units[i], here[i], layout, other_block)
             coming.append(load(tile + 1, there[i]))
-        kv_tiles.fence()
+        kv_tiles.fence(cluster=buffers.blocks > 1)
         plgpu.barrier_arrive(buffers.full.at[stage])
         return coming, there, later, addresses.blocks(later), addresses.entries(tile + 3)
 
@@ -307,5 +334,5 @@ def _add_values(buffers, warpgroup, acc, alpha, weights, stage):
     """`acc * alpha` and the tile's values, weighed."""
     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
     acc = wgmma_results.multiply_add(acc, weights, buffers.keys.at[stage, :, pl.ds(warpgroup * HALF, HALF)])
-    plgpu.barrier_arrive(buffers.free.at[stage])
+    buffers.release(stage)
     return acc

@@ -117,25 +117,36 @@ def _(pools, others, use_others, row, layout):
 
 
 @primitive
-def store_unit(tile, bias, first: int, unit: list[jax.Array], row: jax.Array, layout: RowLayout) -> None:
+def store_unit(
+    tile, bias, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, other_block: Any = -1
+) -> None:
     """Writes a unit's values to rows first .. first + 15 of a tile, and to `bias` 0, or -inf where there is no row.
 
     In shared memory, `tile` is [rows, 512] bfloat16 with `TRANSFORMS`, and `bias` [rows] float32; `first` is a multiple
-    of 16, and `row` what the unit was loaded with.
+    of 16, int32, and `row` what the unit was loaded with. `other_block`: of the cluster, int32, whose shared memory
+    gets them too; the int -1 for none.
     """
     tile[pl.ds(first, UNIT)] = unit[0]
     bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 @store_unit.mosaic
-def _(tile, bias, first, unit, row, layout):
-    def emit(tile, bias, codes, rope, *per_row):
+def _(tile, bias, first, unit, row, layout, other_block=-1):
+    shared = not isinstance(other_block, int)
+
+    def emit(tile, bias, first, other, codes, rope, *per_row):
         *scales, row = map(mlir.scalar, per_row)
+        first = U32(mlir.scalar(first))
         chunk, start, at = unit_places(tile, ROW_DIM)
+        starts = [mlir.at(start, (first * (2 * ROW_DIM)).value)]
+        biases = [mlir.at(mlir.shared_pointer(bias), (first * 4).value)]
+        if shared:
+            for found in (starts, biases):
+                found.append(mgpu.utils.get_cluster_ptr(found[0], mlir.scalar(other), generic=False))
 
         def put(values, group):
-            place = mlir.at(start, 2 * (first * ROW_DIM + 8 * GROUP * group))
-            llvm.store(mlir.pack(values), place, alignment=16)
+            for start in starts:
+                llvm.store(mlir.pack(values), mlir.at(start, 16 * GROUP * group), alignment=16)
 
         decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
         groups = layout.nope_dim // GROUP
@@ -143,11 +154,13 @@ def _(tile, bias, first, unit, row, layout):
             put(decode(mlir.values(register), scales, group), group)
         for group, register in enumerate(rope.registers.flat, start=groups):
             put(mlir.values(register), group)
-        store_bias(bias, first, at, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)))
+        for start in biases:
+            store_bias(start, at, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)))
 
     codes, rope, *scales = unit
     per_row = [(x, PER_ROW) for x in (*scales, row)]
-    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, (codes, _CODES), (rope, _ROPE), *per_row)
+    blocks = jnp.int32(first), jnp.int32(other_block)
+    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, *blocks, (codes, _CODES), (rope, _ROPE), *per_row)
 
 
 def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
@@ -164,21 +177,41 @@ def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
     return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), at
 
 
-def store_bias(bias, first: int, at: U32, chunk: U32, exists) -> None:
-    """Writes 0 to `bias` [rows], a memref, for this thread's row of a unit, or -inf where it does not exist."""
+def store_bias(bias, at: U32, chunk: U32, exists) -> None:
+    """Writes 0 for this thread's row of a unit, or -inf where it does not exist; `bias` points to that of its first."""
     value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
     with mgpu.utils.when(chunk.equals(0).value):
-        llvm.store(value, mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), 4 * first))
+        llvm.store(value, mlir.at(bias, (at * 4).value))
 
 
 @primitive
-def fence() -> None:
-    """Shows this thread's writes of shared memory to `wgmma`; a barrier's arrival has to follow."""
+def fence(cluster: bool = False) -> None:
+    """Shows this thread's writes of shared memory to `wgmma`; a barrier's arrival has to follow.
+
+    cluster: the warpgroup's writes, of all blocks' memory: at a barrier of the cluster one thread arrives for it.
+    """
 
 
 @fence.mosaic
+def _(cluster=False):
+    def emit():
+        space = nvvm.SharedSpace.shared_cluster if cluster else nvvm.SharedSpace.shared_cta
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=space)
+        if cluster:
+            mgpu.utils.warpgroup_barrier()
+            mlir.ptx("fence.acq_rel.cluster;")
+
+    mlir.inline(emit)
+
+
+@primitive
+def sync_warpgroup() -> None:
+    """Waits for the warpgroup's other threads, before one of them arrives at a barrier of the cluster."""
+
+
+@sync_warpgroup.mosaic
 def _():
-    mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
+    mlir.inline(mgpu.utils.warpgroup_barrier)
 
 
 def _dequantise(pools, row, layout):
