@@ -106,8 +106,9 @@ def peers(runs: list[Row], keys: list[Key]) -> Table:
 def beside(runs: list[Row], keys: list[Key]) -> Table:
     """Ours of the first file and the fastest peer of the second, both from CUPTI, or from loops and graphs."""
     ours, other = runs
-    clock = "graph_microseconds" if ours["clock"].startswith("loop") else "cupti_microseconds"
-    found = {(row["op"], row["shape"]): row["microseconds"] for row in ours["results"]}
+    clock = "graph_microseconds" if "loops" in ours else "cupti_microseconds"
+    rows = ours["loops"] if "loops" in ours else ours["results"]
+    found = {(row["op"], row["shape"]): row["microseconds"] for row in rows}
     return OP, AGAINST_PEERS, [_against_peers(key, found[key], other, clock) for key in keys]
 
 

@@ -52,7 +52,7 @@ def loop_times(
             print(f"{case.op:24s} {case.shape:30s} {seconds * 1e6:8.2f} us", flush=True)
     if report is not None:
         found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, shapes=shapes, cache_format="v4")
-        found |= dict(clock="loop on the device, median", results=results)
+        found |= dict(clock="loop on the device, median", loops=results)
         report.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -11,9 +11,9 @@ def test_times_and_reports(tmp_path, capsys):
     main(["--names", "append", "indexer", "--only", "append_swa T=1", "topk", *sizes])
     found = json.loads(report.read_text())
     # One case whose calls update a state, and one whose calls have results.
-    assert [(row["op"], row["shape"]) for row in found["results"]] == [
+    assert [(row["op"], row["shape"]) for row in found["loops"]] == [
         ("append_swa", "T=1"),
         ("indexer_topk", "2 x 4096"),
     ]
-    assert all(row["microseconds"] > 0 for row in found["results"])
+    assert all(row["microseconds"] > 0 for row in found["loops"])
     assert "append_swa" in capsys.readouterr().out
