@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.common import mlir_helpers as mlir
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, transaction_barriers
 from pallas_kernels.common.kv_rows import GROUP, ROW_DIM
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.common.primitive import primitive
@@ -25,6 +25,8 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
 UNIT = 16
+# Of a unit, with its biases, to another block.
+SENT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
 
 def _word_layout(words):
@@ -118,35 +120,41 @@ def _(pools, others, use_others, row, layout):
 
 @primitive
 def store_unit(
-    tile, bias, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, other_block: Any = -1
+    tile, bias, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, other: Any = None
 ) -> None:
     """Writes a unit's values to rows first .. first + 15 of a tile, and to `bias` 0, or -inf where there is no row.
 
     In shared memory, `tile` is [rows, 512] bfloat16 with `TRANSFORMS`, and `bias` [rows] float32; `first` is a multiple
-    of 16, int32, and `row` what the unit was loaded with. `other_block`: of the cluster, int32, whose shared memory
-    gets them too; the int -1 for none.
+    of 16, int32, and `row` what the unit was loaded with. `other`: (block of the cluster, int32; one of this block's
+    `transaction_barriers`): the same, `SENT_BYTES`, is sent to that block, and counts on its barrier; None: to none.
     """
     tile[pl.ds(first, UNIT)] = unit[0]
     bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 @store_unit.mosaic
-def _(tile, bias, first, unit, row, layout, other_block=-1):
-    shared = not isinstance(other_block, int)
-
-    def emit(tile, bias, first, other, codes, rope, *per_row):
-        *scales, row = map(mlir.scalar, per_row)
+def _(tile, bias, first, unit, row, layout, other=None):
+    def emit(tile, bias, first, codes, rope, *rest):
+        *scales, row = map(mlir.scalar, rest[: len(per_row)])
         first = U32(mlir.scalar(first))
         chunk, start, at = unit_places(tile, ROW_DIM)
-        starts = [mlir.at(start, (first * (2 * ROW_DIM)).value)]
-        biases = [mlir.at(mlir.shared_pointer(bias), (first * 4).value)]
-        if shared:
-            for found in (starts, biases):
-                found.append(mgpu.utils.get_cluster_ptr(found[0], mlir.scalar(other), generic=False))
+        start = mlir.at(start, (first * (2 * ROW_DIM)).value)
+        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), (first * 4).value)
+        send_bias = None
+        if other is not None:
+            block, barrier = rest[len(per_row) :]
+            pointers = start, bias, mlir.shared_pointer(barrier)
+            addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
+            there, bias_there, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
+
+            def send_bias(value):
+                transaction_barriers.send(bias_there, [value], counted)
 
         def put(values, group):
-            for start in starts:
-                llvm.store(mlir.pack(values), mlir.at(start, 16 * GROUP * group), alignment=16)
+            offset = 16 * GROUP * group
+            llvm.store(mlir.pack(values), mlir.at(start, offset), alignment=16)
+            if other is not None:
+                transaction_barriers.send(there + offset, values, counted)
 
         decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
         groups = layout.nope_dim // GROUP
@@ -154,13 +162,12 @@ def _(tile, bias, first, unit, row, layout, other_block=-1):
             put(decode(mlir.values(register), scales, group), group)
         for group, register in enumerate(rope.registers.flat, start=groups):
             put(mlir.values(register), group)
-        for start in biases:
-            store_bias(start, at, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)))
+        store_bias(bias, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)), send_bias)
 
     codes, rope, *scales = unit
     per_row = [(x, PER_ROW) for x in (*scales, row)]
-    blocks = jnp.int32(first), jnp.int32(other_block)
-    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, *blocks, (codes, _CODES), (rope, _ROPE), *per_row)
+    operands = jnp.int32(first), (codes, _CODES), (rope, _ROPE), *per_row, *(other or ())
+    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, *operands)
 
 
 def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
@@ -177,31 +184,26 @@ def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
     return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), at
 
 
-def store_bias(bias, at: U32, chunk: U32, exists) -> None:
-    """Writes 0 for this thread's row of a unit, or -inf where it does not exist; `bias` points to that of its first."""
+def store_bias(bias, chunk: U32, exists, send: Any = None) -> None:
+    """Writes 0 for this thread's row of a unit, to which `bias` points, or -inf where it does not exist.
+
+    `send`, if not None, is called with it.
+    """
     value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
     with mgpu.utils.when(chunk.equals(0).value):
-        llvm.store(value, mlir.at(bias, (at * 4).value))
+        llvm.store(value, bias)
+        if send is not None:
+            send(value)
 
 
 @primitive
-def fence(cluster: bool = False) -> None:
-    """Shows this thread's writes of shared memory to `wgmma`; a barrier's arrival has to follow.
-
-    cluster: the warpgroup's writes, of all blocks' memory: at a barrier of the cluster one thread arrives for it.
-    """
+def fence() -> None:
+    """Shows writes of shared memory to `wgmma`: this thread's before it arrives at a barrier, or what it waited for."""
 
 
 @fence.mosaic
-def _(cluster=False):
-    def emit():
-        space = nvvm.SharedSpace.shared_cluster if cluster else nvvm.SharedSpace.shared_cta
-        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=space)
-        if cluster:
-            mgpu.utils.warpgroup_barrier()
-            mlir.ptx("fence.acq_rel.cluster;")
-
-    mlir.inline(emit)
+def _():
+    mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
 
 
 @primitive
