@@ -160,7 +160,8 @@ def _(tile, bias, first, rows, in_window, row, part):
             copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
             mlir.ptx(copy, start, source, size)
         if part == 0:
-            kv_tiles.store_bias(bias, first, at, chunk, exists)
+            bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), 4 * first)
+            kv_tiles.store_bias(bias, chunk, exists)
 
     others = [] if rows.entries is None else [rows.entries]
     window_rows = rows.window_rows

@@ -1,10 +1,11 @@
-"""Sparse attention of few tokens: on quantised rows, which each block dequantises for itself.
+"""Sparse attention of few tokens: on quantised rows, which are dequantised on the way.
 
 A block serves 64 heads of one query token and a part of its rows, 64 rows (a tile) at a time. One warpgroup gathers
 rows and dequantises them into shared memory, one scores them, and two add up values, each half of the columns: the
 scoring warpgroup is one of these, and passes a tile's weights to the other through shared memory, so that it scores the
-next tile while the other still adds. The place of a row in the sums depends on the shapes of the arguments and on the
-token's own position, never on another token.
+next tile while the other still adds. Two blocks of the same token are a cluster, and each dequantises half of a tile
+for both. The place of a row in the sums depends on the shapes of the arguments and on the token's own position, never
+on another token.
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import wgmma_results
+from pallas_kernels.common import clusters, transaction_barriers, wgmma_results
 from pallas_kernels.common.kv_rows import ROW_DIM
+from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.sparse_attention import kv_tiles
@@ -68,15 +70,19 @@ def few_queries(
         shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     parts = splits or 1
+    # Interpreted blocks have no shared memory in common.
+    blocks = 2 if groups % 2 == 0 and not interpret else 1
     run = kernel(
-        functools.partial(_body, parts),
+        functools.partial(_body, parts, blocks),
         out_type=out_type,
         kernel_name="sparse_attention",
-        grid=(tokens, groups, parts),
+        grid=(tokens, groups // blocks, parts),
         grid_names=("token", "heads", "split"),
+        cluster=(blocks,),
+        cluster_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.scratch_types()),
+        scratch_types=dict(buffers=PipelineBuffers.scratch_types(blocks)),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -94,8 +100,9 @@ class PipelineBuffers:
     """Shared memory and barriers of a block, through which its warpgroups pass data on.
 
     Attributes:
+      blocks: of the cluster: 1, or 2, of which each loader writes half of the keys of both.
       queries: [1, 64 heads, 512] bfloat16; the result takes their place.
-      keys: [STAGES, 64, 512] bfloat16 rows; a stage is `full` or `free`.
+      keys: [STAGES, 64, 512] bfloat16 rows; a stage is `full` or `free`, with two blocks free in both of them.
       biases: [STAGES, 64] float32, 0 for a row and -inf for none; with `keys`.
       weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed` or `weights_free`.
       rescale: [STAGES, 64 heads] float32, factors of earlier sums; with `weights`.
@@ -104,6 +111,7 @@ class PipelineBuffers:
       stored: both warpgroups have written their half of the result.
     """
 
+    blocks: int = dataclasses.field(metadata=dict(static=True))
     queries: Any
     keys: Any
     biases: Any
@@ -119,9 +127,14 @@ class PipelineBuffers:
     stored: Any
 
     @classmethod
-    def scratch_types(cls) -> "PipelineBuffers":
-        """What to allocate, in place of the references."""
+    def scratch_types(cls, blocks: int) -> "PipelineBuffers":
+        """What to allocate, in place of the references, in each block of a cluster of so many."""
+        full, free = plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
+        if blocks > 1:
+            full = transaction_barriers.scratch_type(STAGES)
+            free = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=STAGES)
         return cls(
+            blocks,
             # The axis of one is for `_score`.
             queries=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
             keys=plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
@@ -130,27 +143,65 @@ class PipelineBuffers:
             rescale=plgpu.SMEM((STAGES, HEADS), jnp.float32),
             scale=plgpu.SMEM((HEADS,), jnp.float32),
             queries_ready=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=STAGES),
-            free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            full=full,
+            free=free,
             weighed=plgpu.Barrier(num_barriers=STAGES),
             weights_free=plgpu.Barrier(num_barriers=STAGES),
             scaled=plgpu.Barrier(),
             stored=plgpu.Barrier(num_arrivals=2),
         )
 
+    def start(self):
+        """Before all else, in every warpgroup."""
+        if self.blocks > 1:
+            transaction_barriers.start(self.full)
 
-def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
+    def enter(self):
+        """After `start`, once in every warpgroup, before the first use of `full`: until both blocks' are ready."""
+        if self.blocks > 1:
+            clusters.wait(None)
+
+    def fill(self, stage, units):
+        """This loader has stored so many units of a stage of `keys`. The other block's loader sends as many."""
+        kv_tiles.fence()
+        if self.blocks == 1:
+            plgpu.barrier_arrive(self.full.at[stage])
+        else:
+            transaction_barriers.arrive(self.full.at[stage], units * kv_tiles.SENT_BYTES // THREADS)
+
+    def wait_full(self, first, tile):
+        """Waits for the keys and biases of a tile."""
+        stage = _stage(first, tile)
+        if self.blocks == 1:
+            plgpu.barrier_wait(self.full.at[stage])
+            return
+        transaction_barriers.wait(self.full.at[stage], lax.div(tile - first, jnp.int32(STAGES)) & 1)
+        # The other block's loader cannot show its writes to this block's `wgmma`.
+        kv_tiles.fence()
+
+    def release(self, stage):
+        """This warpgroup has read a stage of `keys`."""
+        if self.blocks > 1:
+            kv_tiles.sync_warpgroup()
+        plgpu.barrier_arrive(self.free.at[stage])
+
+
+def _body(splits, blocks, q, sinks, problem, angles, out, stats=None, *, buffers):
     """A block: its part of a token's attention, or with `splits` the sums of the part and their `stats`."""
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
-    group = lax.axis_index("heads") * HEADS
+    block = lax.axis_index("block") if blocks > 1 else 0
+    group = (lax.axis_index("heads") * blocks + block) * HEADS
     heads, there = pl.ds(group, HEADS), pl.ds(group, min(q.shape[1], HEADS))
     queries = buffers.queries.at[0, pl.ds(0, there.size)]
+    buffers.start()
     first, last = problem.tile_range(token, split, splits)
 
     @pl.when(warpgroup == LOADER)
     def _():
         plgpu.set_max_registers(LOADING, action="decrease")
-        _gather(problem, RowAddresses(problem, token, last), first, last, buffers)
+        units = UNITS // blocks
+        addresses = RowAddresses(problem, token, last, block * units, units)
+        _gather(problem, addresses, first, last, buffers, 1 - block)
 
     def store(warpgroup, acc, scale):
         """Stores half of the columns: sums, or sums times `scale` [64] or None."""
@@ -176,6 +227,7 @@ def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
         plgpu.set_max_registers(MULTIPLYING, action="increase")
         plgpu.copy_gmem_to_smem(q.at[token, there], queries, buffers.queries_ready)
         plgpu.barrier_wait(buffers.queries_ready)
+        buffers.enter()
         none = (
             nothing,
             plgpu.layout_cast(jnp.full((HEADS,), LOWEST, jnp.float32), _PER_HEAD),
@@ -199,6 +251,7 @@ def _body(splits, q, sinks, problem, angles, out, stats=None, *, buffers):
     @pl.when(warpgroup == ADDER)
     def _():
         plgpu.set_max_registers(MULTIPLYING, action="increase")
+        buffers.enter()
         acc = lax.fori_loop(first, last, functools.partial(_add, buffers, first), nothing)
         if stats is not None:
             store(ADDER, acc, None)
@@ -219,8 +272,11 @@ def _wait_for_last(barriers, first, last):
         plgpu.barrier_wait(barriers.at[_stage(first, tile)])
 
 
-def _gather(problem, addresses, first, last, buffers):
-    """Fills tile after tile. The rows of a tile are loaded while the tile before is dequantised."""
+def _gather(problem, addresses, first, last, buffers, other_block):
+    """Fills tile after tile. The rows of a tile are loaded while the tile before is dequantised.
+
+    Where a cluster's blocks have the same rows, each dequantises half of them for both.
+    """
     layout, compressed = problem.layout, problem.compressed
     others = problem.rings if compressed is None else compressed.pools
 
@@ -239,14 +295,16 @@ def _gather(problem, addresses, first, last, buffers):
         there = addresses.rows(tile + 1, entries, blocks)
         coming = []
         keys, biases = buffers.keys.at[stage], buffers.biases.at[stage]
-        for i in range(UNITS):
-            kv_tiles.store_unit(keys, biases, i * UNIT, units[i], here[i], layout)
+        for i in range(addresses.units):
+            at = (addresses.first_unit + i) * UNIT
+            other = (other_block, buffers.full.at[stage]) if buffers.blocks > 1 else None
+            kv_tiles.store_unit(keys, biases, at, units[i], here[i], layout, other)
             coming.append(load(tile + 1, there[i]))
-        kv_tiles.fence()
-        plgpu.barrier_arrive(buffers.full.at[stage])
+        buffers.fill(stage, addresses.units)
         return coming, there, later, addresses.blocks(later), addresses.entries(tile + 3)
 
     entries = [addresses.entries(first + i) for i in range(3)]
+    buffers.enter()
 
     @pl.when(first < last)
     def _():
@@ -255,7 +313,7 @@ def _gather(problem, addresses, first, last, buffers):
         units = [load(first, row) for row in here]
         lax.fori_loop(first, last, step, (units, here, entries[1], blocks[1], entries[2]))
 
-        # The interpreter wants every arrival waited for.
+        # The interpreter wants every arrival waited for. And a block must not end before the last arrival of the other.
         _wait_for_last(buffers.free, first, last)
 
 
@@ -263,7 +321,7 @@ def _score(buffers, first, tile, carry):
     """Weighs a tile and adds it to (weighted sum [64, 256], largest score so far, sum of weights)."""
     acc, top, total = carry
     stage = _stage(first, tile)
-    plgpu.barrier_wait(buffers.full.at[stage])
+    buffers.wait_full(first, tile)
     # Always 0. The compiler does not know that, and so does not keep 64 registers of addresses from tile to tile.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 
@@ -295,7 +353,7 @@ def _score(buffers, first, tile, carry):
 def _add(buffers, first, tile, acc):
     """Adds a tile to the weighted sum [64, 256] of the second half of the columns."""
     stage = _stage(first, tile)
-    plgpu.barrier_wait(buffers.full.at[stage])
+    buffers.wait_full(first, tile)
     plgpu.barrier_wait(buffers.weighed.at[stage])
     alpha = plgpu.load(buffers.rescale.at[stage], layout=_PER_HEAD, optimized=False)
     acc = _add_values(buffers, ADDER, acc, alpha, buffers.weights.at[stage], stage)
@@ -307,5 +365,5 @@ def _add_values(buffers, warpgroup, acc, alpha, weights, stage):
     """`acc * alpha` and the tile's values, weighed."""
     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
     acc = wgmma_results.multiply_add(acc, weights, buffers.keys.at[stage, :, pl.ds(warpgroup * HALF, HALF)])
-    plgpu.barrier_arrive(buffers.free.at[stage])
+    buffers.release(stage)
     return acc

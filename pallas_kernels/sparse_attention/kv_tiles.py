@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.common import mlir_helpers as mlir
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, transaction_barriers
 from pallas_kernels.common.kv_rows import GROUP, ROW_DIM
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.common.primitive import primitive
@@ -25,6 +25,8 @@ from pallas_kernels.common.wgmma_results import TRANSFORMS
 
 
 UNIT = 16
+# Of a unit, with its biases, to another block.
+SENT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
 
 def _word_layout(words):
@@ -117,25 +119,42 @@ def _(pools, others, use_others, row, layout):
 
 
 @primitive
-def store_unit(tile, bias, first: int, unit: list[jax.Array], row: jax.Array, layout: RowLayout) -> None:
+def store_unit(
+    tile, bias, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, other: Any = None
+) -> None:
     """Writes a unit's values to rows first .. first + 15 of a tile, and to `bias` 0, or -inf where there is no row.
 
     In shared memory, `tile` is [rows, 512] bfloat16 with `TRANSFORMS`, and `bias` [rows] float32; `first` is a multiple
-    of 16, and `row` what the unit was loaded with.
+    of 16, int32, and `row` what the unit was loaded with. `other`: (block of the cluster, int32; one of this block's
+    `transaction_barriers`): the same, `SENT_BYTES`, is sent to that block, and counts on its barrier; None: to none.
     """
     tile[pl.ds(first, UNIT)] = unit[0]
     bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 @store_unit.mosaic
-def _(tile, bias, first, unit, row, layout):
-    def emit(tile, bias, codes, rope, *per_row):
-        *scales, row = map(mlir.scalar, per_row)
+def _(tile, bias, first, unit, row, layout, other=None):
+    def emit(tile, bias, first, codes, rope, *rest):
+        *scales, row = map(mlir.scalar, rest[: len(per_row)])
+        first = U32(mlir.scalar(first))
         chunk, start, at = unit_places(tile, ROW_DIM)
+        start = mlir.at(start, (first * (2 * ROW_DIM)).value)
+        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), (first * 4).value)
+        send_bias = None
+        if other is not None:
+            block, barrier = rest[len(per_row) :]
+            pointers = start, bias, mlir.shared_pointer(barrier)
+            addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
+            there, bias_there, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
+
+            def send_bias(value):
+                transaction_barriers.send(bias_there, [value], counted)
 
         def put(values, group):
-            place = mlir.at(start, 2 * (first * ROW_DIM + 8 * GROUP * group))
-            llvm.store(mlir.pack(values), place, alignment=16)
+            offset = 16 * GROUP * group
+            llvm.store(mlir.pack(values), mlir.at(start, offset), alignment=16)
+            if other is not None:
+                transaction_barriers.send(there + offset, values, counted)
 
         decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
         groups = layout.nope_dim // GROUP
@@ -143,11 +162,12 @@ def _(tile, bias, first, unit, row, layout):
             put(decode(mlir.values(register), scales, group), group)
         for group, register in enumerate(rope.registers.flat, start=groups):
             put(mlir.values(register), group)
-        store_bias(bias, first, at, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)))
+        store_bias(bias, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)), send_bias)
 
     codes, rope, *scales = unit
     per_row = [(x, PER_ROW) for x in (*scales, row)]
-    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, (codes, _CODES), (rope, _ROPE), *per_row)
+    operands = jnp.int32(first), (codes, _CODES), (rope, _ROPE), *per_row, *(other or ())
+    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, *operands)
 
 
 def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
@@ -164,21 +184,36 @@ def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
     return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), at
 
 
-def store_bias(bias, first: int, at: U32, chunk: U32, exists) -> None:
-    """Writes 0 to `bias` [rows], a memref, for this thread's row of a unit, or -inf where it does not exist."""
+def store_bias(bias, chunk: U32, exists, send: Any = None) -> None:
+    """Writes 0 for this thread's row of a unit, to which `bias` points, or -inf where it does not exist.
+
+    `send`, if not None, is called with it.
+    """
     value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
     with mgpu.utils.when(chunk.equals(0).value):
-        llvm.store(value, mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), 4 * first))
+        llvm.store(value, bias)
+        if send is not None:
+            send(value)
 
 
 @primitive
 def fence() -> None:
-    """Shows this thread's writes of shared memory to `wgmma`; a barrier's arrival has to follow."""
+    """Shows writes of shared memory to `wgmma`: this thread's before it arrives at a barrier, or what it waited for."""
 
 
 @fence.mosaic
 def _():
     mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
+
+
+@primitive
+def sync_warpgroup() -> None:
+    """Waits for the warpgroup's other threads, before one of them arrives at a barrier of the cluster."""
+
+
+@sync_warpgroup.mosaic
+def _():
+    mlir.inline(mgpu.utils.warpgroup_barrier)
 
 
 def _dequantise(pools, row, layout):

@@ -94,11 +94,17 @@ class AttentionProblem:
 
 
 class RowAddresses:
-    """Where the rows of a token's tiles lie, found in three steps, each of which waits for loads of the one before."""
+    """Where the rows of a token's tiles lie, found in three steps, each of which waits for loads of the one before.
 
-    def __init__(self, problem: AttentionProblem, token: jax.Array, last: jax.Array):
+    Of each tile `units` units from `first_unit` on.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, token: jax.Array, last: jax.Array, first_unit: Any = 0, units: int = UNITS
+    ):
         """Loads what is the same for all tiles. Tiles from `last` on have no rows."""
         self.problem, self.token, self.last = problem, token, last
+        self.first_unit, self.units = first_unit, units
         # Vectors, not scalars: the compiler waits for a scalar before it loads the next.
         here, zero = kv_tiles.splat(token), kv_tiles.splat(jnp.int32(0))
         position, slot = take(problem.positions, here), take(problem.slots, here)
@@ -122,7 +128,7 @@ class RowAddresses:
         if c is None:
             return []
         found = []
-        for unit in range(UNITS):
+        for unit in range(self.units):
             item = self._items(tile - self.problem.window_tiles, unit)
             wanted = (item >= 0) & (item < c.count) & (tile < self.last)
             if c.indices is None:
@@ -146,7 +152,7 @@ class RowAddresses:
 
     def rows(self, tile: jax.Array, entries: list[jax.Array], blocks: list[jax.Array]) -> list[jax.Array]:
         """The row numbers of each unit of a tile, [16] int32, in the rings or the pools; -1 = none."""
-        found = [self._window_row(tile, unit) for unit in range(UNITS)]
+        found = [self._window_row(tile, unit) for unit in range(self.units)]
         c = self.problem.compressed
         if c is None:
             return found
@@ -169,4 +175,4 @@ class RowAddresses:
 
     def _items(self, tile, unit):
         """The numbers of a unit's rows among all rows of the token's window, or among its entries."""
-        return tile * TILE + unit * UNIT + kv_tiles.iota()
+        return tile * TILE + (self.first_unit + unit) * UNIT + kv_tiles.iota()

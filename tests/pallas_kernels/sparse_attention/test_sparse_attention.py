@@ -261,7 +261,16 @@ REAL = dict(window=128, ring=135, per_block=32, max_blocks=64)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "count"),
-    [(1, 64, 512), (9, 64, 512), (70, 64, 512), (3, 128, 1024), (2, 16, 512), (8, 32, 512), (140, 32, 64)],
+    [
+        (1, 64, 512),
+        (9, 64, 512),
+        (70, 64, 512),
+        (3, 128, 1024),
+        (70, 128, 1024),
+        (2, 16, 512),
+        (8, 32, 512),
+        (140, 32, 64),
+    ],
 )
 def test_index_lists_on_gpu(fmt, tokens, heads, count):
     rng = np.random.default_rng(tokens)
@@ -350,18 +359,19 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
     layout = RowLayout(448, 64, block)
     def pools(a, b):
         return S((3, a, b, 448), jnp.uint8), S((3, a, b, 64), jnp.bfloat16), S((3, a, b, scale[0]), scale[1])
-    def run(label, tokens, rate, indices, rows):
+    def run(label, tokens, rate, indices, heads=64):
         def attend(q, sinks, slots, positions, layer, rings, table, pools, indices, inv_freq):
             paged = Paged(layer, table, pools, indices, rate, layout)
             options = dict(window=128, layout=layout)
             return sparse_attention(q, sinks, slots, positions, layer, rings, paged, inv_freq, **options)
-        args = S((tokens, 64, 512), jnp.bfloat16), S((64,), jnp.float32), ints(tokens), ints(tokens), ints()
+        args = S((tokens, heads, 512), jnp.bfloat16), S((heads,), jnp.float32), ints(tokens), ints(tokens), ints()
         args += pools(64, 128), ints(64, 8192), pools(8192, 128 // rate), indices
         args += (S((32,), jnp.float32),)
         compile_for_h100(f"{name}-{label}", attend, *args)
-    run("lists", 128, 4, ints(128, 512), 512)
-    run("lists-split", 1, 4, ints(1, 512), 512)
-    run("all-split", 8, 128, None, 8192)
+    run("lists", 128, 4, ints(128, 512))
+    run("lists-split", 1, 4, ints(1, 512))
+    run("lists-pairs", 128, 4, ints(128, 1024), heads=128)
+    run("all-split", 8, 128, None)
     def prefill(q, sinks, slots, positions, layer, rings, places):
         options = dict(window=128, places=places, layout=layout)
         return sparse_attention(q, sinks, slots, positions, layer, rings, None, **options)
@@ -381,7 +391,7 @@ compile_for_h100("many", many_queries, bfloats(2048, 64, 512), S((64,), jnp.floa
             name = match[1]
         elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spills[name] = max(spills[name], *map(int, match.groups()))
-    assert len(spills) == 10
+    assert len(spills) == 12
     assert spills["many"] == spills["combine"] == 0
     # A few addresses of the loading warpgroup, which stay in the L1 cache.
     assert max(spills.values()) <= 64, spills

@@ -1,0 +1,69 @@
+"""Barriers of a block that also count the bytes which other blocks of its cluster send into its shared memory.
+
+A phase ends when all threads of one warpgroup have arrived, and as many bytes as they announced have come, which may be
+before that. Nobody waits for the bytes to leave. Pallas's barriers cannot be used for it, because they do not tell
+their addresses; and interpreted blocks have no shared memory in common, so that these are for the GPU alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common.mlir_helpers import THREADS
+from pallas_kernels.common.thread_ops import U32
+
+
+def scratch_type(count: int) -> Any:
+    """What to allocate for so many barriers: [count, 2] int32, each of them 8 bytes."""
+    return plgpu.SMEM((count, 2), jnp.int32)
+
+
+def start(barriers) -> None:
+    """Makes barriers [count, 2] int32 ready. All warpgroups call it, and `clusters.wait` before they use one."""
+
+    def emit(barriers):
+        # A predicate, not a branch: the warps stay together for what is `aligned`.
+        init = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], {THREADS}; }}"
+        for i in range(count):
+            thread_ops.ptx_effect(init, thread_ops.shared(barriers, 2 * i), thread_ops.thread())
+        # This fence is what a relaxed arrival needs, and nothing else has been written.
+        thread_ops.ptx_effect("fence.mbarrier_init.release.cluster;")
+        thread_ops.ptx_effect("barrier.cluster.arrive.relaxed.aligned;")
+
+    count, _ = barriers.shape
+    thread_ops.inline(emit, barriers)
+
+
+def arrive(barrier, expected: int) -> None:
+    """A warpgroup's arrival at a barrier [2] int32; in this phase `expected` bytes come for each of its threads."""
+    code = f"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], {expected};"
+    thread_ops.inline(lambda barrier: thread_ops.ptx_effect(code, thread_ops.shared(barrier)), barrier)
+
+
+def wait(barrier, parity: jax.Array) -> None:
+    """Waits for the end of a phase of a barrier [2] int32: of the first, third, .. if `parity`, an int32, is 0."""
+    # Acquires from the cluster, but only what is in shared memory: otherwise it would empty the L1 cache.
+    code = """{ .reg .pred ended;
+        again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 ended, [$0], $1;
+        @!ended bra again;
+        fence.acquire.sync_restrict::shared::cluster.cluster; }"""
+
+    def emit(barrier, parity):
+        thread_ops.ptx_effect(code, thread_ops.shared(barrier), parity)
+
+    thread_ops.inline(emit, barrier, parity)
+
+
+def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
+    """Stores one or four MLIR values of 32 bits in another block, on whose barrier they count when they are there.
+
+    Within `inline`. Both addresses are from `thread_ops.peer`, that of four values a multiple of 16.
+    """
+    places = ", ".join(f"${i + 1}" for i in range(len(values)))
+    vector, places = (".v4", f"{{{places}}}") if len(values) == 4 else ("", places)
+    code = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [$0], {places}"
+    mlir.ptx(f"{code}, [${len(values) + 1}];", address.value, *values, barrier.value)
