@@ -7,12 +7,11 @@ on the order of the dims: `permute_dims` reorders the queries instead.
 
 NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, twice as fast: a key in units of its largest
 scale, a query in units of its head's, in which codes times smaller scales are exact. But the tensor core aligns 32
-products and the sum so far to the largest of them, and drops what is below 2**-13 of it (DeepSeek-V3's report says that
-about 14 bits are left; not measured here). Products of codes are 0.25 to 36. Where scales of keys and queries lie
-within NEAR binades, they are multiples of 2**-6, and sums of up to 2**8 exact; those of independent keys and queries
-are about 55. Where scales of one of a warp's 16 keys lie farther apart, the warp multiplies all of them as bfloat16,
-whose sums are float32's, which takes longer. After the Hadamard rotation values are about normal, and of 4 million keys
-of normal values one was so.
+products and the sum so far to the largest of them, and drops what is below 2**-13 of its power of two (a gpu test shows
+it). Products of codes are 0.25 to 36. Where scales of keys and queries lie within NEAR binades, they are multiples of
+2**-6, and sums below 2**8 exact; those of independent keys and queries are about 55. Where scales of one of a warp's 16
+keys lie farther apart, the warp multiplies all of them as bfloat16, whose sums are float32's, which takes longer. After
+the Hadamard rotation values are about normal, and of 4 million keys of normal values one was so.
 """
 
 from typing import Any

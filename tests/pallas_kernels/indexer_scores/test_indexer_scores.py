@@ -11,6 +11,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.quant import IndexRows, kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
+from pallas_kernels.indexer_scores import indexer_scores
 from pallas_kernels.indexer_scores.key_tiles import NEAR
 from pallas_kernels.indexer_scores.work_partition import planned_shares
 from tests.ops.pools import indexer_view, ints, poison
@@ -141,6 +142,26 @@ def test_on_gpu(name, per_block, counts):
         slots += [-1, *[slot] * counts[slot]]
         positions += [-1, *range(4 * lengths[slot] + 3 - counts[slot], 4 * lengths[slot] + 3)]
     check(view, *queries(rng, len(slots)), slots, np.maximum(positions, -1), "mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("large", "small"), [(0, 1), (0, 33), (33, 0), (0, 127)])
+def test_how_many_bits_fp8_sums_keep_on_gpu(large, small):
+    """What `key_tiles` and `docs/numerics.md` say: the tensor core keeps 2**-13 of the largest product, in any step."""
+    key = kv_format("v4").keys(DIM)
+    rows = jnp.full((1, 1, 64, DIM // 2), 0x22, jnp.uint8), jnp.full((1, 1, 64, 4), 127, jnp.uint8)  # 1.0
+    weights = jnp.zeros((1, HEADS)).at[0, 0].set(1.0)
+
+    @jax.jit
+    def score(q):
+        place = ints([0]), ints([255]), ints(0), ints([[0]])
+        return indexer_scores(q.astype(jnp.float8_e4m3fn), weights, *place, *rows, compress_rate=4, layout=key.layout)
+
+    q = jnp.zeros((1, HEADS, DIM))
+    one = score(q.at[0, 0, large].set(1.0))[0, 0]
+    for exponent, kept in (-13, True), (-14, False):
+        both = score(q.at[0, 0, large].set(256.0).at[0, 0, small].set(256 * 2.0**exponent))[0, 0]
+        assert both == one * 256 * (1 + kept * 2.0**exponent)
 
 
 @pytest.mark.aot

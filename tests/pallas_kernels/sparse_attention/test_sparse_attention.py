@@ -288,22 +288,25 @@ def test_index_lists_on_gpu(fmt, tokens, heads, count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize(("tokens", "rate"), [(1, 128), (6, 128), (40, 4)])
-def test_all_entries_on_gpu(fmt, tokens, rate):
+@pytest.mark.parametrize(
+    ("tokens", "rate", "heads"), [(1, 128, 64), (6, 128, 64), (40, 4, 64), (6, 128, 128), (40, 4, 128)]
+)
+def test_all_entries_on_gpu(fmt, tokens, rate, heads):
     rng = np.random.default_rng(tokens)
     positions = [int(p) for p in rng.integers(-1, 1500 * rate, tokens)]
     sizes = REAL | dict(per_block=128 // rate, max_blocks=1500 * rate // 128)
-    args = call(fmt, rng, list(range(tokens)), positions, heads=64, rate=rate, layers=3, **sizes)
+    args = call(fmt, rng, list(range(tokens)), positions, heads=heads, rate=rate, layers=3, **sizes)
     check("mosaic_gpu", *args)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize(("tokens", "count"), [(1, 512), (9, 512), (140, 64), (1, None), (6, None)])
-def test_parts_of_two_devices_on_gpu(tokens, count):
+def test_parts_of_two_devices_on_gpu(tokens, count, heads):
     rng = np.random.default_rng(tokens)
     positions = [int(p) for p in rng.integers(-1, 8000, tokens)]
     slots = list(range(tokens))
-    check_parts("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=64, rate=4, count=count, **REAL))
+    check_parts("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=heads, rate=4, count=count, **REAL))
 
 
 @pytest.mark.gpu
@@ -332,16 +335,18 @@ def test_chunks_of_many_tokens_on_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_other_widths_on_gpu(fmt):
-    args = call(fmt, np.random.default_rng(5), [0, 1], [150, 3000], heads=64, rate=4, count=512, rope=192, **REAL)
+def test_other_widths_on_gpu(fmt, heads):
+    args = call(fmt, np.random.default_rng(5), [0, 1], [150, 3000], heads=heads, rate=4, count=512, rope=192, **REAL)
     check("mosaic_gpu", *args)
 
 
 @pytest.mark.gpu
-def test_window_alone_on_gpu():
+@pytest.mark.parametrize("heads", [64, 128])
+def test_window_alone_on_gpu(heads):
     rng = np.random.default_rng(7)
-    args = call(FORMATS["v4"], rng, [0, 3, 1], [0, 127, 4000], heads=64, rate=4, count=8, **REAL)
+    args = call(FORMATS["v4"], rng, [0, 3, 1, -1], [0, 127, 4000, -1], heads=heads, rate=4, count=8, **REAL)
     check("mosaic_gpu", *args[:3], None, None, *args[5:])
 
 
