@@ -46,11 +46,9 @@ def arrive(barrier, expected: int) -> None:
 
 def wait(barrier, parity: jax.Array) -> None:
     """Waits for the end of a phase of a barrier [2] int32: of the first, third, .. if `parity`, an int32, is 0."""
-    # Acquires from the cluster, but only what is in shared memory: otherwise it would empty the L1 cache.
     code = """{ .reg .pred ended;
-        again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 ended, [$0], $1;
-        @!ended bra again;
-        fence.acquire.sync_restrict::shared::cluster.cluster; }"""
+        again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [$0], $1;
+        @!ended bra again; }"""
 
     def emit(barrier, parity):
         thread_ops.ptx_effect(code, thread_ops.shared(barrier), parity)
