@@ -61,6 +61,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 
     nbytes = tokens * (window_bytes + attended * row + 4 * heads * dim + 4 * attended * selects + 8)
     label = f"{group.name.upper()} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
+    label += f", {heads} heads" if heads != 64 else ""
     flops = 4 * tokens * heads * dim * (window + attended)
     limits = dict(flops=flops, reads=True, agree=_AGREE, xla_calls=_XLA_CALLS)
     return Case("sparse_attention", label, nbytes, make, _attend, **limits)
