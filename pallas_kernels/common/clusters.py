@@ -1,14 +1,12 @@
-"""Waiting for the other warpgroups of a block and the other blocks of its cluster, and writing to their memory.
+"""Waiting for the other warpgroups of a block and the other blocks of its cluster.
 
 Interpreted blocks have no shared memory in common: kernels give them global memory instead, and barriers of Pallas.
 """
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
+from jaxlib.mlir.dialects import gpu, nvvm
 
-from pallas_kernels.common import mlir_helpers as mlir, vectors
+from pallas_kernels.common import mlir_helpers as mlir
 from pallas_kernels.common.primitive import primitive
 
 
@@ -46,25 +44,9 @@ def _(barrier):
     mlir.inline(lambda: nvvm.cluster_wait(aligned=True))
 
 
-def enter() -> None:
-    """Waits until all blocks of the cluster run: before the first `put`."""
-    arrive(None)
-    wait(None)
-
-
 @primitive
-def put(x: jax.Array, target, block: int) -> None:
-    """Writes a vector x [size] to `target` [size] in the shared memory of a block of the cluster."""
-    target[...] = x
+def announce() -> None:
+    """This block runs: others `wait` for that before they write to its memory. Unlike `arrive` it needs no fence."""
 
 
-@put.mosaic
-def _(x, target, block):
-    def emit(x, target):
-        (register,) = x.registers
-        own = arith.muli(mlir.thread(64), mlir.i64(x.layout.vec_size))
-        own = mlir.at(mlir.shared_pointer(target), own, x.mlir_dtype)
-        there = mgpu.utils.get_cluster_ptr(own, mlir.i32(block), generic=False)
-        llvm.store(register, there, alignment=4 * x.layout.vec_size)
-
-    vectors.inline(emit, x, target)
+announce.mosaic(lambda: mlir.inline(lambda: nvvm.cluster_arrive_relaxed(aligned=True)))

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
 from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.thread_ops import U32
 
@@ -57,11 +58,23 @@ def wait(barrier, parity: jax.Array) -> None:
 
 
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
-    """Stores one or four MLIR values of 32 bits in another block, on whose barrier they count when they are there.
+    """Stores one, two or four MLIR values of 32 bits in another block, on whose barrier they count when they are there.
 
-    Within `inline`. Both addresses are from `thread_ops.peer`, that of four values a multiple of 16.
+    Within `inline`. Both addresses are from `thread_ops.peer`, that of the values a multiple of their size.
     """
     places = ", ".join(f"${i + 1}" for i in range(len(values)))
-    vector, places = (".v4", f"{{{places}}}") if len(values) == 4 else ("", places)
+    vector, places = (f".v{len(values)}", f"{{{places}}}") if len(values) > 1 else ("", places)
     code = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [$0], {places}"
     mlir.ptx(f"{code}, [${len(values) + 1}];", address.value, *values, barrier.value)
+
+
+def put(x: jax.Array, target, block: int, barrier) -> None:
+    """Sends a vector x [size] to `target` [size] in a block of the cluster, on whose barrier [2] int32 it counts."""
+
+    def emit(x, target, barrier):
+        own = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
+        address, counted = (U32(thread_ops.shared(ref)) for ref in (target, barrier))
+        values = [mgpu.utils.bitcast(value, mlir.int_type()) for value in mlir.values(x)]
+        send(thread_ops.peer(address + own, block), values, thread_ops.peer(counted, block))
+
+    vectors.inline(emit, x, target, barrier)

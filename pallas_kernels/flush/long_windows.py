@@ -18,14 +18,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import async_copies, clusters, vectors
+from pallas_kernels.common import async_copies, clusters, transaction_barriers, vectors
 from pallas_kernels.common.deterministic_math import PARTS, SLICE, cos_sin, tree_sum
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.flush.states import LOOKS, closing, row_writer
+from pallas_kernels.flush.states import LOOKS, has_state, is_last, look, row_writer
 
 
 # (windows that may close, blocks of a cluster that share one): more blocks finish a window sooner.
@@ -35,6 +35,7 @@ AT_ONCE = MULTIPROCESSORS
 # Of a block; each has its share of the channels. In a decode step, where hardly a window closes, more of them take
 # longer to start than they save; where requests bring whole windows, more loads are under way.
 WARPGROUPS_OF_A_STEP, WARPGROUPS = 2, 4
+MOST_LOOKS = 4  # at tokens, whose slots and positions are loaded at once
 DEPTH = 2  # parts that are copied at once, in a block that pools so many of a window and has room for them
 SHARED_BYTES = 226 << 10
 
@@ -126,6 +127,8 @@ class LongWindowWorker:
       stage: [depth * plan.stage], this warpgroup's.
       sums: [4 * D], the block's, for sums over channels.
       inbox: [3 * PARTS * D], the block's; interpreted, the cluster's, in global memory.
+      filled: [warpgroups, 2] int32, `transaction_barriers` of the block's inbox; None where blocks write none but their
+        own memory, or are interpreted.
       meeting: interpreted, a barrier of the block's warpgroups.
       cluster: interpreted, a barrier of the cluster's warpgroups.
     """
@@ -136,6 +139,7 @@ class LongWindowWorker:
     stage: Any
     sums: Any
     inbox: Any
+    filled: Any = None
     meeting: Any = None
     cluster: Any = None
 
@@ -156,6 +160,10 @@ class LongWindowWorker:
     def received(self, i: int):
         """What `place(i, part)` of the inbox holds, for every part."""
         return [vectors.load(self.inbox.at[self.place(i, part)]) for part in range(PARTS)]
+
+    def barrier(self):
+        """This warpgroup's of `filled`."""
+        return self.filled.at[lax.axis_index("warpgroup")]
 
     def arrive(self):
         """What this thread wrote is seen by blocks that `wait` for it."""
@@ -180,6 +188,8 @@ def store_entries(
     """Stores the entries of the windows that close, and if `states` the state rows."""
     p = plan(c, slots.shape[0], most)
     shared: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
+    if p.blocks > 1 and not interpret:
+        shared |= dict(filled=transaction_barriers.scratch_type(p.warpgroups))
     out: Any = ()
     if interpret:
         # Interpreted blocks meet in global memory.
@@ -230,6 +240,8 @@ def _run(worker, first, writer, states):
 
     @pl.when(window.token < end)
     def _():
+        if worker.filled is not None:
+            transaction_barriers.start(worker.filled)
         for k in range(p.depth):
             for i in range(2):
                 _fetch(worker, window, jnp.int32(k), i)
@@ -238,8 +250,8 @@ def _run(worker, first, writer, states):
     if store:
         # It was read before the rows of the window, and is written while they are copied.
         store()
-    if p.blocks > 1:
-        pl.when(window.token < end)(clusters.enter)
+    if worker.filled is not None:
+        pl.when(window.token < end)(lambda: clusters.wait(None))
     if p.share == 1:
         none = window._replace(token=end)
         pl.when(window.token < end)(functools.partial(_entry, worker, window, none, end, jnp.int32(0)))
@@ -257,17 +269,31 @@ def _run(worker, first, writer, states):
 
 def _find(worker, first, end) -> WindowLocation:
     """The first window that a token first, first + 1, ... closes, or one of token `end`."""
-    ctx = worker.ctx
+    ctx, tokens = worker.ctx, worker.ctx.slots.shape[0]
     c, ring = ctx.c, jnp.int32(ctx.c.state_kv.shape[2])
-    bits = functools.partial(closing, ctx, step=1, number=0, end=end)
-    token, found = lax.while_loop(
-        lambda carry: (carry[1] == 0) & (carry[0] + LOOKS < end),
-        lambda carry: (carry[0] + LOOKS, bits(carry[0] + LOOKS)),
-        (first, bits(first)),
-    )
-    token = jnp.where(found == 0, end, token + vectors.lowest_bit(found))
-    at = jnp.minimum(token, ctx.slots.shape[0] - 1)
-    slot, position = ctx.slots[at], ctx.positions[at]
+    looks = min(MOST_LOOKS, -(-worker.plan.share // LOOKS))
+
+    def search(start):
+        seen = [look(ctx, start, 1, i * LOOKS, end) for i in range(looks)]
+        found = [vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in seen]
+        token = end
+        for i, bits in reversed(list(enumerate(found))):
+            token = jnp.where(bits != 0, start + i * LOOKS + vectors.lowest_bit(bits), token)
+        return token
+
+    if worker.plan.share == 1:
+        at = jnp.minimum(first, tokens - 1)
+        slot, position = ctx.slots[at], ctx.positions[at]
+        token = jnp.where((first < end) & has_state(ctx, slot, position) & is_last(ctx, position), first, end)
+    else:
+        step = looks * LOOKS
+        _, token = lax.while_loop(
+            lambda carry: (carry[1] == end) & (carry[0] + step < end),
+            lambda carry: (carry[0] + step, search(carry[0] + step)),
+            (first, search(first)),
+        )
+        at = jnp.minimum(token, tokens - 1)
+        slot, position = ctx.slots[at], ctx.positions[at]
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
     row = ctx.state_row(slot, position) - lax.rem(position, ring) + oldest
     return WindowLocation(token, row, ring - oldest, c.rows - entry.in_call(ctx, at))
@@ -315,11 +341,15 @@ def _entry(worker, window, following, end, count):
         _pool_part(worker, window, k, refill)
 
     lax.fori_loop(0, p.parts, one, None)
-    worker.arrive()
-    worker.wait()
+    if worker.filled is None:
+        worker.arrive()
+        worker.wait()
 
     @pl.when(worker.block == 0)
     def _():
+        if worker.filled is not None:
+            transaction_barriers.arrive(worker.barrier(), 3 * PARTS * 4 * p.vector // vectors.THREADS)
+            transaction_barriers.wait(worker.barrier(), count & 1)
         peaks = worker.received(0)
         scales = entry.factors(peaks, functools.reduce(jnp.maximum, peaks))
         weight, total = [entry.weighted(scales, worker.received(i)) for i in (1, 2)]
@@ -366,10 +396,10 @@ def _pool_part(worker, window, k, refill):
 def _send(worker, k, i, x):
     """Puts x where the first block's `received(i)` has this block's part k."""
     target = worker.inbox.at[worker.place(i, worker.block + worker.plan.blocks * k)]
-    if worker.plan.blocks == 1:
+    if worker.filled is None:
         target[...] = x
     else:
-        clusters.put(x, target, 0)
+        transaction_barriers.put(x, target, 0, worker.barrier())
 
 
 def _across(worker, count, uses, combine, x):

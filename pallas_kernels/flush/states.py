@@ -30,15 +30,23 @@ def look(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
     token = first + (number + (vectors.thread() & (LOOKS - 1))) * step
     at = jnp.where(token < end, token, -1)
     slot, position = (vectors.take(x, at) for x in (ctx.slots, ctx.positions))
-    exists = (at >= 0) & (slot >= 0) & (slot < ctx.c.state_kv.shape[1]) & (position >= 0)
-    return token, exists, slot, position
+    return token, (at >= 0) & has_state(ctx, slot, position), slot, position
+
+
+def has_state(ctx: FlushContext, slot, position) -> jax.Array:
+    """Whether a token is of a request that has states, and not padding."""
+    return (slot >= 0) & (slot < ctx.c.state_kv.shape[1]) & (position >= 0)
 
 
 def closing(ctx: FlushContext, first, step: int, number, end) -> jax.Array:
     """Bit i: whether token `first + (number + i) * step` closes a window."""
     _, exists, _, position = look(ctx, first, step, number, end)
-    closes = exists & (lax.rem(position, jnp.int32(ctx.c.rate)) == ctx.c.rate - 1)
-    return vectors.ballot(jnp.where(closes, 1, 0))
+    return vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
+
+
+def is_last(ctx: FlushContext, position) -> jax.Array:
+    """Whether a position is the last one of a window."""
+    return lax.rem(position, jnp.int32(ctx.c.rate)) == ctx.c.rate - 1
 
 
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
@@ -105,7 +113,7 @@ def _read_row(ctx, token, end):
     tokens, ring = ctx.slots.shape[0], c.state_kv.shape[2]
     safe, later = jnp.minimum(token, tokens - 1), jnp.minimum(token + ring, tokens - 1)
     slot, position = ctx.slots[safe], ctx.positions[safe]
-    mine = (token < end) & (slot >= 0) & (slot < c.state_kv.shape[1]) & (position >= 0)
+    mine = (token < end) & has_state(ctx, slot, position)
     if ctx.most_in_call > ring:
         # A token that its own request overwrites in this call.
         mine &= (token + ring >= tokens) | (ctx.slots[later] != slot)

@@ -135,7 +135,7 @@ def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, cluster=
     mine = lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
     if p.splits > 1:
         # A block writes to the first one's memory once that one runs.
-        clusters.arrive(None)
+        clusters.announce()
 
     @pl.when(warpgroup == 1)
     def _():

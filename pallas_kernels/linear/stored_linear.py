@@ -225,7 +225,7 @@ def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors:
         norm, outs = (outs[0], factors), outs[1:]
     if shared:
         # A block writes to another one's memory once that one runs.
-        clusters.arrive(None)
+        clusters.announce()
 
     def box(owner, slot, block):
         return outs[-1].at[worker, owner, slot, block] if interpreting() else inbox.at[slot, block]
