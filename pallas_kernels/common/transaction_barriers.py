@@ -39,10 +39,14 @@ def start(barriers) -> None:
     thread_ops.inline(emit, barriers)
 
 
-def arrive(barrier, expected: int) -> None:
+def arrive(barrier, expected: jax.Array | int) -> None:
     """A warpgroup's arrival at a barrier [2] int32; in this phase `expected` bytes come for each of its threads."""
-    code = f"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], {expected};"
-    thread_ops.inline(lambda barrier: thread_ops.ptx_effect(code, thread_ops.shared(barrier)), barrier)
+    code = "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;"
+
+    def emit(barrier, expected):
+        thread_ops.ptx_effect(code, thread_ops.shared(barrier), expected)
+
+    thread_ops.inline(emit, barrier, jnp.int32(expected))
 
 
 def wait(barrier, parity: jax.Array) -> None:

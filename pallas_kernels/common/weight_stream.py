@@ -246,7 +246,7 @@ class WeightStream:
                         turn = slots + slot * (MULTIPLIERS - 1) + warpgroup
                         _add_in_turn(sums.at[slot, 0], acc, warpgroup, taken, turn, left.at[slot])
                     else:
-                        wgmma_results.put(sums.at[slot, warpgroup], acc, None)
+                        wgmma_results.put(sums.at[slot, warpgroup], acc)
                         plgpu.barrier_arrive(left.at[slot])
                     return following
 
@@ -318,7 +318,7 @@ def _add_in_turn(place, acc, warpgroup, turns, turn, left):
 
     @pl.when(warpgroup == 0)
     def _():
-        wgmma_results.put(place, acc, None)
+        wgmma_results.put(place, acc)
 
     @pl.when(warpgroup > 0)
     def _():

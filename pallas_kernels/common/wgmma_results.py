@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.common import mlir_helpers as mlir
+from pallas_kernels.common import mlir_helpers as mlir, thread_ops, transaction_barriers
 from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.thread_ops import U32
 
 
 # Of operands of bfloat16 in shared memory.
@@ -54,7 +55,7 @@ def _(accs, a, bs):
 
 
 @primitive
-def put(inbox, values: jax.Array, block: jax.Array | int | None) -> None:
+def put(inbox, values: jax.Array, block: int | None = None) -> None:
     """Writes values to `inbox`, or to its place in the shared memory of a block of the cluster, for `add` to read.
 
     `inbox`: [64 * columns] float32 shared memory; interpreted, [64, columns].
@@ -63,18 +64,29 @@ def put(inbox, values: jax.Array, block: jax.Array | int | None) -> None:
 
 
 @put.mosaic
-def _(inbox, values, block):
-    blocks = [block] if isinstance(block, jax.Array) else []
-
-    def emit(inbox, values, *blocks):
+def _(inbox, values, block=None):
+    def emit(inbox, values):
         start = _own_pairs(inbox)
         if block is not None:
-            there = mlir.scalar(*blocks) if blocks else mlir.i32(block)
-            start = mgpu.utils.get_cluster_ptr(start, there, generic=False)
+            start = mgpu.utils.get_cluster_ptr(start, mlir.i32(block), generic=False)
         for i, pair in enumerate(values.registers.flat):
             llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
 
-    mlir.inline(emit, inbox, values, *blocks, layout=_layout)
+    mlir.inline(emit, inbox, values, layout=_layout)
+
+
+def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
+    """`put` to a block, an int32 scalar, on whose barrier, [2] int32 of `transaction_barriers`, the bytes count."""
+
+    def emit(inbox, values, block, barrier):
+        pointers = _own_pairs(inbox), mlir.shared_pointer(barrier)
+        addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
+        start, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
+        for i, pair in enumerate(values.registers.flat):
+            words = [mgpu.utils.bitcast(vector.extract(pair, [], [j]), mlir.int_type()) for j in range(2)]
+            transaction_barriers.send(start + 8 * mlir.THREADS * i, words, counted)
+
+    mlir.inline(emit, inbox, values, block, barrier, layout=_layout)
 
 
 @primitive

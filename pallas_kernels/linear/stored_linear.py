@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.common import clusters, stream_stores, weight_stream, wgmma_results
+from pallas_kernels.common import clusters, stream_stores, transaction_barriers, weight_stream, wgmma_results
 from pallas_kernels.common.checks import check_array, check_rules
+from pallas_kernels.common.mlir_helpers import THREADS
 from pallas_kernels.common.primitive import interpreting, kernel, wait_for_inputs
 from pallas_kernels.common.stored_weights import BF16, FP8, HALF, MULTIPLIERS, ROWS, SCALED, SHIFT, WeightLayout
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
@@ -112,7 +113,8 @@ def stored_linear(
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
         scratch |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1))
     elif p.splits > 1:
-        scratch |= dict(inbox=plgpu.SMEM((p.owned, p.splits, ROWS * p.stream.tokens), jnp.float32))
+        inbox = plgpu.SMEM((p.owned, p.splits, ROWS * p.stream.tokens), jnp.float32)
+        scratch |= dict(inbox=inbox, filled=transaction_barriers.scratch_type(1))
     run = kernel(
         functools.partial(_body, p),
         out_type=out_type,
@@ -215,7 +217,7 @@ def _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret):
     return fits
 
 
-def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors: Any = None, **streamed):
+def _body(p, x, weights, *outs, inbox: Any = None, filled=None, cluster=None, factors: Any = None, **streamed):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     first, end = p.first_tile(worker), p.first_tile(worker + 1)
     shared, norm = p.splits > 1, ()
@@ -223,9 +225,8 @@ def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors:
     pl.when(warpgroup != weight_stream.COPIES)(wait_for_inputs)
     if factors is not None:
         norm, outs = (outs[0], factors), outs[1:]
-    if shared:
-        # A block writes to another one's memory once that one runs.
-        clusters.announce()
+    if filled is not None:
+        transaction_barriers.start(filled)
 
     def box(owner, slot, block):
         return outs[-1].at[worker, owner, slot, block] if interpreting() else inbox.at[slot, block]
@@ -244,10 +245,14 @@ def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors:
 
         @pl.when(n == 0)
         def _():
+            # A block sends to another one once that one runs.
             clusters.wait(None)
 
         owner, slot = lax.rem(n, jnp.int32(p.splits)), lax.div(n, jnp.int32(p.splits))
-        wgmma_results.put(box(owner, slot, split), sums, owner)
+        if filled is None:
+            wgmma_results.put(box(owner, slot, split), sums)
+        else:
+            wgmma_results.send(box(owner, slot, split), sums, owner, filled.at[0])
 
     gated = p.limit is not None
 
@@ -278,13 +283,16 @@ def _body(p, x, weights, *outs, inbox: Any = None, cluster: Any = None, factors:
     @pl.when(warpgroup != FINISHES)
     def _():
         clusters.wait(None)
-        clusters.arrive(None)
-        clusters.wait(None)
 
     @pl.when(warpgroup == FINISHES)
     def _():
-        clusters.arrive(cluster)
-        clusters.wait(cluster)
+        if filled is None:
+            clusters.arrive(cluster)
+            clusters.wait(cluster)
+        else:
+            own = lax.div(end - first - split + (p.splits - 1), jnp.int32(p.splits))
+            transaction_barriers.arrive(filled.at[0], own * (p.splits * 4 * ROWS * p.stream.tokens // THREADS))
+            transaction_barriers.wait(filled.at[0], jnp.int32(0))
         for slot in range(p.owned):
             n = slot * p.splits + split
 
