@@ -42,11 +42,3 @@ def wait(barrier) -> None:
 @wait.mosaic
 def _(barrier):
     mlir.inline(lambda: nvvm.cluster_wait(aligned=True))
-
-
-@primitive
-def announce() -> None:
-    """This block runs: others `wait` for that before they write to its memory. Unlike `arrive` it needs no fence."""
-
-
-announce.mosaic(lambda: mlir.inline(lambda: nvvm.cluster_arrive_relaxed(aligned=True)))

@@ -55,8 +55,8 @@ def _(accs, a, bs):
 
 
 @primitive
-def put(inbox, values: jax.Array, block: int | None = None) -> None:
-    """Writes values to `inbox`, or to its place in the shared memory of a block of the cluster, for `add` to read.
+def put(inbox, values: jax.Array) -> None:
+    """Writes values to `inbox`, for `add` to read.
 
     `inbox`: [64 * columns] float32 shared memory; interpreted, [64, columns].
     """
@@ -64,11 +64,9 @@ def put(inbox, values: jax.Array, block: int | None = None) -> None:
 
 
 @put.mosaic
-def _(inbox, values, block=None):
+def _(inbox, values):
     def emit(inbox, values):
         start = _own_pairs(inbox)
-        if block is not None:
-            start = mgpu.utils.get_cluster_ptr(start, mlir.i32(block), generic=False)
         for i, pair in enumerate(values.registers.flat):
             llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
 

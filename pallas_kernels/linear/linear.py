@@ -15,9 +15,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters, wgmma_results
+from pallas_kernels.common import clusters, transaction_barriers, wgmma_results
 from pallas_kernels.common.checks import check_array
-from pallas_kernels.common.primitive import interpreting, kernel
+from pallas_kernels.common.mlir_helpers import THREADS
+from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.common.wgmma_results import TRANSFORMS
 
@@ -83,7 +84,7 @@ def linear(
         out_type.append(jax.ShapeDtypeStruct((workers, splits - 1, ROWS, tokens), jnp.float32))
         scratch |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1))
     elif splits > 1:
-        scratch |= dict(inbox=plgpu.SMEM(inbox, jnp.float32))
+        scratch |= dict(inbox=plgpu.SMEM(inbox, jnp.float32), filled=transaction_barriers.scratch_type(1))
     run = kernel(
         functools.partial(_body, problem),
         out_type=out_type,
@@ -127,15 +128,14 @@ class LinearProblem:
         return lax.div(split * steps, jnp.int32(self.splits)), lax.div((split + 1) * steps, jnp.int32(self.splits))
 
 
-def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, cluster=None):
+def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, filled=None, cluster=None):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     stages = weights.shape[0]
     first, end = p.steps(split)
     steps = end - first
     mine = lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
-    if p.splits > 1:
-        # A block writes to the first one's memory once that one runs.
-        clusters.announce()
+    if filled is not None:
+        transaction_barriers.start(filled)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -154,9 +154,8 @@ def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, cluster=
             columns = pl.ds(lax.div(tile, jnp.int32(p.group)) * p.depth + column, STEP)
             plgpu.copy_gmem_to_smem(x.at[:, columns], inputs.at[stage], full.at[stage])
 
-        if p.splits > 1:
+        if filled is not None:
             clusters.wait(None)
-            clusters.arrive(None)
 
         # The interpreter wants every arrival waited for.
         @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
@@ -182,24 +181,34 @@ def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, cluster=
             if p.splits == 1:
                 _store(p, outs, row, sums)
             else:
-                _add_up(p, outs, worker, split, row, sums, inbox, cluster)
+                _add_up(p, outs, worker, split, row, sums, inbox, filled, cluster)
 
 
-def _add_up(p, outs, worker, split, row, sums, inbox, cluster):
+def _add_up(p, outs, worker, split, row, sums, inbox, filled, cluster):
     """The first block of a cluster gets the others' sums and stores the total."""
-    if interpreting():
+    if filled is None:
         inbox = outs[-1].at[worker]
-    clusters.wait(None)
+    else:
+        # A block sends to another one once that one runs.
+        clusters.wait(None)
 
     @pl.when(split > 0)
     def _():
-        wgmma_results.put(inbox.at[split - 1], sums, 0)
+        if filled is None:
+            wgmma_results.put(inbox.at[split - 1], sums)
+        else:
+            wgmma_results.send(inbox.at[split - 1], sums, jnp.int32(0), filled.at[0])
 
-    clusters.arrive(cluster)
+    if filled is None:
+        clusters.arrive(cluster)
 
     @pl.when(split == 0)
     def _():
-        clusters.wait(cluster)
+        if filled is None:
+            clusters.wait(cluster)
+        else:
+            transaction_barriers.arrive(filled.at[0], (p.splits - 1) * 4 * ROWS * p.tokens // THREADS)
+            transaction_barriers.wait(filled.at[0], jnp.int32(0))
         total = sums
         for i in range(p.splits - 1):
             total = wgmma_results.add(total, inbox.at[i])
