@@ -117,15 +117,17 @@ def _read_row(ctx, token, end):
     if ctx.most_in_call > ring:
         # A token that its own request overwrites in this call.
         mine &= (token + ring >= tokens) | (ctx.slots[later] != slot)
+    phase = lax.rem(jnp.maximum(position, 0), jnp.int32(c.rate))
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
-    values = [(vectors.load(ctx.refs.kv.at[safe, half]), vectors.load(ctx.refs.gate.at[safe, half])) for half in halves]
+    rows = (ctx.refs.kv, safe), (ctx.refs.gate, safe), (ctx.refs.position_bias, phase)
+    values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]
 
     def store():
         @pl.when(mine)
         def _():
-            row, phase = ctx.state_row(slot, position), lax.rem(position, jnp.int32(c.rate))
-            for half, (value, logit) in zip(halves, values, strict=True):
+            row = ctx.state_row(slot, position)
+            for half, (value, logit, bias) in zip(halves, values, strict=True):
                 ctx.refs.state_kv[row, half] = value
-                ctx.refs.state_gate[row, half] = logit + vectors.load(ctx.refs.position_bias.at[phase, half])
+                ctx.refs.state_gate[row, half] = logit + bias
 
     return store
