@@ -202,6 +202,18 @@ def ballot(x: jax.Array) -> jax.Array:
 ballot.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;"))
 
 
+@primitive
+def any_in_warp(x: jax.Array) -> jax.Array:
+    """bool scalar: whether x [128] int32 is not 0 in some thread of the warp; interpreted, of the warpgroup.
+
+    Warps may differ: what they run by it must not wait for other warps.
+    """
+    return jnp.any(x != 0)
+
+
+any_in_warp.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;") != 0)
+
+
 def lowest_bit(bits: jax.Array) -> jax.Array:
     """Number of the lowest bit set."""
     return 31 - lax.clz(bits & -bits)

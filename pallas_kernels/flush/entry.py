@@ -14,6 +14,7 @@ from pallas_kernels.common import vectors
 from pallas_kernels.common.deterministic_math import (
     LOWEST,
     SLICE,
+    cos_sin,
     exp_negative,
     inverse_sqrt,
     reciprocal,
@@ -100,6 +101,14 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
     frequency = vectors.take(ctx.refs.inv_freq, rotated >> 1)
     first = position - (c.rate - 1)
     return EntryTarget(row, keep, norm, frequency * first.astype(jnp.float32))
+
+
+def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles; arbitrary numbers of channels that are not rotated."""
+    held = ctx.scratch.shape[0] // vectors.THREADS
+    last = ctx.first + (vectors.thread() + 1) * held - 1
+    rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
+    return lax.cond(rotated, lambda: cos_sin(target.angle), lambda: (target.angle, target.angle))
 
 
 def store_entry(

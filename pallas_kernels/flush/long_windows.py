@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import async_copies, clusters, transaction_barriers, vectors
-from pallas_kernels.common.deterministic_math import PARTS, SLICE, cos_sin, tree_sum
+from pallas_kernels.common.deterministic_math import PARTS, SLICE, tree_sum
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.common.support import MULTIPROCESSORS
 from pallas_kernels.flush import entry
@@ -321,7 +321,7 @@ def _entry(worker, window, following, end, count):
     p, ctx = worker.plan, worker.ctx
     target = entry.find_target(ctx, window.token)
     # While the rows are copied.
-    rotation = cos_sin(target.angle)
+    rotation = entry.rotation(ctx, target)
 
     if p.share > 1:
         # Until the first block has read its inbox for the window before.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import async_copies, vectors
-from pallas_kernels.common.deterministic_math import SLICE, cos_sin, tree_sum
+from pallas_kernels.common.deterministic_math import SLICE, tree_sum
 from pallas_kernels.common.primitive import kernel
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
@@ -116,17 +116,18 @@ def _entries(ctx, first, step, look, share, bits, rows_in_call):
         target = entry.find_target(ctx, token)
         async_copies.commit_copies()
         async_copies.wait_copies(0)
-        values = [_where_exists(ctx, token, j, 0, 0.0) for j in range(ctx.c.rows)]
-        logits, peak = _take_logits(ctx, token, rows_in_call)
+        exists = ctx.positions[token] >= ctx.c.rate
+        logits, peak = _take_logits(ctx, exists, rows_in_call)
+        weights = entry.factors(logits, peak)
+        values = [_where_exists(ctx, exists, j, 0, 0.0) for j in range(ctx.c.rows)]
+        x = entry.share_of(tree_sum(weights), entry.weighted(weights, values))
         bits &= bits - 1
         if share > 1:
             # No copy may begin before the row whose place it takes was read.
             async_copies.sync_warp()
             token = first + (look * LOOKS + vectors.lowest_bit(bits)) * step
             rows_in_call = _fetch_next(ctx, token, bits)
-        weights = entry.factors(logits, peak)
-        x = entry.share_of(tree_sum(weights), entry.weighted(weights, values))
-        entry.store_entry(ctx, target, *cos_sin(target.angle), x, functools.partial(_across, ctx))
+        entry.store_entry(ctx, target, *entry.rotation(ctx, target), x, functools.partial(_across, ctx))
         return bits, rows_in_call
 
     lax.while_loop(lambda carry: carry[0] != 0, one, (bits, rows_in_call))
@@ -197,28 +198,27 @@ def _fetch(ctx: FlushContext, token, rows_in_call) -> None:
             async_copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
 
 
-def _take_logits(ctx: FlushContext, token, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
+def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
     """(logits, the largest of them) of the window, which must be there."""
-    c = ctx.c
+    c, first = ctx.c, _may_be_in_call(ctx).start
 
-    def add_bias(j, _):
-        is_new = jnp.broadcast_to(j >= c.rows - rows_in_call, (c.dim,))
+    def logit(j):
+        x = _where_exists(ctx, exists, j, 1, -jnp.inf)
+        if j < first:
+            return x
         bias = vectors.load(ctx.biases.at[pl.ds((j - first) * c.dim, c.dim)])
-        _staged(ctx, 1, j)[...] = vectors.load(_staged(ctx, 1, j)) + jnp.where(is_new, bias, 0.0)
+        return x + jnp.where(jnp.broadcast_to(j >= c.rows - rows_in_call, x.shape), bias, 0.0)
 
-    # A loop of its own: few registers.
-    first = _may_be_in_call(ctx).start
-    lax.fori_loop(first, c.rows, add_bias, None)
-    logits = [_where_exists(ctx, token, j, 1, -jnp.inf) for j in range(c.rows)]
+    logits = [logit(j) for j in range(c.rows)]
     return logits, entry.peak_of(logits)
 
 
-def _where_exists(ctx, token, j, i, other):
+def _where_exists(ctx, exists, j, i, other):
     """Row j, or `other` where there is none: the first window of a request has no window before it."""
     x = vectors.load(_staged(ctx, i, j))
     if not ctx.c.overlap or j >= ctx.c.rate:
         return x
-    return jnp.where(jnp.broadcast_to(ctx.positions[token] >= ctx.c.rate, x.shape), x, other)
+    return jnp.where(jnp.broadcast_to(exists, x.shape), x, other)
 
 
 def _place(ctx):
