@@ -1,13 +1,24 @@
-"""Waiting for the other warpgroups of a block and the other blocks of its cluster.
+"""Waiting for the other threads of a warpgroup, the other warpgroups of a block and the other blocks of its cluster.
 
 Interpreted blocks have no shared memory in common: kernels give them global memory instead, and barriers of Pallas.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import gpu, nvvm
 
 from pallas_kernels.common import mlir_helpers as mlir
 from pallas_kernels.common.primitive import primitive
+
+
+@primitive
+def sync_warpgroup() -> None:
+    """Waits for the warpgroup's other threads, before one of them arrives at a barrier of the cluster."""
+
+
+@sync_warpgroup.mosaic
+def _():
+    mlir.inline(mgpu.utils.warpgroup_barrier)
 
 
 @primitive

@@ -182,7 +182,7 @@ class PipelineBuffers:
     def release(self, stage):
         """This warpgroup has read a stage of `keys`."""
         if self.blocks > 1:
-            kv_tiles.sync_warpgroup()
+            clusters.sync_warpgroup()
         plgpu.barrier_arrive(self.free.at[stage])
 
 

@@ -206,16 +206,6 @@ def _():
     mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
 
 
-@primitive
-def sync_warpgroup() -> None:
-    """Waits for the warpgroup's other threads, before one of them arrives at a barrier of the cluster."""
-
-
-@sync_warpgroup.mosaic
-def _():
-    mlir.inline(mgpu.utils.warpgroup_barrier)
-
-
 def _dequantise(pools, row, layout):
     """[16, 512] values of rows, zeros for none."""
     nope, rope, scale = (pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)] for pool in pools)
