@@ -18,8 +18,8 @@ from tests.ops.pools import ints, poison, same_bytes
 from tests.pallas_kernels.kernels import registers
 
 
-long, short, states = (
-    importlib.import_module(f"pallas_kernels.flush.{name}") for name in ("long_windows", "short_windows", "states")
+long_plan, short, states = (
+    importlib.import_module(f"pallas_kernels.flush.{name}") for name in ("long_window_plan", "short_windows", "states")
 )
 
 SLOTS, MAX_BLOCKS, LAYERS, BLOCK_TOKENS = 3, 4, 2, 128
@@ -95,8 +95,8 @@ def test_interpreted_decode(layer, spare, data):
     drawn = data.draw(runs(SMALL[LAYERS_OF[layer][0]][0], 1 + spare))
     with pytest.MonkeyPatch.context() as patch:
         # Four blocks share a window, and pool two parts each; two clusters take three tokens each.
-        patch.setattr(long, "BLOCKS", ((6, 4),))
-        patch.setattr(long, "AT_ONCE", 8)
+        patch.setattr(long_plan, "BLOCKS", ((6, 4),))
+        patch.setattr(long_plan, "AT_ONCE", 8)
         compare("interpret", layer, "v4", *flatten(drawn, 6), max_query_tokens=1 + spare, spare=spare)
 
 
@@ -111,8 +111,8 @@ def test_interpreted_prefill(layer, data):
         patch.setattr(short, "AT_ONCE", 5)
         patch.setattr(states, "AT_ONCE", 7)
         # Whole windows in one block, at most two of them in each of two.
-        patch.setattr(long, "BLOCKS", ())
-        patch.setattr(long, "AT_ONCE", 2)
+        patch.setattr(long_plan, "BLOCKS", ())
+        patch.setattr(long_plan, "AT_ONCE", 2)
         # HCA: four warpgroups, with a quarter of the channels each.
         kinds = SMALL | dict(hca=(32, False, 512))
         compare("interpret", layer, "per_entry", *flatten(drawn, 3 * rate + 2), spare=1, kinds=kinds)
@@ -197,7 +197,7 @@ def test_long_windows_find_room(most):
         c = CompressorOperands(
             *operands, state.layer, pool.layer, state.kv, state.gate, leaves, pool.layout, 1e-6, False
         )
-        plan = long.plan(c, tokens, tokens if most is None else most)
+        plan = long_plan.plan(c, tokens, tokens if most is None else most)
         assert plan.workers * plan.share >= tokens > (plan.workers - 1) * plan.share
         assert plan.blocks * plan.workers <= 132 and plan.parts % plan.depth == 0
-        assert 4 * sum(plan.shared.values()) <= long.SHARED_BYTES
+        assert 4 * sum(plan.shared.values()) <= long_plan.SHARED_BYTES
