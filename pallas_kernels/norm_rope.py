@@ -56,10 +56,13 @@ def norm_rope(
     if len(q) == 0:
         return q, kv
 
-    def store(row, token, kv_out):
-        kv_rows.store_rows(kv_out, jnp.where(token < len(q), token, -1), row)
+    def place(token):
+        return jnp.where(token < len(q), token, -1)
 
-    q, kv = _launch("norm_rope", store, [kv], (), eps, interpret, q, kv, weight, positions, inv_freq)
+    def store(row, at, kv_out):
+        kv_rows.store_rows(kv_out, at, row)
+
+    q, kv = _launch("norm_rope", place, store, [kv], (), eps, interpret, q, kv, weight, positions, inv_freq)
     return q, kv
 
 
@@ -99,14 +102,16 @@ def norm_rope_append(
     if len(q) == 0:
         return q, nope, rope, scale
 
-    def store(row, token, slots, positions, layer, *pools):
-        at = kv_rows.ring_rows(token, slots, positions, layer, nope.shape)
+    def place(token, slots, positions, layer, *_):
+        return kv_rows.ring_rows(token, slots, positions, layer, nope.shape)
+
+    def store(row, at, slots, positions, layer, *pools):
         store_quantised(row.astype(jnp.float32), pools, at, layout)
 
     pools = [nope, rope, scale]
     refs = [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in pools]
     written = slots, positions, layer.reshape(1), *refs
-    (q,) = _launch("norm_rope_append", store, [], written, eps, interpret, q, kv, weight, positions, inv_freq)
+    (q,) = _launch("norm_rope_append", place, store, [], written, eps, interpret, q, kv, weight, positions, inv_freq)
     nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pools, strict=True))
     return q, nope, rope, scale
 
@@ -120,11 +125,11 @@ def _check(q, kv, weight, positions, inv_freq):
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
 
 
-def _launch(name, store, more_out, operands, eps, interpret, q, kv, weight, positions, inv_freq):
+def _launch(name, place, store, more_out, operands, eps, interpret, q, kv, weight, positions, inv_freq):
     """Rotated queries, and what else has the shapes and dtypes of `more_out`.
 
-    `store(rows [4, 8, 64] bfloat16, tokens [4], *operands, *more_out)` is called with rows of four tokens, a warp's
-    each; numbers from T on are of no token.
+    `store(rows [4, 8, 64] bfloat16, place(tokens [4], *operands), *operands, *more_out)` is called with rows of four
+    tokens, a warp's each; numbers from T on are of no token.
     """
     (tokens, heads, _), pairs = q.shape, len(inv_freq)
     at_once = MOST_AT_ONCE if tokens * heads >= MULTIPROCESSORS * kv_rows.WARPS * MOST_AT_ONCE else 1
@@ -137,28 +142,34 @@ def _launch(name, store, more_out, operands, eps, interpret, q, kv, weight, posi
         *operands, q_out = refs[: len(refs) - len(more_out)]
         block, warp = lax.axis_index("block"), kv_rows.iota((kv_rows.WARPS,), 0)
         channel = kv_rows.iota(rows_shape, 1) * kv_rows.GROUP + kv_rows.iota(rows_shape, 2)
+        # Not in a branch: LLVM would compute it there in pairs of 16 bits, which ptxas adds wrongly.
+        pair = (channel - (DIM - 2 * pairs)) >> 1
 
         def load(ref, row):
             return kv_rows.load_rows(ref, jnp.maximum(row, 0), rows_shape).astype(jnp.float32)
 
-        # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
-        frequency = _take(inv_freq, (channel - (DIM - 2 * pairs)) >> 1)
-
         def rotation(token):
             position = jnp.maximum(kv_rows.load_rows(positions, token, token.shape), 0).astype(jnp.float32)
-            return cos_sin(frequency * lax.broadcast_in_dim(position, frequency.shape, (0,)))
+            # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
+            frequency = _take(inv_freq, pair)
+            angle = kv_rows.product(frequency, lax.broadcast_in_dim(position, frequency.shape, (0,)))
+            return cos_sin(angle, kv_rows.product)
 
         def finish(x, weight, cos, sin):
-            mean = product(jnp.sum(jnp.sum(product(x, x), axis=2), axis=1), 1 / DIM)
-            x = x * lax.broadcast_in_dim(inverse_sqrt(mean + eps), x.shape, (0,))
+            squares = jnp.sum(jnp.sum(kv_rows.product(x, x), axis=2), axis=1)
+            mean = kv_rows.product(squares, 1 / DIM)
+            x = x * lax.broadcast_in_dim(inverse_sqrt(mean + eps, kv_rows.product), x.shape, (0,))
             return _rotate(x if weight is None else weight * x, cos, sin, DIM - 2 * pairs)
 
         @pl.when(block < kv_blocks)
         def _():
             own = block * kv_rows.WARPS + warp
             token = jnp.minimum(own, tokens - 1)
-            row = finish(load(kv, token), _take(weight, channel), *rotation(token))
-            store(row, own, *operands, *refs[len(refs) - len(more_out) :])
+            # What comes from memory is on its way before anything is computed.
+            x, at = load(kv, token), place(own, *operands)
+            scale = kv_rows.load_rows(weight, jnp.minimum(own, 0), rows_shape)
+            row = finish(x, scale, *rotation(token))
+            store(row, at, *operands, *refs[len(refs) - len(more_out) :])
 
         @pl.when(block >= kv_blocks)
         def _():
@@ -188,7 +199,7 @@ def _launch(name, store, more_out, operands, eps, interpret, q, kv, weight, posi
         grid_names=("block",),
         interpret=interpret,
     )
-    q_out, *rest = run(q.reshape(-1, DIM), kv, weight, positions, inv_freq, *operands)
+    q_out, *rest = run(q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq, *operands)
     return q_out.reshape(q.shape), *rest
 
 

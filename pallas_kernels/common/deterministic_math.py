@@ -78,7 +78,7 @@ def inverse_sqrt(x: jax.Array, product: Callable = product) -> jax.Array:
     return y
 
 
-def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cos_sin(angle: jax.Array, product: Callable = product) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of angles 0 .. 2**20 in radians; within 2e-7."""
     rounded = fence(product(angle, 0.6366197723675814) + _ROUND)
     quarters = rounded - _ROUND
@@ -91,8 +91,8 @@ def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
         rest = rest - low * piece
     rest = rest - quarters * _HALF_PI[3]
     square = product(rest, rest)
-    sin = rest + product(product(rest, square), _polynomial(square, _SIN))
-    cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS))
+    sin = rest + product(product(rest, square), _polynomial(square, _SIN, product))
+    cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS, product))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
     sign = _float(((quadrant & 2) << 30) | 0x3F800000)
@@ -106,7 +106,7 @@ def round_bfloat16(x: jax.Array) -> jax.Array:
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
 
 
-def _polynomial(x, coefficients, product=product):
+def _polynomial(x, coefficients, product):
     *rest, total = coefficients
     for c in reversed(rest):
         total = product(x, total) + c

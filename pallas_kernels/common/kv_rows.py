@@ -22,6 +22,7 @@ from pallas_kernels.common import mlir_helpers as mlir
 from pallas_kernels.common.checks import check_pools, check_rules
 from pallas_kernels.common.layouts import RowLayout
 from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.products import product_in
 
 
 GROUP = 64
@@ -37,6 +38,9 @@ PER_ROW = VALUES.reduce((1, 2))
 
 def _layout(shape):
     return {1: PER_ROW, 2: PER_GROUP, 3: VALUES}[len(shape)]
+
+
+product = product_in(_layout)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:

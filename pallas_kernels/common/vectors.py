@@ -17,6 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.common import deterministic_math, mlir_helpers as mlir
 from pallas_kernels.common.mlir_helpers import THREADS as THREADS, WARP
 from pallas_kernels.common.primitive import primitive
+from pallas_kernels.common.products import product_in
 
 
 def layout(size: int):
@@ -25,6 +26,7 @@ def layout(size: int):
 
 
 inline = functools.partial(mlir.inline, layout=lambda shape: layout(*shape))
+product = product_in(lambda shape: layout(*shape))
 
 
 def load(ref) -> jax.Array:
@@ -115,24 +117,6 @@ def _(ref, size):
         return [vector.load(mlir.vector_type(size // THREADS, ref.type.element_type), ref, [at])]
 
     return inline(emit, ref, returns=jax.ShapeDtypeStruct((size,), ref.dtype))
-
-
-@primitive
-def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """x * y of float32 [size], an instruction of its own: never contracted to an FMA with what follows."""
-    return deterministic_math.product(x, y)
-
-
-@product.mosaic
-def _(x, y):
-    def emit(x, y=y):
-        (register,) = x.registers
-        for i in range(x.layout.vec_size):
-            left = vector.extract(register, [], [i])
-            right = mlir.f32(y) if isinstance(y, float) else vector.extract(y.registers.item(), [], [i])
-            yield mlir.ptx("mul.rn.f32 $0, $1, $2;", left, right, results=left.type, pure=True)
-
-    return inline(emit, x, *([] if isinstance(y, float) else [y]), returns=x)
 
 
 @primitive

@@ -108,7 +108,7 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
     held = ctx.scratch.shape[0] // vectors.THREADS
     last = ctx.first + (vectors.thread() + 1) * held - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
-    return lax.cond(rotated, lambda: cos_sin(target.angle), lambda: (target.angle, target.angle))
+    return lax.cond(rotated, lambda: cos_sin(target.angle, vectors.product), lambda: (target.angle, target.angle))
 
 
 def store_entry(
