@@ -5,7 +5,7 @@ import html
 from collections.abc import Mapping
 
 
-MOST_ROWS = 32
+MAX_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Summary:
 
     Attributes:
       words: the parts of its line.
-      rows: {name: value} of its table; only the first `MOST_ROWS` are shown.
+      rows: {name: value} of its table; only the first `MAX_ROWS` are shown.
     """
 
     words: tuple[str, ...]
@@ -51,8 +51,8 @@ class Summarised:
     def _repr_html_(self) -> str:
         summary = self._summary()
         rows = [f"<tr><th>{html.escape(name)}</th><td>{_cell(value)}</td></tr>" for name, value in summary.rows.items()]
-        if len(rows) > MOST_ROWS:
-            rows[MOST_ROWS:] = [f"<tr><th>and {len(rows) - MOST_ROWS} more</th><td></td></tr>"]
+        if len(rows) > MAX_ROWS:
+            rows[MAX_ROWS:] = [f"<tr><th>and {len(rows) - MAX_ROWS} more</th><td></td></tr>"]
         title = f"<b>{type(self).__name__}</b>: {html.escape(', '.join(summary.words))}"
         return f"<div>{title}<table>{''.join(rows)}</table></div>"
 

@@ -1,6 +1,6 @@
 """Sum over the GPUs of one process: each stores its values into the memory of all others, and adds up what came.
 
-How they find each other is said in `common.mailbox`.
+How they find each other is said in `mgpu.mailbox`.
 """
 
 import functools
@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import bfloat16_words as words, mailbox, mlir_helpers as mlir
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.mailbox import BLOCKS, ROUNDS, UNIT
-from pallas_kernels.common.mlir_helpers import THREADS
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import traced_once
-from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir
+from pallas_kernels.mgpu.mailbox import BLOCKS, ROUNDS, UNIT
+from pallas_kernels.mgpu.mlir import THREADS
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MOST_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
+MAX_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
 
 
-@traced_once()
+@cached_trace()
 def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
     """The sum over the GPUs that `table` names, in their order in float32 and rounded once: the same bits on all.
 
@@ -42,8 +42,8 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
     ranks = mailbox.check_table(table, interpret=interpret)
     check_rules(
         {
-            f"a multiple of {UNIT} values up to {MOST_VALUES}, got {x.size}": (
-                0 < x.size <= MOST_VALUES and x.size % UNIT == 0
+            f"a multiple of {UNIT} values up to {MAX_VALUES}, got {x.size}": (
+                0 < x.size <= MAX_VALUES and x.size % UNIT == 0
             ),
         }
     )

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import kv_rows
-from pallas_kernels.common.checks import check_array
-from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.row_encoder import store_quantised
-from pallas_kernels.common.support import traced_once
+from pallas_kernels.formats import kv_rows
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.row_encoder import store_quantised
+from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-@traced_once("layout", writes=True)
+@cached_trace("layout", writes=True)
 def append_swa(
     kv: jax.Array,
     slots: jax.Array,

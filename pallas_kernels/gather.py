@@ -8,18 +8,18 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import kv_rows
-from pallas_kernels.common.checks import check_array
-from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import traced_once
+from pallas_kernels.formats import kv_rows
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 ROWS_PER_WARP = 2  # more in flight at once gain nothing on an H100 and cost registers
 BLOCK_ROWS = kv_rows.WARPS * ROWS_PER_WARP
 
 
-@traced_once("layout")
+@cached_trace("layout")
 def gather_compressed_kv(
     indices: jax.Array,
     slots: jax.Array,
@@ -63,7 +63,7 @@ def gather_compressed_kv(
     return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret)
 
 
-@traced_once("compress_rate", "layout", "only_visible")
+@cached_trace("compress_rate", "layout", "only_visible")
 def gather_all_compressed_kv(
     slots: jax.Array,
     positions: jax.Array,
@@ -114,7 +114,7 @@ def gather_all_compressed_kv(
     return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret, wanted)
 
 
-@traced_once("window", "layout")
+@cached_trace("window", "layout")
 def gather_swa_kv(
     slots: jax.Array,
     positions: jax.Array,

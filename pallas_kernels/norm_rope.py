@@ -8,23 +8,25 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.common import kv_rows, mlir_helpers as mlir
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.deterministic_math import cos_sin, inverse_sqrt, product, round_bfloat16
-from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.row_encoder import store_quantised
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.formats import kv_rows
+from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.row_encoder import store_quantised
+from pallas_kernels.mgpu import mlir
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 DIM = kv_rows.ROW_DIM
 # Rows that a warp loads before it computes, where there are many.
-MOST_AT_ONCE = 4
+MAX_AT_ONCE = 4
 # As many blocks as run at once; a token has at least one for its queries, and a warp of one for its key-value row.
 BLOCKS = 4 * MULTIPROCESSORS
 
 
-@traced_once("eps")
+@cached_trace("eps")
 def norm_rope(
     q: jax.Array,
     kv: jax.Array,
@@ -66,7 +68,7 @@ def norm_rope(
     return q, kv
 
 
-@traced_once("layout", "eps", writes=True)
+@cached_trace("layout", "eps", writes=True)
 def norm_rope_append(
     q: jax.Array,
     kv: jax.Array,
@@ -132,7 +134,7 @@ def _launch(name, place, store, more_out, operands, eps, interpret, q, kv, weigh
     tokens, a warp's each; numbers from T on are of no token.
     """
     (tokens, heads, _), pairs = q.shape, len(inv_freq)
-    at_once = MOST_AT_ONCE if tokens * heads >= MULTIPROCESSORS * kv_rows.WARPS * MOST_AT_ONCE else 1
+    at_once = MAX_AT_ONCE if tokens * heads >= MULTIPROCESSORS * kv_rows.WARPS * MAX_AT_ONCE else 1
     steps = -(-heads // (kv_rows.WARPS * at_once))
     parts = min(steps, -(-BLOCKS // tokens))
     each, kv_blocks = -(-steps // parts), -(-tokens // kv_rows.WARPS)

@@ -16,17 +16,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import bfloat16_words as words, clusters, mlir_helpers as mlir, thread_ops, vectors
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.expert_blocks import WORDS, counts_size, group_pairs, most_blocks, scratch_words
-from pallas_kernels.common.mlir_helpers import THREADS, WARP
-from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.support import traced_once
-from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.matmul.routing import WORDS, counts_size, group_pairs, most_blocks, scratch_words
+from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
+from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MOST_TOKENS = 256
-MOST_GROUPED_TOKENS = 8  # blocks of a cluster that every device runs
+MAX_TOKENS = 256
+MAX_GROUPED_TOKENS = 8  # blocks of a cluster that every device runs
 CHANNELS = 4 * WARP  # of a slice
 STEP = 16  # channels of `mma`
 ROWS = 8  # experts of a warp
@@ -35,7 +35,7 @@ EXPERTS = ROWS * THREADS // WARP  # of a block
 ADDERS = 4  # warpgroups that add slices up
 
 
-@traced_once("chosen", "factor")
+@cached_trace("chosen", "factor")
 def router(
     x: jax.Array,
     weight: jax.Array,
@@ -78,7 +78,7 @@ def router(
         check_array("token_ids", token_ids, jnp.int32, tokens)
     check_rules(
         {
-            f"1 to {MOST_TOKENS} tokens, got {tokens}": 0 < tokens <= MOST_TOKENS,
+            f"1 to {MAX_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_TOKENS,
             f"channels in multiples of {ADDERS * CHANNELS}, got {depth}": depth > 0
             and depth % (ADDERS * CHANNELS) == 0,
             f"128, 256, .. or 1024 experts, got {experts}": 0 < experts <= 1024 and experts % THREADS == 0,
@@ -102,7 +102,7 @@ def router(
         biased=plgpu.SMEM((experts,), jnp.float32),
         summed=plgpu.Barrier(num_arrivals=ADDERS),
     )
-    together = tokens <= MOST_GROUPED_TOKENS
+    together = tokens <= MAX_GROUPED_TOKENS
     if together:
         blocks = most_blocks(tokens * chosen, experts)
         found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, counts_size(blocks, depth))]
@@ -213,13 +213,13 @@ def _select(factor, chosen, products, *refs, inbox, scores, biased, summed, size
 
     @pl.when(warpgroup > 0)
     def _():
-        clusters.arrive(None)
-        clusters.wait(None)
+        barriers.arrive_cluster(None)
+        barriers.wait_cluster(None)
 
     @pl.when(warpgroup == 0)
     def _():
-        clusters.arrive(selected)
-        clusters.wait(selected)
+        barriers.arrive_cluster(selected)
+        barriers.wait_cluster(selected)
 
         @pl.when(token == 0)
         def _():

@@ -10,7 +10,7 @@ import kjv
 import numpy as np
 import tyro
 
-from dsv4_jax import DSV4Config, KVCacheManager, Sampling, load_checkpoint
+from dsv4_jax import DSV4Config, KVCacheManager, SamplingParams, load_checkpoint
 from dsv4_jax.data import packaged_checkpoint
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import Engine, MTPDrafter, Request, generate
@@ -56,9 +56,13 @@ class DraftAcceptance:
         model = CompiledModel(load_checkpoint(checkpoint, DSV4Config.from_hf(checkpoint, mtp=True)))
         report: dict[str, Any] = dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
         engine = Engine(
-            model, self._manager(model), token_budget=self.requests * (1 + DRAFTS), drafter=MTPDrafter(), uniform=True
+            model,
+            self._manager(model),
+            token_budget=self.requests * (1 + DRAFTS),
+            drafter=MTPDrafter(),
+            batch_invariant=True,
         )
-        for name, sampling in dict(greedy=Sampling(), temperature_1=Sampling(temperature=1.0)).items():
+        for name, sampling in dict(greedy=SamplingParams(), temperature_1=SamplingParams(temperature=1.0)).items():
             plain = self._generate(engine, prompts, sampling, 0)
             total = sum(len(request.generated) for request in plain)
             for drafts in range(1, 1 + DRAFTS):
@@ -86,7 +90,9 @@ class DraftAcceptance:
             max_query_tokens=1 + DRAFTS,
         )
 
-    def _generate(self, engine: Engine, prompts: list[np.ndarray], sampling: Sampling, drafts: int) -> list[Request]:
+    def _generate(
+        self, engine: Engine, prompts: list[np.ndarray], sampling: SamplingParams, drafts: int
+    ) -> list[Request]:
         options = dict(max_new_tokens=self.tokens, sampling=sampling, draft_tokens=drafts)
         requests = [engine.add(prompt, seed=i, **options) for i, prompt in enumerate(prompts)]
         while engine.busy:

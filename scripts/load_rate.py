@@ -43,7 +43,7 @@ def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int =
         for _ in range(times):
             start = time.perf_counter()
             with PeakMemory() as memory:
-                model = load_checkpoint(folder, config, weights="stored", mesh=devices)
+                model = load_checkpoint(folder, config, weights="quantized", mesh=devices)
             seconds = time.perf_counter() - start
             loads.append(dict(seconds=seconds, rate=size / seconds, host_bytes=memory.peak))
             print(

@@ -18,7 +18,7 @@ import tyro
 
 from dsv4_jax.checkpoint import load_checkpoint, read_tokenizer
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.decode import CompiledModel, Sampling
+from dsv4_jax.decode import CompiledModel, SamplingParams
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
@@ -26,7 +26,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS, CONTEXT, BLOCK_TOKENS, DRAFTS = 16, 640, 128, 2
 BLOCKS = 56  # fewer than 16 long requests need
 TOKEN_BUDGET = SLOTS * (1 + DRAFTS)
-SAMPLING = Sampling(0.8, 0, 0.95)
+SAMPLING = SamplingParams(0.8, 0, 0.95)
 TEXT = Path(__file__).parents[1] / "README.md"
 
 
@@ -124,7 +124,7 @@ class _Silent:
 
 def alone(model: Any, manager: KVCacheManager, tokenizer: Any, load: Load, token_budget: int) -> list[str]:
     """The text of each request, all of it, without server, drafts and prefix cache."""
-    engine = Engine(model, manager, token_budget=token_budget, drafter=_Silent(), uniform=True)
+    engine = Engine(model, manager, token_budget=token_budget, drafter=_Silent(), batch_invariant=True)
     added = [
         engine.add(tokenizer.encode(r["prompt"]).ids, max_new_tokens=r["max_tokens"], sampling=SAMPLING, seed=r["seed"])
         for r in load.make()
@@ -172,7 +172,7 @@ def _serve(pipe):
     # With checksums: a block that changed while it was cached fails the request that reads it.
     prefix = PrefixCache(manager, key="king_james", debug=True)
     # Uniform: in programs of several sizes, the last bit of a logit depends on what else runs.
-    options: dict[str, Any] = dict(token_budget=TOKEN_BUDGET, uniform=True)
+    options: dict[str, Any] = dict(token_budget=TOKEN_BUDGET, batch_invariant=True)
     engine = Engine(model, manager, drafter=PromptLookup(), prefix=prefix, **options)
     app = create_app(AsyncEngine(engine, max_waiting=256), read_tokenizer(packaged_checkpoint()), ServerOptions("tiny"))
     with listen("127.0.0.1", 0) as listener:
@@ -220,7 +220,7 @@ def main(load: Load, out: Path | None = None) -> None:
         first_token_milliseconds=summary(got["first_token"]),
         token_milliseconds=summary(got["token"]),
         generated_tokens_per_second=round(counts["generated_tokens"] / got["seconds"], 1),
-        uniform=True,
+        batch_invariant=True,
         wrong_texts=count_wrong(load, got["texts"], expected),
         memory_mib=dict(
             third_quarter=round(statistics.mean(second_half[:middle]) / 2**20, 1),

@@ -196,7 +196,7 @@ class TrainedLayer(DecoderLayer):
     With few small experts, a dense product is faster than sorting tokens, and it is differentiable.
     """
 
-    def joined(
+    def fused(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
         x, residual = self.attn_hc.enter(residual, self.input_layernorm)

@@ -9,7 +9,7 @@ import pytest
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.engine.requests import Request
-from dsv4_jax.summary import MOST_ROWS, Share, Summarised, Summary
+from dsv4_jax.summary import MAX_ROWS, Share, Summarised, Summary
 from tests.host.managers import ids, make
 
 
@@ -95,7 +95,7 @@ def test_a_request_shows_its_progress():
 def test_long_tables_are_cut():
     class Many(Summarised):
         def _summary(self):
-            return Summary(("many",), {f"row {i}": Share(i, 0) for i in range(MOST_ROWS + 3)})
+            return Summary(("many",), {f"row {i}": Share(i, 0) for i in range(MAX_ROWS + 3)})
 
     page = Many()._repr_html_()
-    assert page.count("<tr>") == MOST_ROWS + 1 and "and 3 more" in page
+    assert page.count("<tr>") == MAX_ROWS + 1 and "and 3 more" in page

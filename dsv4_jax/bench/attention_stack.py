@@ -23,7 +23,7 @@ from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.ops import all_reduce
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.parallel.mailboxes import make_mailboxes
-from dsv4_jax.parallel.on_mesh import on_mesh
+from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 class DraftAttention(nnx.Module):
@@ -108,7 +108,7 @@ class AttentionStack(DraftingStack):
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("tokens", "drafts"))
-@on_mesh
+@sharded_step
 def stack_step(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, tokens: int, drafts: int
 ) -> tuple[Float[Array, "_ D"], KVCache]:
@@ -119,7 +119,7 @@ def stack_step(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
-@on_mesh
+@sharded_step
 def stack_loop(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, steps: int
 ) -> tuple[Float[Array, "T D"], KVCache]:
@@ -139,7 +139,7 @@ def stack_loop(
 @functools.partial(jax.jit, donate_argnames="cache")
 def begin_step(cache: KVCache, batch: Batch) -> KVCache:
     """`KVCache.begin_step` alone: gives requests the blocks of tokens that they are to hold already."""
-    (cache,) = on_mesh(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
+    (cache,) = sharded_step(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
     return cache
 
 

@@ -25,8 +25,8 @@ from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import join_projections, shardings
-from dsv4_jax.parallel.mesh import check_cuts, check_parts
+from dsv4_jax.nn import fuse_projections, shardings
+from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
 
 
@@ -36,10 +36,10 @@ MARGIN = 4 * STEPS
 # Steps before the first measured one; XLA records its CUDA graphs in the second.
 WARM_UP = 4
 # Of a GPU's memory: weights and cache; the rest is for programs, and for making the weights.
-MOST_MEMORY = 0.88
+MAX_MEMORY = 0.88
 # By a report's "shapes": without a GPU, "tiny" takes the place of what was asked for.
 MODELS = dict(flash="V4-Flash", pro="V4-Pro", tiny="a tiny model")
-MOST_DRAFTS = 8
+MAX_DRAFTS = 8
 # Of a kind that `bench layer` measures at once, on a GPU: none finds its weights in the L2 cache.
 ALIKE = 8
 # Batch sizes and contexts that are measured by default, with a GPU and without.
@@ -53,7 +53,7 @@ DEFAULTS = dict(
 class StepOptions:
     """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
 
-    `mesh`: the devices; None = the default one. `whole_experts`, `split_context`: as for `generate`.
+    `mesh`: the devices; None = the default one. `expert_parallel`, `context_parallel`: as for `generate`.
     `whole`: layers with experts and hyper-connections, as `layer` and `model` measure them, not their attention alone.
     """
 
@@ -64,8 +64,8 @@ class StepOptions:
     drafts: int = 0
     whole: bool = False
     mesh: Mesh | None = None
-    whole_experts: bool = False
-    split_context: bool = False
+    expert_parallel: bool = False
+    context_parallel: bool = False
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
@@ -76,7 +76,7 @@ class StepOptions:
         else:
             batches = self.batches
             for requests in batches:
-                check_parts(sizes, batches=requests)
+                check_divisible(sizes, batches=requests)
         contexts = contexts if self.contexts is None else self.contexts
         for context in contexts:
             if not MARGIN < context <= config.max_position_embeddings:
@@ -88,8 +88,8 @@ class StepOptions:
                 raise ValueError(f"--batches {requests} must be at least 1")
         if not batches or not contexts:
             raise ValueError("--batches and --contexts need at least one number each")
-        if self.drafts > MOST_DRAFTS:
-            raise ValueError(f"--drafts {self.drafts} must be at most {MOST_DRAFTS}")
+        if self.drafts > MAX_DRAFTS:
+            raise ValueError(f"--drafts {self.drafts} must be at most {MAX_DRAFTS}")
         if not 0 <= self.layers <= config.num_hidden_layers:
             raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")
         return batches, contexts
@@ -223,8 +223,8 @@ def _measure(config, kv_format, options, report, loop=True):
     steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
     whole = options.whole
     if options.mesh is not None:
-        check_cuts(config, options.mesh.shape, options.whole_experts)
-    cut = dict(mesh=options.mesh, whole_experts=options.whole_experts)
+        check_shardable(config, options.mesh.shape, options.expert_parallel)
+    cut = dict(mesh=options.mesh, expert_parallel=options.expert_parallel)
     stack = CompiledModel(random_stack(config, **cut) if whole else _attention(config, options.mesh))
     weights = tree_bytes(stack.arrays)
     cases: list[StepCase] = []
@@ -280,7 +280,7 @@ def _measure(config, kv_format, options, report, loop=True):
 
 def _most_layers(config, kv_format, options):
     """How many layers fit the device's memory, weights and the largest cache that is asked for."""
-    limit = MOST_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
+    limit = MAX_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
     batches, contexts = options.cases(config, "gpu")
     sizes = _sizes(max(batches), max(contexts), kv_format, options)
     of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
@@ -294,7 +294,7 @@ def _most_layers(config, kv_format, options):
 
 def _attention(config, mesh):
     stack = AttentionStack(config, nnx.Rngs(0))
-    return join_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
+    return fuse_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
 
 
 def _cache_bytes(schema, mesh):
@@ -311,9 +311,9 @@ def _fits(config, weights, sizes, mesh):
 
 def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOptions) -> dict[str, Any]:
     blocks = requests * -(-context // BLOCK_TOKENS)
-    devices = options.mesh.size if options.mesh and options.split_context else 1
+    devices = options.mesh.size if options.mesh and options.context_parallel else 1
     sizes = dict(num_blocks=-(-blocks // devices) * devices, max_requests=requests, max_context=context)
-    sizes |= dict(max_query_tokens=1 + options.drafts, split_context=options.split_context)
+    sizes |= dict(max_query_tokens=1 + options.drafts, context_parallel=options.context_parallel)
     return sizes | dict(kv_format=kv_format)
 
 

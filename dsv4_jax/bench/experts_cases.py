@@ -11,11 +11,11 @@ from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, close, int32, normal, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.quant import StoredWeight
+from dsv4_jax.quant import QuantizedWeight
 
 
 _DISJOINT = 8  # tokens whose experts differ
-_MOST_XLA = 2048  # tokens at a time; for 8,192 it would take 96 GiB
+_MAX_XLA = 2048  # tokens at a time; for 8,192 it would take 96 GiB
 # Two products and what is between them are rounded to bfloat16, from sums in another order: of an expert's values, up
 # to about 2**7, a few in a thousand go the other way, by up to 2**-8 of themselves, and then six are added up.
 _AGREE = close(relative=2**-6, absolute=0.5)
@@ -40,7 +40,7 @@ def _experts_case(config, kind, tokens):
             return jax.random.normal(key, (number, rows, columns), jnp.bfloat16) * jnp.bfloat16(2.0**-5)
         codes = jax.random.bits(key, (number, rows, columns // 2), jnp.uint8)
         scale = jax.random.randint(jax.random.fold_in(key, 1), (number, rows, columns // 32), 118, 123)
-        return StoredWeight(codes, scale.astype(jnp.uint8), "FP4", jnp.dtype(jnp.bfloat16))
+        return QuantizedWeight(codes, scale.astype(jnp.uint8), "FP4", jnp.dtype(jnp.bfloat16))
 
     def make(rng, calls):
         key = jax.random.key(int(rng.integers(1 << 30)))
@@ -62,9 +62,9 @@ def _experts_case(config, kind, tokens):
             options = dict(limit=config.swiglu_limit, implementation=implementation)
             return ops.experts(x, selected, routing, *weights, **options)
 
-        if implementation != "xla" or tokens <= _MOST_XLA:
+        if implementation != "xla" or tokens <= _MAX_XLA:
             return some((x, selected, routing))
-        parts = [array.reshape(-1, _MOST_XLA, array.shape[1]) for array in (x, selected, routing)]
+        parts = [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in (x, selected, routing)]
         return jax.lax.map(some, parts).reshape(x.shape)
 
     pairs = tokens * chosen

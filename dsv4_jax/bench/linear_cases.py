@@ -12,7 +12,7 @@ from dsv4_jax.bench.cases import Case, close, normal
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn.attention import Attention
-from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight, encode_e4m3
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
 
 
 _TOKENS = (8, 32)
@@ -21,7 +21,7 @@ _AGREE = close(relative=2**-7, absolute=1e-3)
 
 
 def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """The matrix products of an attention layer of each group, those with the same input joined; two of them in FP8."""
+    """The matrix products of an attention layer of each group, those with the same input fused; two of them in FP8."""
     if small:  # the packaged model's shapes
         schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
     config = schema.config
@@ -57,7 +57,7 @@ def _linear_case(name, parts, depth, groups, tokens, *, stored=False):
             return normal(rng, (rows, depth), jnp.bfloat16)
         codes = encode_e4m3(normal(rng, (rows, depth), jnp.float32))
         scale = jnp.asarray(rng.integers(118, 123, (-(-rows // WEIGHT_BLOCK), -(-depth // WEIGHT_BLOCK))), jnp.uint8)
-        return StoredWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
+        return QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
 
     def make(rng, calls):
         count = min(calls, max(2, (1 << 30) // size))

@@ -19,9 +19,9 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
-from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.nn.shardings import parameter_sharding
-from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
 class ModelStack(DraftingStack):
@@ -52,11 +52,11 @@ class ModelStack(DraftingStack):
         for layer in self.layers:
             # As in the model.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
-            residual, carry, cache = layer.joined(residual, cache, batch, carry)
+            residual, carry, cache = layer.fused(residual, cache, batch, carry)
         return self.hc_head.leave(residual, self.norm)[0], cache
 
 
-def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_experts: bool = False) -> ModelStack:
+def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
     """The stack with shapes in the places of its arrays, quantised as the release's files are, and cut over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
     kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
@@ -69,18 +69,21 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_expert
     if mesh is None:
         return stack
     return jax.tree.map(
-        lambda x, where: x.update(sharding=where), stack, shardings(stack, mesh, whole_experts=whole_experts)
+        lambda x, where: x.update(sharding=where), stack, shardings(stack, mesh, expert_parallel=expert_parallel)
     )
 
 
-def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_experts: bool = False) -> ModelStack:
+def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
     """The stack with random weights, made on the device, or on a mesh by each device for itself."""
-    graph, state = nnx.split(abstract_stack(config, mesh, whole_experts=whole_experts))
+    graph, state = nnx.split(abstract_stack(config, mesh, expert_parallel=expert_parallel))
     # Of all generators the quickest to compile: dozens of shapes are drawn.
     keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
 
     def drawn(path, variable):
-        value, where = variable.get_value(), None if mesh is None else parameter_sharding(variable, mesh, whole_experts)
+        value, where = (
+            variable.get_value(),
+            None if mesh is None else parameter_sharding(variable, mesh, expert_parallel),
+        )
 
         def made(make, *args):
             return _made(next(keys), make=make, args=args, where=where)
@@ -88,7 +91,7 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_experts:
         def shape(struct):
             return struct.shape if where is None else where.shard_shape(struct.shape)
 
-        if isinstance(value, StoredWeight):
+        if isinstance(value, QuantizedWeight):
             codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
             return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
         if path[-1] == "tid2eid":
@@ -97,7 +100,7 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, whole_experts:
         return variable.replace(made(_normal, shape(value), value.dtype, float(ones)))
 
     stack = nnx.merge(graph, nnx.map_state(drawn, state))
-    join_in_place(stack)
+    fuse_in_place(stack)
     return stack
 
 
@@ -129,10 +132,10 @@ def _struct(kind, value):
     uint8 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
     if kind == "F8_E4M3":
         scale = math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK)
-        return StoredWeight(uint8(value.shape), uint8((*leading, *scale)), "FP8", value.dtype)
+        return QuantizedWeight(uint8(value.shape), uint8((*leading, *scale)), "FP8", value.dtype)
     if kind == "I8":
         codes, scale = (*leading, rows, columns // 2), (*leading, rows, columns // 32)
-        return StoredWeight(uint8(codes), uint8(scale), "FP4", value.dtype)
+        return QuantizedWeight(uint8(codes), uint8(scale), "FP4", value.dtype)
     return value
 
 

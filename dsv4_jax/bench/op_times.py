@@ -17,7 +17,7 @@ from dsv4_jax.bench.linear_cases import linear_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.quant import KVFormat
-from pallas_kernels.common.support import why_no_mosaic_gpu
+from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
 # By the names that the command takes: (schema, small) -> cases. Of the schema, model and format matter but no sizes;

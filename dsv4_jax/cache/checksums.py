@@ -7,12 +7,12 @@ from jaxtyping import Array, Int, UInt32
 from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, own_blocks
 from dsv4_jax.cache.schema import CacheSchema
-from dsv4_jax.parallel.on_mesh import reads_on_mesh
-from dsv4_jax.parallel.parts import sum_parts
+from dsv4_jax.parallel.local_ids import all_reduce_bits
+from dsv4_jax.parallel.sharded_step import sharded_read
 
 
 @jax.jit
-@reads_on_mesh
+@sharded_read
 def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "layers n"]:
     """[layers of the model, n] checksums of blocks; 0 for layers that store nothing in blocks. One changed byte shows.
 
@@ -25,7 +25,7 @@ def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "l
         pools = cache.groups[name].paged
         rows = jax.tree.map(lambda x: x.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), pools)
         sums = sums.at[jnp.array(spec.layers)].add(_fold(rows, 2))
-    return sum_parts(jnp.where((blocks >= 0)[None, :], sums, 0), cache.schema.block_axis)
+    return all_reduce_bits(jnp.where((blocks >= 0)[None, :], sums, 0), cache.schema.block_axis)
 
 
 def checksum_rows(schema: CacheSchema, rows: RequestRows) -> UInt32[Array, "layers"]:

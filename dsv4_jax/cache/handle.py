@@ -11,8 +11,8 @@ from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
-from dsv4_jax.ops.context_split import select_of_parts
-from dsv4_jax.parallel.parts import is_cut, own_numbers, sum_parts
+from dsv4_jax.ops.context_parallel import select_of_parts
+from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.summary import Summarised, Summary
 
 
@@ -240,7 +240,7 @@ class LayerCacheHandle(Summarised):
         window, request = self.read_swa_view(), (indices, self.batch.slots, self.batch.positions)
         compressed = None if self.spec.group is None else self.read_classical_view()
         split = compressed is not None and self._is_split
-        options = dict(new_kv=self.pending, inv_freq=inv_freq, split_context=split)
+        options = dict(new_kv=self.pending, inv_freq=inv_freq, context_parallel=split)
         out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
         if self.pending is None:
             return out, self
@@ -268,7 +268,7 @@ class LayerCacheHandle(Summarised):
     def _paging(self):
         table = self._cache.block_table
         if self._is_split:
-            table = own_numbers(table, "context", jax.tree.leaves(self._group.paged)[0].shape[1])
+            table = to_local_ids(table, "context", jax.tree.leaves(self._group.paged)[0].shape[1])
         return self.spec.index, table, self.spec.compress_rate
 
     def _of_all_parts(self, rows):
@@ -276,12 +276,12 @@ class LayerCacheHandle(Summarised):
         if not self._is_split:
             return rows
         kv, valid = rows
-        return sum_parts((jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid), "context")
+        return all_reduce_bits((jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid), "context")
 
     @property
     def _is_split(self):
         """Whether other devices have some of the blocks."""
-        return self._cache.schema.split_context and is_cut("context")
+        return self._cache.schema.context_parallel and is_sharded("context")
 
     def _state_view(self, *, keys=False):
         state = self._group.key_state if keys else self._group.state

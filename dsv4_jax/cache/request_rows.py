@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dsv4_jax.cache.pools import KVCache, PoolGroup
-from dsv4_jax.parallel.on_mesh import reads_on_mesh, updates_on_mesh
-from dsv4_jax.parallel.parts import own_numbers, sum_parts
+from dsv4_jax.parallel.local_ids import all_reduce_bits, to_local_ids
+from dsv4_jax.parallel.sharded_step import sharded_read, sharded_update
 from dsv4_jax.quant import Rows
 
 
@@ -41,7 +41,7 @@ class RequestRows:
 
 
 @functools.partial(jax.jit, static_argnames="boundary")
-@reads_on_mesh
+@sharded_read
 def read_request(
     cache: KVCache, slot: Int[Array, ""], length: Int[Array, ""], min_length: Int[Array, ""], *, boundary: bool = False
 ) -> RequestRows:
@@ -79,7 +79,7 @@ def read_request(
             # Of the window before the open one only these channels are pooled again.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
-    return sum_parts(RequestRows(rows, streams, groups), "slots")
+    return all_reduce_bits(RequestRows(rows, streams, groups), "slots")
 
 
 def _pooled_again(x, *, is_open):
@@ -88,7 +88,7 @@ def _pooled_again(x, *, is_open):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@updates_on_mesh
+@sharded_update
 def write_request(
     cache: KVCache,
     slot: Int[Array, ""],
@@ -129,7 +129,7 @@ def write_request(
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@updates_on_mesh
+@sharded_update
 def copy_request(
     cache: KVCache,
     source: Int[Array, ""],
@@ -153,14 +153,14 @@ def copy_request(
     count = jnp.sum(targets >= 0, dtype=jnp.int32)
     source, targets = _own_slots(cache, source), _own_slots(cache, targets)
     source_block, target_blocks = own_blocks(cache, source_block), own_blocks(cache, target_blocks)
-    across = "context" if cache.schema.split_context else None  # a block and its copy may lie on two devices
+    across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on two devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
         # One at a time: a scatter of all copies would first hold them all.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
-        row = sum_parts(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
+        row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
@@ -182,7 +182,7 @@ def copy_request(
 
 
 @jax.jit
-@reads_on_mesh
+@sharded_read
 def read_blocks(
     cache: KVCache, blocks: Int[Array, "n"], first: Int[Array, ""], length: Int[Array, ""]
 ) -> dict[str, PoolGroup]:
@@ -209,11 +209,11 @@ def read_blocks(
         name: jax.tree.map(functools.partial(read, rate=spec.compress_rate), cache.groups[name].paged)
         for name, spec in cache.schema.groups.items()
     }
-    return sum_parts(rows, cache.schema.block_axis)
+    return all_reduce_bits(rows, cache.schema.block_axis)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@updates_on_mesh
+@sharded_update
 def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGroup]) -> KVCache:
     """The cache after blocks have taken over entries.
 
@@ -231,13 +231,13 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
 
 
 def _own_slots(cache, slots):
-    return own_numbers(slots, "slots", cache.lengths.shape[0])
+    return to_local_ids(slots, "slots", cache.lengths.shape[0])
 
 
 def own_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]:
-    """What this device calls blocks: see `own_numbers`."""
+    """What this device calls blocks: see `to_local_ids`."""
     pools = jax.tree.leaves({name: group.paged for name, group in cache.groups.items()})
-    return own_numbers(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks
+    return to_local_ids(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks
 
 
 def _newest(pools: Any, slot, length, count, first):

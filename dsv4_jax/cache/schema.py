@@ -57,7 +57,7 @@ class CacheSchema:
       max_context: tokens a request may hold.
       block_tokens: tokens a block stands for; a multiple of every compression rate of the model.
       max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
-      split_context: the devices along a mesh's axis "model" hold the blocks between them, not each all of them.
+      context_parallel: the devices along a mesh's axis "model" hold the blocks between them, not each all of them.
     """
 
     config: DSV4Config
@@ -68,7 +68,7 @@ class CacheSchema:
     max_context: int
     block_tokens: int
     max_query_tokens: int
-    split_context: bool = False
+    context_parallel: bool = False
 
     @classmethod
     def from_config(
@@ -82,7 +82,7 @@ class CacheSchema:
         dtype=jnp.bfloat16,
         block_tokens: int = 128,
         max_query_tokens: int = 1,
-        split_context: bool = False,
+        context_parallel: bool = False,
     ) -> "CacheSchema":
         """A checked schema.
 
@@ -110,7 +110,7 @@ class CacheSchema:
             max_context,
             block_tokens,
             max_query_tokens,
-            split_context,
+            context_parallel,
         )
         for rate in sorted({group.compress_rate for group in schema.groups.values()}):
             if block_tokens % rate:
@@ -172,7 +172,7 @@ class CacheSchema:
     @property
     def block_axis(self) -> tuple[str, ...]:
         """Logical axes of the pools' blocks, as in `parallel.axis_rules.RULES`."""
-        return ("blocks", "context") if self.split_context else ("blocks",)
+        return ("blocks", "context") if self.context_parallel else ("blocks",)
 
     # --- rings: the rows that must be there plus room to rewind max_query_tokens - 1 tokens ---
 

@@ -25,10 +25,10 @@ from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
-from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
-from dsv4_jax.parallel.mesh import check_cuts, check_mesh
-from dsv4_jax.quant import WEIGHT_BLOCK, StoredWeight
+from dsv4_jax.parallel.mesh import check_mesh, check_shardable
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
 _log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ def load_checkpoint(
     config: DSV4Config | None = None,
     *,
     dtype: DTypeLike = jnp.bfloat16,
-    weights: Literal["stored"] | DTypeLike | None = None,
+    weights: Literal["quantized"] | DTypeLike | None = None,
     mesh: Mesh | None = None,
-    whole_experts: bool = False,
-    joined: bool = False,
+    expert_parallel: bool = False,
+    fused: bool = False,
     progress: bool = False,
 ) -> DeepseekV4ForCausalLM:
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
@@ -59,13 +59,14 @@ def load_checkpoint(
             block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
         dtype: bfloat16 or float32, of the activations.
         weights: of embedding and linear weights: bfloat16 or float32, which both hold every value of the quantised
-            storage exactly, or "stored": what is quantised in the files stays so in memory and is dequantised on use,
+            storage exactly, or "quantized": what is quantised in the files stays so in memory and is dequantised on
+            use,
             with the same results, the rest is as None. None = `dtype`. The module decides which parameters are always
             float32.
         mesh: devices to cut the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
             `parallel.axis_rules`. Give `KVCacheManager` the same. None = the default device.
-        whole_experts: each device along "model" gets some of the experts, instead of a part of each.
-        joined: whether linear maps of one input share a matrix, see `nn.join_projections`.
+        expert_parallel: each device along "model" gets some of the experts, instead of a part of each.
+        fused: whether linear maps of one input share a matrix, see `nn.fuse_projections`.
         progress: whether to show a progress bar on standard error.
 
     Returns:
@@ -77,14 +78,14 @@ def load_checkpoint(
             a mesh that does not divide the model, or would cut through blocks of weights that share a scale; a device
             is out of memory.
     """
-    if isinstance(weights, str) and weights not in ("stored", "bfloat16", "float32"):
+    if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
         raise ValueError(f"{weights=} must be stored, bfloat16 or float32")
-    path, stay = Path(path), isinstance(weights, str) and weights == "stored"
+    path, stay = Path(path), isinstance(weights, str) and weights == "quantized"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
     if mesh is not None:
         check_mesh(mesh)
-        check_cuts(config, mesh.shape, whole_experts)
+        check_shardable(config, mesh.shape, expert_parallel)
     param_dtype = None if stay else weights
     abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype))
     stored = read_checkpoint(path)
@@ -106,7 +107,7 @@ def load_checkpoint(
     values, bad, staging = {}, [], Staging()
     for weight in _with_bar(table) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
-        where = None if mesh is None else parameter_sharding(parameter, mesh, whole_experts)
+        where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
         try:
             value = _stored(weight, pieces, dtypes[weight.path], where, staging) if stay else None
             if value is None:
@@ -121,13 +122,13 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} does not fit: a device is out of memory at {weight.path}, number {len(values) + 1} of "
                 f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Cut the model over more (mesh=), or keep "
-                f'what is quantised so (weights="stored"). {error}'
+                f'what is quantised so (weights="quantized"). {error}'
             ) from error
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     model = nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values.pop(_dotted(key))), state))
-    if joined:
-        join_in_place(model)
+    if fused:
+        fuse_in_place(model)
     return model
 
 
@@ -145,7 +146,7 @@ def _stored(
     dtype: np.dtype,
     where: NamedSharding | None,
     staging: Staging,
-) -> StoredWeight | None:
+) -> QuantizedWeight | None:
     """The weight as it is stored, on its devices; None if it cannot stay quantised."""
     quantised = [piece for piece in pieces if isinstance(piece, QuantisedTensor) and piece.can_stay]
     if len(quantised) < len(pieces) or len({piece.dtype for piece in quantised}) > 1:
@@ -165,7 +166,7 @@ def _stored(
         return staging.place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
 
     codes, scale = whole([piece.codes for piece in quantised]), whole([piece.scale for piece in quantised])
-    return StoredWeight(codes, scale, first.dtype, dtype)
+    return QuantizedWeight(codes, scale, first.dtype, dtype)
 
 
 def _converted(

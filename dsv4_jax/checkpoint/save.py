@@ -42,7 +42,7 @@ def save_release(
     float32.
 
     Args:
-        model: the model, joined or not.
+        model: the model, fused or not.
         folder: made if it does not exist; files of these names in it are overwritten.
         shard_bytes: a file grows no larger, but for one tensor and its scale; several files get an index.
         progress: whether to show a progress bar on standard error.

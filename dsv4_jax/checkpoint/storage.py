@@ -84,7 +84,7 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
     Returns (the tensors by name, without scales that belong to a weight; what is wrong with quantised weights, by name:
     these and their scales are not among the tensors).
     """
-    joined: dict[str, StoredTensor | QuantisedTensor] = dict(stored)
+    fused: dict[str, StoredTensor | QuantisedTensor] = dict(stored)
     problems = {}
     for name, tensor in stored.items():
         scale_name = name.removesuffix(".weight") + ".scale"
@@ -93,12 +93,12 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
         scale = stored.get(scale_name)
         if problem := _wrong_scale(tensor, scale, scale_name):
             problems[name] = problem
-            del joined[name]
+            del fused[name]
         else:
             assert scale is not None
-            joined[name] = QuantisedTensor(tensor, scale)
-        joined.pop(scale_name, None)
-    return joined, problems
+            fused[name] = QuantisedTensor(tensor, scale)
+        fused.pop(scale_name, None)
+    return fused, problems
 
 
 def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, scale_name: str) -> str:

@@ -84,8 +84,8 @@ class BenchCommand:
         decoding.
       mesh: step, layer, model, serve, all_reduce: several devices, such as model=4, as for generate. Bytes are those of
         one device.
-      whole_experts: layer, model: with --mesh, as for generate.
-      split_context: step, layer, model: likewise.
+      expert_parallel: layer, model: with --mesh, as for generate.
+      context_parallel: step, layer, model: likewise.
     """
 
     ops: tyro.conf.Positional[tuple[Op | Literal["step", "layer", "model", "prefill", "serve", "all_reduce"], ...]] = (
@@ -106,8 +106,8 @@ class BenchCommand:
     turns: int = 3
     drafts: int = 0
     mesh: MeshText = None
-    whole_experts: bool = False
-    split_context: bool = False
+    expert_parallel: bool = False
+    context_parallel: bool = False
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
@@ -121,8 +121,8 @@ class BenchCommand:
         if sizes and self.ops[0] not in MESHED:
             raise ValueError(f"--mesh is for {', '.join(MESHED)}: dsv4-jax bench step --mesh {self.mesh}")
         for option, given, ops in (
-            ("whole-experts", self.whole_experts, ("layer", "model")),
-            ("split-context", self.split_context, ("step", "layer", "model")),
+            ("expert-parallel", self.expert_parallel, ("layer", "model")),
+            ("context-parallel", self.context_parallel, ("step", "layer", "model")),
         ):
             if given and (self.ops[0] not in ops or (sizes or {}).get("model", 1) < 2):
                 raise ValueError(
@@ -177,7 +177,7 @@ class BenchCommand:
             timed = dict(only=self.only, calls=self.calls)
             whole = self.ops != ("step",)
             cases = self.batches, self.contexts, self.layers, self.trace, self.drafts
-            cut = dict(mesh=mesh, whole_experts=self.whole_experts, split_context=self.split_context)
+            cut = dict(mesh=mesh, expert_parallel=self.expert_parallel, context_parallel=self.context_parallel)
             options = decode_steps.StepOptions(*cases, whole=whole, **cut)
             if self.ops == ("layer",):
                 # Single ops run on one device.

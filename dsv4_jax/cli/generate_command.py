@@ -53,7 +53,7 @@ class GenerateCommand:
     For example:
       dsv4-jax generate
       dsv4-jax generate --checkpoint path/to/folder --prompt "In the beginning" --temperature 0.8 --top-p 0.95
-      dsv4-jax generate --prompt-ids 5,17,42 --weights stored
+      dsv4-jax generate --prompt-ids 5,17,42 --weights quantized
       dsv4-jax generate --checkpoint path/to/folder --cache-format plain --json
       dsv4-jax generate --temperature 1 --n-best 4
       dsv4-jax generate --beams 4
@@ -74,9 +74,9 @@ class GenerateCommand:
       mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
         devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
         the whole model. Default: one device.
-      whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
-      split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
-        many times more fit.
+      expert_parallel: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
+      context_parallel: the devices along the mesh's axis "model" hold the compressed entries of a request between
+        them: so many times more fit.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
@@ -103,8 +103,8 @@ class GenerateCommand:
     dtype: Dtype = "bfloat16"
     weights: Weights = None
     mesh: MeshText = None
-    whole_experts: bool = False
-    split_context: bool = False
+    expert_parallel: bool = False
+    context_parallel: bool = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -126,28 +126,28 @@ class GenerateCommand:
         self._check_search()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint, mtp=self.drafts > 0)
-        sizes = check_mesh_text(self.mesh, config, self.split_context, self.whole_experts)
+        sizes = check_mesh_text(self.mesh, config, self.context_parallel, self.expert_parallel)
         notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
         from dsv4_jax.checkpoint import TextStream, read_tokenizer
-        from dsv4_jax.decode import CompiledModel, Sampling
+        from dsv4_jax.decode import CompiledModel, SamplingParams
         from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
 
         mesh = make_mesh(sizes) if sizes else None
-        sampling = Sampling(self.temperature, self.top_k, self.top_p)
+        sampling = SamplingParams(self.temperature, self.top_k, self.top_p)
         tokenizer = read_tokenizer(checkpoint)
         option, prompt = self._read_prompt(tokenizer)
         # The last token is sampled, but never stored.
         tokens, slots = len(prompt) + self.max_new_tokens - 1, max(self.n_best, self.beams)
         # Answers to one prompt stay with it, in one part of the mesh.
-        cut = dict(mesh=mesh, split_context=self.split_context)
+        cut = dict(mesh=mesh, context_parallel=self.context_parallel)
         slots_in_all = slots * sizes.get("data", 1)
         manager = make_manager(config, slots_in_all, tokens, self.cache_format, self.dtype, drafts=self.drafts, **cut)
         manager.check_ids(prompt, option)
 
         bar = not self.as_json and sys.stdout.isatty()
-        cut = dict(mesh=mesh, whole_experts=self.whole_experts)
+        cut = dict(mesh=mesh, expert_parallel=self.expert_parallel)
         model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=bar, **cut))
         options: dict[str, Any] = dict(
             max_new_tokens=self.max_new_tokens,

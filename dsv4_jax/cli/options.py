@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from dsv4_jax.data import block_tokens, packaged_checkpoint
-from dsv4_jax.parallel.mesh import check_cuts, check_split, parse_mesh
+from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, parse_mesh
 
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CacheFormat = Literal["v4", "per_entry", "plain"]
 Dtype = Literal["float32", "bfloat16"]
 Weights = Annotated[
-    Literal["stored", "bfloat16", "float32"] | None,
+    Literal["quantized", "bfloat16", "float32"] | None,
     tyro.conf.arg(metavar="{stored,bfloat16,float32}", help_behavior_hint=""),
 ]
 MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="data=M,model=N", help_behavior_hint="")]
@@ -69,7 +69,7 @@ def load_model(
     *,
     progress: bool,
     mesh: "Mesh | None" = None,
-    whole_experts: bool = False,
+    expert_parallel: bool = False,
 ) -> "DeepseekV4ForCausalLM":
     """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips.
 
@@ -82,28 +82,29 @@ def load_model(
     from dsv4_jax.checkpoint import load_checkpoint
 
     if weights is None and jax.default_backend() == "gpu":
-        weights = "stored"
+        weights = "quantized"
     log = logging.getLogger("dsv4_jax")
     if checkpoint != packaged_checkpoint() and not log.handlers:
         log.setLevel(logging.INFO)
         log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_level=False, show_path=False))
-    cut = dict(mesh=mesh, whole_experts=whole_experts)
+    cut = dict(mesh=mesh, expert_parallel=expert_parallel)
     return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, **cut)
 
 
 def check_mesh_text(
-    text: str | None, config: "DSV4Config", split_context: bool = False, whole_experts: bool = False
+    text: str | None, config: "DSV4Config", context_parallel: bool = False, expert_parallel: bool = False
 ) -> dict[str, int]:
     """Sizes of --mesh by axis, none without it.
 
     Raises:
-      ValueError: it is no mesh, or cannot cut the model as --whole-experts, or the context as --split-context says.
+      ValueError: it is no mesh, or cannot cut the model as --expert-parallel, or the context as --context-parallel
+      says.
     """
     sizes = {} if text is None else parse_mesh(text)
-    check_cuts(config, sizes, whole_experts)
-    check_split(sizes, split_context)
-    if whole_experts and sizes.get("model", 1) == 1:
-        raise ValueError(f"{whole_experts=} needs a mesh with more than one device along the axis model")
+    check_shardable(config, sizes, expert_parallel)
+    check_context_parallel(sizes, context_parallel)
+    if expert_parallel and sizes.get("model", 1) == 1:
+        raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
     return sizes
 
 
@@ -116,7 +117,7 @@ def make_manager(
     *,
     drafts: int = 0,
     mesh: "Mesh | None" = None,
-    split_context: bool = False,
+    context_parallel: bool = False,
 ) -> "KVCacheManager":
     """A manager of a cache for `requests` requests of up to `tokens` tokens, `drafts` of which are guessed at once.
 
@@ -138,7 +139,7 @@ def make_manager(
         )
     size, parts = block_tokens(config), 1 if mesh is None else mesh.shape.get("data", 1)
     requests, blocks = -(-requests // parts) * parts, -(-tokens // size)
-    devices = mesh.size if mesh is not None and split_context else 1
+    devices = mesh.size if mesh is not None and context_parallel else 1
     return KVCacheManager(
         config,
         num_blocks=-(-requests * blocks // devices) * devices,
@@ -150,7 +151,7 @@ def make_manager(
         dtype=jnp.dtype(dtype),
         max_query_tokens=1 + drafts,
         mesh=mesh,
-        split_context=split_context,
+        context_parallel=context_parallel,
     )
 
 

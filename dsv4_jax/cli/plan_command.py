@@ -19,7 +19,7 @@ from dsv4_jax.cli.options import (
     check_positive,
 )
 from dsv4_jax.data import block_tokens
-from dsv4_jax.parallel.mesh import check_split
+from dsv4_jax.parallel.mesh import check_context_parallel
 from dsv4_jax.sizes import parse_bytes, readable_bytes
 
 
@@ -56,7 +56,7 @@ class PlanCommand:
       weights: bytes of the memory that are already taken, for instance by the model's weights.
       mesh: several devices, such as model=4 or data=2,model=2, each with that memory. Requests are shared out along
         data; along model each device holds the whole cache of its requests.
-      split_context: the devices along model hold the compressed entries of their requests between them.
+      context_parallel: the devices along model hold the compressed entries of their requests between them.
       as_json: print one JSON object instead.
     """
 
@@ -71,7 +71,7 @@ class PlanCommand:
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     weights: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     mesh: MeshText = None
-    split_context: bool = False
+    context_parallel: bool = False
     as_json: JsonFlag = False
 
     def run(self) -> None:
@@ -85,9 +85,9 @@ class PlanCommand:
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = _read_config(self.config, mtp=self.drafts > 0)
-        sizes = check_mesh_text(self.mesh, config, self.split_context)
+        sizes = check_mesh_text(self.mesh, config, self.context_parallel)
         one = self.schema(config, self.context)
-        share = _Share(memory - weights, sizes.get("data", 1), check_split(sizes, self.split_context))
+        share = _Share(memory - weights, sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel))
         report = self._report(config, one, memory, weights, share)
         if self.as_json:
             print(json.dumps(report))
@@ -125,7 +125,7 @@ class PlanCommand:
         report: dict[str, Any] = dict(
             config=self.config,
             mesh=self.mesh,
-            split_context=self.split_context,
+            context_parallel=self.context_parallel,
             cache_format=self.cache_format,
             memory_bytes=memory,
             weights_bytes=weights,
@@ -229,7 +229,7 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     free = report["memory_bytes"] - report["weights_bytes"]
     title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
     if report["mesh"]:
-        title += f" on each device of {report['mesh']}" + ", context split" * report["split_context"]
+        title += f" on each device of {report['mesh']}" + ", context split" * report["context_parallel"]
     fits = Table(title=title, title_justify="left")
     for column in ("context", "bytes a request", "requests", "bytes left"):
         fits.add_column(column, justify="right")

@@ -60,9 +60,9 @@ class ScoreCommand:
       mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
         devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
         the whole model. Default: one device.
-      whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
-      split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
-        many times more fit.
+      expert_parallel: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
+      context_parallel: the devices along the mesh's axis "model" hold the compressed entries of a request between
+        them: so many times more fit.
       index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
       window_only: attend to the sliding window only, and to no compressed entry, in any layer.
       drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,
@@ -82,8 +82,8 @@ class ScoreCommand:
     dtype: Dtype = "bfloat16"
     weights: Weights = None
     mesh: MeshText = None
-    whole_experts: bool = False
-    split_context: bool = False
+    expert_parallel: bool = False
+    context_parallel: bool = False
     index_topk: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
     window_only: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
@@ -101,7 +101,7 @@ class ScoreCommand:
         if self.index_topk is not None:
             check_positive(index_topk=self.index_topk)
             config = dataclasses.replace(config, index_topk=self.index_topk)
-        mesh_sizes = check_mesh_text(self.mesh, config, self.split_context, self.whole_experts)
+        mesh_sizes = check_mesh_text(self.mesh, config, self.context_parallel, self.expert_parallel)
         notify(f"Starting JAX and reading {self.checkpoint} ...")
         import numpy as np
         from rich.progress import Progress
@@ -116,11 +116,11 @@ class ScoreCommand:
         prefill = total if self.decode_from is None else self.decode_from
         if not 0 <= prefill <= total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        cut = dict(mesh=mesh, split_context=self.split_context)
+        cut = dict(mesh=mesh, context_parallel=self.context_parallel)
         manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts, **cut)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        cut = dict(mesh=mesh, whole_experts=self.whole_experts)
+        cut = dict(mesh=mesh, expert_parallel=self.expert_parallel)
         model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, **cut)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         options: dict[str, Any] = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)

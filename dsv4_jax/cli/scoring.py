@@ -21,11 +21,11 @@ from dsv4_jax.host.forward import first_tokens
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.ops import CompressorWeights
-from dsv4_jax.parallel.on_mesh import on_mesh
+from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
-@on_mesh
+@sharded_step
 def score_step(
     model: DeepseekV4ForCausalLM, cache: Any, batch: Batch, *, layers: bool, drafts: int, per_row: int
 ) -> tuple[dict[str, Array], Any]:

@@ -54,9 +54,9 @@ class ServeCommand:
       mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
         devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
         the whole model. Default: one device.
-      whole_experts: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
-      split_context: the devices along the mesh's axis "model" hold the compressed entries of a request between them: so
-        many times more fit.
+      expert_parallel: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
+      context_parallel: the devices along the mesh's axis "model" hold the compressed entries of a request between
+        them: so many times more fit.
       model_name: what clients call the model. Default: the name of the checkpoint's folder.
       max_requests: requests that run at once; each has a slot in the cache.
       max_waiting: requests that wait for a slot at most; others get status 429.
@@ -66,8 +66,8 @@ class ServeCommand:
       drafts: tokens a step that prompt lookup may guess of each request; 0 = no speculative decoding.
       num_scheduler_steps: decode steps that run on the device without the host between them while nobody waits; their
         tokens come together. Needs --drafts 0, and pays with several GPUs, where the host is slower than the steps.
-      uniform: run all steps in one program: a request and its seed then give the same tokens whatever else runs, to the
-        last bit of a logit. Decode steps are slower.
+      batch_invariant: run all steps in one program: a request and its seed then give the same tokens whatever else
+        runs, to the last bit of a logit. Decode steps are slower.
       request_seconds: the longest that a request may take, waiting included.
       grace_seconds: how long running requests may go on when the server is told to stop.
       cache_format: how the cache is quantised, as for generate.
@@ -81,8 +81,8 @@ class ServeCommand:
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
     insecure: bool = False
     mesh: MeshText = None
-    whole_experts: bool = False
-    split_context: bool = False
+    expert_parallel: bool = False
+    context_parallel: bool = False
     model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     max_requests: int = 16
     max_waiting: int = 256
@@ -91,7 +91,7 @@ class ServeCommand:
     token_budget: int = 256
     drafts: int = 2
     num_scheduler_steps: int = 1
-    uniform: bool = False
+    batch_invariant: bool = False
     request_seconds: float = 600.0
     grace_seconds: float = 30.0
     cache_format: CacheFormat = "v4"
@@ -131,8 +131,8 @@ class ServeCommand:
         """Checks the options; returns the API key."""
         steps = self.num_scheduler_steps
         check_positive(max_requests=self.max_requests, token_budget=self.token_budget, num_scheduler_steps=steps)
-        if steps > 1 and (self.drafts or self.uniform):
-            raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --uniform")
+        if steps > 1 and (self.drafts or self.batch_invariant):
+            raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch_invariant")
         if self.context is not None:
             check_positive(context=self.context)
         for name in ("max_waiting", "drafts"):
@@ -164,7 +164,7 @@ class ServeCommand:
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        sizes = check_mesh_text(self.mesh, config, self.split_context, self.whole_experts)
+        sizes = check_mesh_text(self.mesh, config, self.context_parallel, self.expert_parallel)
         mesh = make_mesh(sizes) if sizes else None
         size = block_tokens(config)
         full = self.max_requests * -(-context // size)
@@ -180,9 +180,9 @@ class ServeCommand:
             dtype=jnp.dtype(self.dtype),
             max_query_tokens=1 + self.drafts,
             mesh=mesh,
-            split_context=self.split_context,
+            context_parallel=self.context_parallel,
         )
-        cut = dict(mesh=mesh, whole_experts=self.whole_experts)
+        cut = dict(mesh=mesh, expert_parallel=self.expert_parallel)
         model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, **cut)
         return Engine(
             model,
@@ -190,7 +190,7 @@ class ServeCommand:
             token_budget=max(self.token_budget, self.max_requests * (1 + self.drafts)),
             drafter=PromptLookup() if self.drafts else None,
             prefix=PrefixCache(manager, key=options.model_name),
-            uniform=self.uniform,
+            batch_invariant=self.batch_invariant,
             num_scheduler_steps=self.num_scheduler_steps,
             max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
         )

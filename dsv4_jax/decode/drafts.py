@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.cache.streams import advance_streams
-from dsv4_jax.decode.sampling import Sampling, SamplingRows, sample
+from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, sample
 
 
 @runtime_checkable
@@ -75,7 +75,7 @@ def draft(
     cache: KVCache,
     streams: Float[Array, "n h D"],
     batch: Batch,
-    sampling: Sampling | SamplingRows,
+    sampling: SamplingParams | BatchedSamplingParams,
     seeds: UInt32[Array, "n"],
     *,
     count: int,

@@ -10,15 +10,15 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, newest_tokens
-from dsv4_jax.decode.sampling import GREEDY, LogprobRows, Sampling, SamplingRows, TopLogprobs
+from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobRows, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, draw, last_tokens
-from dsv4_jax.parallel.on_mesh import on_mesh
+from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 @functools.partial(
     jax.jit, donate_argnames="cache", static_argnames=("steps", "sampling", "stop_tokens", "drafts", "top_logprobs")
 )
-@on_mesh
+@sharded_step
 def decode_loop(
     model: Model,
     cache: KVCache,
@@ -26,7 +26,7 @@ def decode_loop(
     seeds: UInt32[Array, "slots"],
     *,
     steps: int,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
     stop_tokens: tuple[int, ...] = (),
     drafts: int = 0,
     top_logprobs: int = 0,
@@ -123,13 +123,13 @@ def decode_loop(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
-@on_mesh
+@sharded_step
 def sample_loop(
     model: Model,
     cache: KVCache,
     batch: Batch,
     counts: Int[Array, "slots"],
-    sampling: SamplingRows,
+    sampling: BatchedSamplingParams,
     seeds: UInt32[Array, "slots"],
     *,
     steps: int,

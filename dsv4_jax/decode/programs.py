@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.loop import decode_loop, sample_loop
-from dsv4_jax.decode.step import Model, decode_step, draft_step, forward, sample_step, top_step
+from dsv4_jax.decode.step import Model, decode_step, draft_step, forward, sample_step, topk_step
 
 
 @jax.tree_util.register_pytree_node_class
@@ -81,6 +81,6 @@ class CompiledModel:
     decode_step = functools.partialmethod(_run, decode_step)
     sample_step = functools.partialmethod(_run, sample_step)
     draft_step = functools.partialmethod(_run, draft_step)
-    top_step = functools.partialmethod(_run, top_step)
+    topk_step = functools.partialmethod(_run, topk_step)
     decode_loop = functools.partialmethod(_run, decode_loop)
     sample_loop = functools.partialmethod(_run, sample_loop)

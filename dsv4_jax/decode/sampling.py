@@ -13,7 +13,7 @@ from dsv4_jax.arguments import check_real, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn; hashable, a static argument of jitted steps.
 
     Attributes:
@@ -42,16 +42,16 @@ class Sampling:
             object.__setattr__(self, name, value)  # one spelling, so that equal ones hash equal
 
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SamplingRows:
+class BatchedSamplingParams:
     """How each row's token is drawn: arrays, so that one program serves requests that differ.
 
     Attributes:
-      temperature: [n] float32, as in `Sampling`.
+      temperature: [n] float32, as in `SamplingParams`.
       top_k: [n] int32.
       top_p: [n] float32.
     """
@@ -61,7 +61,7 @@ class SamplingRows:
     top_p: Any
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> "SamplingRows":
+    def of(cls, rows: Sequence[SamplingParams]) -> "BatchedSamplingParams":
         """Numpy arrays with a row for each of `rows`."""
         return cls(
             np.array([row.temperature for row in rows], np.float32),
@@ -69,7 +69,7 @@ class SamplingRows:
             np.array([row.top_p for row in rows], np.float32),
         )
 
-    def __getitem__(self, rows) -> "SamplingRows":
+    def __getitem__(self, rows) -> "BatchedSamplingParams":
         return jax.tree.map(lambda x: x[rows], self)
 
 
@@ -110,7 +110,7 @@ class TopLogprobs:
 
 def sample(
     logits: Float[Array, "n vocab"],
-    sampling: Sampling | SamplingRows,
+    sampling: SamplingParams | BatchedSamplingParams,
     seeds: UInt32[Array, "n"],
     positions: Int[Array, "n"],
 ) -> Int[Array, "n"]:
@@ -128,9 +128,9 @@ def sample(
     Returns:
       [n] int32 token ids.
     """
-    if isinstance(sampling, Sampling):
+    if isinstance(sampling, SamplingParams):
         # Constants: what they do not need is removed when the program is compiled.
-        sampling = jax.tree.map(jnp.asarray, SamplingRows.of([sampling] * logits.shape[0]))
+        sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = sampling.temperature > 0
     cut = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))

@@ -10,9 +10,16 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftingModel, check_drafts, draft, forward_for_drafts, newest_tokens
-from dsv4_jax.decode.sampling import LogprobRows, Sampling, SamplingRows, TopLogprobs, sample, top_logprobs
+from dsv4_jax.decode.sampling import (
+    BatchedSamplingParams,
+    LogprobRows,
+    SamplingParams,
+    TopLogprobs,
+    sample,
+    top_logprobs,
+)
 from dsv4_jax.ops.views import run_bounds
-from dsv4_jax.parallel.on_mesh import on_mesh
+from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 @runtime_checkable
@@ -27,7 +34,7 @@ class Model(Protocol):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@on_mesh
+@sharded_step
 def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T vocab"], KVCache]:
     """Runs the batch's tokens and returns logits after each of them.
 
@@ -44,7 +51,7 @@ def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@on_mesh
+@sharded_step
 def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """Runs the batch's tokens and returns, by slot, the logits after each request's last token.
 
@@ -62,13 +69,13 @@ def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@on_mesh
+@sharded_step
 def sample_step(
     model: Model,
     cache: KVCache,
     batch: Batch,
     rows: Int[Array, "rows"],
-    sampling: SamplingRows,
+    sampling: BatchedSamplingParams,
     seeds: UInt32[Array, "slots"],
     logprobs: LogprobRows | None = None,
 ) -> (
@@ -98,13 +105,13 @@ def sample_step(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="drafts")
-@on_mesh
+@sharded_step
 def draft_step(
     model: DraftingModel,
     cache: KVCache,
     batch: Batch,
     rows: Int[Array, "rows"],
-    sampling: SamplingRows,
+    sampling: BatchedSamplingParams,
     seeds: UInt32[Array, "slots"],
     logprobs: LogprobRows | None = None,
     *,
@@ -136,8 +143,8 @@ def draft_step(
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="k")
-@on_mesh
-def top_step(
+@sharded_step
+def topk_step(
     model: Model, cache: KVCache, batch: Batch, *, k: int
 ) -> tuple[Float[Array, "slots k"], Int[Array, "slots k"], KVCache]:
     """Runs the batch's tokens and returns, by slot, the likeliest tokens after each request's last one.
@@ -156,7 +163,7 @@ def top_step(
     return best, ids.astype(jnp.int32), cache
 
 
-def kept_lengths(
+def accepted_lengths(
     lengths: Int[Array, "slots"], batch: Batch, rows: Int[Array, "rows"], tokens: Int[Array, "rows"]
 ) -> Int[Array, "slots"]:
     """[slots] int32 lengths without refused drafts: what the host finds with `accept`, found on the device.
@@ -167,14 +174,16 @@ def kept_lengths(
       rows: [rows] indices of its tokens that are drawn after, those of a request side by side; -1 = none.
       tokens: [rows] what was drawn.
     """
-    last = last_kept(batch, rows, tokens, lengths.shape[0])
+    last = last_accepted(batch, rows, tokens, lengths.shape[0])
     return jnp.where(last >= 0, batch.positions[jnp.maximum(rows[jnp.maximum(last, 0)], 0)] + 1, lengths)
 
 
-def last_kept(
+def last_accepted(
     batch: Batch, rows: Int[Array, "rows"], tokens: Int[Array, "rows"], num_slots: int
 ) -> Int[Array, "slots"]:
-    """[num_slots] which of `rows` is a slot's last token that is no refused draft, -1 = none; see `kept_lengths`."""
+    """[num_slots] which of `rows` is a slot's last token that is no refused draft, -1 = none; see
+    `accepted_lengths`.
+    """
     at, index = jnp.maximum(rows, 0), jnp.arange(rows.shape[0], dtype=jnp.int32)
     slots = jnp.where(rows >= 0, batch.slots[at], -1)
     draft = (slots == jnp.roll(slots, 1)) & (index > 0)
@@ -194,16 +203,16 @@ def draw(model, cache, batch, rows, sampling, seeds, logprobs=None, drafts=0):
     else:
         hidden, cache = run_model(model, cache, batch)
     logits, slots = model.logits(hidden[at]), jnp.maximum(batch.slots[at], 0)
-    of_rows = sampling if isinstance(sampling, Sampling) else sampling[slots]
+    of_rows = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
     tokens = sample(logits, of_rows, seeds[slots], batch.positions[at] + 1)
     if logprobs is not None and logprobs.given is not None:
         tokens = jnp.where(logprobs.given >= 0, logprobs.given, tokens)
     chosen, norm = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0], jax.nn.logsumexp(logits, axis=1)
     drawn: Any = tokens, chosen - norm, *(() if logprobs is None else (top_logprobs(logits, norm, logprobs),))
-    cache = dataclasses.replace(cache, lengths=kept_lengths(cache.lengths, batch, rows, tokens))
+    cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, rows, tokens))
     if not drafts:
         return *drawn, jnp.zeros((cache.lengths.shape[0], 0), jnp.int32), cache
-    last = last_kept(batch, rows, tokens, cache.lengths.shape[0])
+    last = last_accepted(batch, rows, tokens, cache.lengths.shape[0])
     row = jnp.maximum(last, 0)
     newest = newest_tokens(tokens[row], jnp.where(last >= 0, batch.positions[at[row]], -1))
     guesses, _, cache = draft(model, cache, streams[at[row]], newest, sampling, seeds, count=drafts)

@@ -12,7 +12,7 @@ from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import check_drafts
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, Sampling
+from dsv4_jax.decode.sampling import GREEDY, SamplingParams
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
@@ -53,7 +53,7 @@ class Engine(Summarised):
         drafter: Drafter | None = None,
         draft_tokens: int | None = None,
         prefix: PrefixCache | None = None,
-        uniform: bool = False,
+        batch_invariant: bool = False,
         max_logprobs: int = 0,
         num_scheduler_steps: int = 1,
     ):
@@ -70,18 +70,20 @@ class Engine(Summarised):
           draft_tokens: how many drafts of a request a step verifies at most; by default what the manager's
             `max_query_tokens` allows.
           prefix: a prefix cache of this manager, to share the blocks of equal prefixes.
-          uniform: run all steps in one program of `token_budget` tokens. Matrix products with another number of rows
+          batch_invariant: run all steps in one program of `token_budget` tokens. Matrix products with another number
+            of rows
             may add in another order, so the last bit of a logit can depend on whether a token came in a chunk, alone or
             as a draft. This prevents it, at the price of slower decode steps.
           max_logprobs: the most `top_logprobs` of a request; 0 = none, and no log-probabilities of prompts either.
           num_scheduler_steps: how many decode steps a call of `step` runs on the device without the host between them,
-            while all requests decode and nobody waits. Their tokens come together. Not with drafts, nor `uniform`.
+            while all requests decode and nobody waits. Their tokens come together. Not with drafts, nor
+            `batch_invariant`.
 
         Raises:
           ValueError: the manager holds requests, the cache or `prefix` is of another one, `token_budget` cannot hold a
             token and its drafts for every slot, `draft_tokens` do not fit the manager's `max_query_tokens`, the model
             has no block for `MTPDrafter`, `max_logprobs` are more than the vocabulary has tokens, or several steps are
-            to be run at once with drafts or `uniform`.
+            to be run at once with drafts or `batch_invariant`.
         """
         schema = manager.schema
         check_no_requests(manager)
@@ -108,11 +110,13 @@ class Engine(Summarised):
             )
         self.max_logprobs = check_whole("max_logprobs", max_logprobs, 0, schema.config.vocab_size)
         self.num_scheduler_steps = check_whole("num_scheduler_steps", num_scheduler_steps, 1)
-        if num_scheduler_steps > 1 and (drafter is not None or uniform):
-            raise ValueError(f"{num_scheduler_steps=} must be 1 with a drafter, or {uniform=}")
+        if num_scheduler_steps > 1 and (drafter is not None or batch_invariant):
+            raise ValueError(f"{num_scheduler_steps=} must be 1 with a drafter, or {batch_invariant=}")
         self.manager, self.prefix, self.token_budget, self.draft_tokens = manager, prefix, token_budget, draft_tokens
         model = CompiledModel.of(model)
-        options = dict(uniform=uniform, drafts=drafts, max_logprobs=max_logprobs, steps=num_scheduler_steps)
+        options = dict(
+            batch_invariant=batch_invariant, drafts=drafts, max_logprobs=max_logprobs, steps=num_scheduler_steps
+        )
         self._runner = StepRunner(model, manager, decode_size, token_budget, **options)
         self._metrics = EngineMetrics()
         self._scheduler = Scheduler(
@@ -176,7 +180,7 @@ class Engine(Summarised):
         prompt: Sequence[int] | np.ndarray,
         *,
         max_new_tokens: int,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         seed: int = 0,
         stop_tokens: Sequence[int] = (),
         priority: int = 0,
@@ -197,7 +201,7 @@ class Engine(Summarised):
           id: a name for it that no unfinished request has; None = a number.
 
         Raises:
-          TypeError: an argument of another kind, such as a `sampling` that is no `Sampling`.
+          TypeError: an argument of another kind, such as a `sampling` that is no `SamplingParams`.
           ValueError: a bad prompt, a limit below 1, a negative priority, more drafts or log-probabilities than the
             engine's, an id that is taken, or more tokens than the cache ever holds.
         """

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, Sampling
+from dsv4_jax.decode.sampling import GREEDY, SamplingParams
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.drafters import MTPDrafter
 from dsv4_jax.engine.engine import Engine
@@ -20,7 +20,7 @@ def stream(
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
     seed: int = 0,
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
@@ -69,7 +69,7 @@ def generate(
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
     seed: int = 0,
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
@@ -99,7 +99,7 @@ def generate_on_device(
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     seed: int,
     stop_tokens: tuple[int, ...],
     chunk: int,

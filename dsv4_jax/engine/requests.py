@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from dsv4_jax.arguments import check_whole
-from dsv4_jax.decode.sampling import Sampling, TopLogprobs
+from dsv4_jax.decode.sampling import SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
 from dsv4_jax.summary import Share, Summarised, Summary
 
@@ -46,7 +46,7 @@ class Request(Summarised):
         prompt: np.ndarray,
         *,
         max_new_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         seed: int,
         stop_tokens: Sequence[int],
         priority: int,
@@ -209,10 +209,10 @@ def check_positive(**values: int) -> None:
         check_whole(name, value, 1)
 
 
-def check_sampling(sampling: Sampling) -> Sampling:
-    """The argument; TypeError if it is no `Sampling`."""
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"{sampling=} must be a Sampling, such as Sampling(temperature=0.8)")
+def check_sampling(sampling: SamplingParams) -> SamplingParams:
+    """The argument; TypeError if it is no `SamplingParams`."""
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"{sampling=} must be a SamplingParams, such as SamplingParams(temperature=0.8)")
     return sampling
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, LogprobRows, SamplingRows, TopLogprobs
+from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobRows, TopLogprobs
 from dsv4_jax.engine.requests import Request
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.forward import first_tokens
@@ -39,7 +39,7 @@ class StepRunner:
     """Runs batches in two programs: one for decode steps (newest tokens and their drafts), one for all others.
 
     They have `decode_size` tokens, which are also the most that any step draws, and `token_budget`; on a mesh with an
-    axis "data" in each part of it. Where `uniform`,
+    axis "data" in each part of it. Where `batch_invariant`,
     decode steps run in the second one too. Where `drafts` is not 0, each makes that many drafts a slot for the next.
     Where `max_logprobs` is not 0, each can find so many of the likeliest tokens, and log-probabilities of known tokens.
     A third one runs several decode steps, `steps`, if that is more than one.
@@ -52,14 +52,19 @@ class StepRunner:
         decode_size: int,
         token_budget: int,
         *,
-        uniform: bool,
+        batch_invariant: bool,
         drafts: int = 0,
         max_logprobs: int = 0,
         steps: int = 1,
     ):
         """Compiles nothing yet."""
         self._model, self._manager = model, manager
-        self.decode_size, self.token_budget, self.uniform, self.drafts = decode_size, token_budget, uniform, drafts
+        self.decode_size, self.token_budget, self.batch_invariant, self.drafts = (
+            decode_size,
+            token_budget,
+            batch_invariant,
+            drafts,
+        )
         self.max_logprobs, self.steps = max_logprobs, steps
         self._before = model.compilations
 
@@ -73,7 +78,7 @@ class StepRunner:
         cache: KVCache,
         tokens: Mapping[int, np.ndarray],
         given: Mapping[int, Sequence[int]],
-        sampling: SamplingRows,
+        sampling: BatchedSamplingParams,
         seeds: np.ndarray,
         top: bool = False,
     ) -> tuple[Batch, StepResults, dict[int, slice], KVCache]:
@@ -86,7 +91,7 @@ class StepRunner:
         Returns:
           (the batch; what the step found; {slot: which of its rows are the slot's}; the cache).
         """
-        sizes = dict(prefill_size=self.token_budget, decode_size=0 if self.uniform else self.decode_size)
+        sizes = dict(prefill_size=self.token_budget, decode_size=0 if self.batch_invariant else self.decode_size)
         table, batch = self._manager.requests, self._manager.prepare_forward(tokens, **sizes)
         size = len(batch.slots) // table.parts
         starts = first_tokens(table, {slot: len(new) for slot, new in tokens.items()}, size)
@@ -112,7 +117,7 @@ class StepRunner:
         cache: KVCache,
         tokens: Mapping[int, np.ndarray],
         counts: Mapping[int, int],
-        sampling: SamplingRows,
+        sampling: BatchedSamplingParams,
         seeds: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, KVCache]:
         """Runs up to `steps` decode steps at once; each slot brings its newest token and gets as many as `counts` says.
@@ -128,13 +133,15 @@ class StepRunner:
         *found, cache = self._model.sample_loop(cache, batch, *table.put(args, "tokens"), steps=self.steps)
         return *table.get(found), cache
 
-    def sampling_rows(self, requests: Sequence[Request]) -> tuple[SamplingRows, np.ndarray, dict[Request, Exception]]:
+    def sampling_rows(
+        self, requests: Sequence[Request]
+    ) -> tuple[BatchedSamplingParams, np.ndarray, dict[Request, Exception]]:
         """How each slot's tokens are drawn, their seeds [slots] uint32, and what is wrong with a request, if anything.
 
         Slots of other requests draw greedily.
         """
         slots, failed = self._manager.schema.max_requests, {}
-        sampling, seeds = SamplingRows.of([GREEDY] * slots), np.zeros((slots,), np.uint32)
+        sampling, seeds = BatchedSamplingParams.of([GREEDY] * slots), np.zeros((slots,), np.uint32)
         for request in requests:
             try:
                 for name, column in vars(sampling).items():

@@ -14,7 +14,7 @@ from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.offload import capture
-from dsv4_jax.host.part_choice import fits
+from dsv4_jax.host.shard_placement import fits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import Sampling
+from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.generate import engine_for_prompts, prefill
 from dsv4_jax.engine.requests import check_no_requests, check_positive, check_sampling, check_stop_tokens
@@ -37,7 +37,7 @@ def n_best(
     *,
     n: int,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     seed: int = 0,
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
@@ -55,7 +55,7 @@ def n_best(
       The candidates, the one with the highest mean log-probability first.
 
     Raises:
-      TypeError: `sampling` is no `Sampling`, or as for `Engine.add`.
+      TypeError: `sampling` is no `SamplingParams`, or as for `Engine.add`.
       ValueError: `n` or `chunk` is below 1, `sampling` is greedy though `n` is not 1, or as for `Engine.add`.
     """
     check_positive(n=n)
@@ -118,8 +118,8 @@ def beam_search(
         size = min(chunk, len(prompt)) + slots_per_part
         *parts, last = np.split(prompt, range(chunk, len(prompt), chunk))
         for part in parts:
-            *_, cache = model.top_step(cache, manager.prepare_forward({slots[0]: part}, prefill_size=size), k=k)
-        best, ids, cache = model.top_step(cache, manager.prepare_forward({slots[0]: last}, prefill_size=size), k=k)
+            *_, cache = model.topk_step(cache, manager.prepare_forward({slots[0]: part}, prefill_size=size), k=k)
+        best, ids, cache = model.topk_step(cache, manager.prepare_forward({slots[0]: last}, prefill_size=size), k=k)
         alive, ended = [Candidate([], 0.0)], []
         for length in range(1, max_new_tokens + 1):
             best_of, ids_of = manager.requests.get((best, ids))
@@ -136,7 +136,7 @@ def beam_search(
                 break
             slots, cache = _follow(manager, cache, slots, [parent for parent, _ in kept])
             tokens = {slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)}
-            best, ids, cache = model.top_step(cache, manager.prepare_forward(tokens, prefill_size=size), k=k)
+            best, ids, cache = model.topk_step(cache, manager.prepare_forward(tokens, prefill_size=size), k=k)
     finally:
         manager.release_all()
     found = ended if len(ended) >= beams else ended + alive

@@ -12,9 +12,9 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, comput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.forward import prepare_forward
-from dsv4_jax.host.part_choice import find_slot
 from dsv4_jax.host.request_table import RequestState, RequestTable, count_parts
-from dsv4_jax.parallel.mesh import check_cuts, check_mesh, check_parts, check_split
+from dsv4_jax.host.shard_placement import find_slot
+from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
 from dsv4_jax.summary import Summarised, Summary
@@ -48,7 +48,7 @@ class KVCacheManager(Summarised):
         dtype=jnp.bfloat16,
         max_query_tokens: int = 1,
         mesh: Mesh | None = None,
-        split_context: bool = False,
+        context_parallel: bool = False,
     ):
         """A manager without requests. Give either `memory` or `num_blocks`.
 
@@ -66,7 +66,7 @@ class KVCacheManager(Summarised):
           mesh: the devices that the cache lies on, for instance `jax.make_mesh((2, 4), ("data", "model"))`. The axis
             "data" cuts slots and blocks into parts, each with requests of its own; along "model" each device holds all
             of a part. `load_checkpoint` takes the same mesh. None = the default device.
-          split_context: the devices along "model" hold the compressed entries of a part's requests between them, so
+          context_parallel: the devices along "model" hold the compressed entries of a part's requests between them, so
             that there is room for as many times more; windows and compressor states they hold all.
 
         Raises:
@@ -76,9 +76,9 @@ class KVCacheManager(Summarised):
         parts = count_parts(mesh)
         if mesh is not None:
             check_mesh(mesh)
-            check_cuts(config, mesh.shape)
-            check_parts(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        holders = check_split({} if mesh is None else mesh.shape, split_context, num_blocks or 0)
+            check_shardable(config, mesh.shape)
+            check_divisible(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        holders = check_context_parallel({} if mesh is None else mesh.shape, context_parallel, num_blocks or 0)
         sizes = dict(
             max_requests=max_requests,
             max_context=max_context,
@@ -86,7 +86,7 @@ class KVCacheManager(Summarised):
             kv_format=kv_format,
             dtype=dtype,
             max_query_tokens=max_query_tokens,
-            split_context=split_context,
+            context_parallel=context_parallel,
         )
         if num_blocks is None and memory is not None:
             slots = max_requests // parts

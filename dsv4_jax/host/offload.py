@@ -12,8 +12,8 @@ from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, 
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
-from dsv4_jax.host.part_choice import best_part
 from dsv4_jax.host.request_table import RequestState
+from dsv4_jax.host.shard_placement import best_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = ""
         jax.device_get(read_blocks(cache, *table.put((ids, np.int32(first), np.int32(state.length)))))
         for first, ids in table.block_chunks(blocks)
     ]
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, : len(blocks)], *chunks)
-    return OffloadedRequest(state.length, state.min_length, rows, joined, identity(manager.schema, key))
+    fused = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, : len(blocks)], *chunks)
+    return OffloadedRequest(state.length, state.min_length, rows, fused, identity(manager.schema, key))
 
 
 def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[OffloadedRequest, KVCache]:

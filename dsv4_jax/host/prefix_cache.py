@@ -12,9 +12,9 @@ from dsv4_jax.cache.request_rows import read_request, write_request
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
-from dsv4_jax.host.part_choice import FoundPrefix, find_slot, fits
 from dsv4_jax.host.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import RequestState
+from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
 
 
 @dataclasses.dataclass

@@ -99,7 +99,7 @@ class RequestTable:
         self.schema, self.mesh = schema, mesh
         self.parts = count_parts(mesh)
         self.slots_per_part = schema.max_requests // self.parts
-        devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.split_context else 1
+        devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.context_parallel else 1
         self.allocator = BlockAllocator(schema.num_blocks, self.parts, devices)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}

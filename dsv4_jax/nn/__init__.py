@@ -10,5 +10,5 @@ from dsv4_jax.nn.layers import Embedding, GroupedLinear, Linear, RMSNorm
 from dsv4_jax.nn.model import DeepseekV4ForCausalLM, DeepseekV4Model
 from dsv4_jax.nn.moe import MLP, Experts, HashRouter, HashTable, MoE, Router, TopKRouter
 from dsv4_jax.nn.mtp import MTPBlock
-from dsv4_jax.nn.projections import JoinedLinear, Projections, join_projections
+from dsv4_jax.nn.projections import FusedLinear, Projections, fuse_projections
 from dsv4_jax.nn.shardings import shardings

@@ -30,7 +30,7 @@ class Attention(nnx.Module):
       compressor: Compressor of a layer that stores entries, else None. It holds the layer's indexer.
       indexer: IndexerQuery of a layer that selects among entries that another layer stores, else None.
       input_projections, latent_projections: Projections of the layer's input, and of the normed query latent. The maps
-        of these that are joined are None above.
+        of these that are fused are None above.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):

@@ -38,10 +38,10 @@ class DecoderLayer(nnx.Module):
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[Float[Array, "T h D"], StepCarry, Any]:
         """[T, hc_mult, hidden] streams to the same, the carry for the next layer and the updated cache."""
-        residual, carry, cache = self.joined(ResidualStreams(streams), cache, batch, carry)
+        residual, carry, cache = self.fused(ResidualStreams(streams), cache, batch, carry)
         return residual.merged(), carry, cache
 
-    def joined(
+    def fused(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
         """`__call__` that leaves it to what follows to add the last block's output to the streams."""

@@ -13,7 +13,7 @@ class Compressor(nnx.Module):
     """Pools windows of tokens to entries, or to index keys (dsv4.md 3).
 
     Attributes:
-      kv_proj, gate_proj: Linear, hidden to width, in float32; None where they are joined. The width is head_dim, or
+      kv_proj, gate_proj: Linear, hidden to width, in float32; None where they are fused. The width is head_dim, or
         2 * head_dim where windows overlap.
       position_bias: [compress rate, width] float32, added to the gate by position in the window.
       kv_norm: RMSNorm of the pooled vector, [head_dim].

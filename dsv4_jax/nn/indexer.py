@@ -16,7 +16,7 @@ class IndexerScorer(nnx.Module):
     """The heads' weights in an index score.
 
     Attributes:
-      weights_proj: Linear, hidden to index_n_heads; None where it is joined.
+      weights_proj: Linear, hidden to index_n_heads; None where it is fused.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -36,7 +36,7 @@ class IndexerQuery(nnx.Module):
     format happen in `LayerCacheHandle.indexer_scores`: the latter belong to the format, not to the model.
 
     Attributes:
-      q_b_proj: Linear, q_lora_rank to index_n_heads * index_head_dim; None where it is joined.
+      q_b_proj: Linear, q_lora_rank to index_n_heads * index_head_dim; None where it is fused.
       scorer: IndexerScorer.
     """
 

@@ -15,7 +15,7 @@ from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm, matmul
 from dsv4_jax.nn.mtp import MTPBlock
-from dsv4_jax.nn.projections import join_in_place
+from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
@@ -51,7 +51,7 @@ class DeepseekV4Model(nnx.Module):
         for layer in self.layers:
             # Or XLA would dequantise stored weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
-            residual, carry, cache = layer.joined(residual, cache, batch, carry)
+            residual, carry, cache = layer.fused(residual, cache, batch, carry)
         return *self.hc_head.leave(residual, self.norm), carry.activations or {}, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
@@ -79,7 +79,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         rngs: nnx.Rngs | None = None,
         *,
         param_dtype: DTypeLike | None = None,
-        joined: bool = False,
+        fused: bool = False,
     ):
         """Makes the model.
 
@@ -89,7 +89,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
           rngs: source of the random weights; None = seed 0.
           param_dtype: of embedding and linear weights, bfloat16 or float32; None = `dtype`. Norms, sinks, position
             biases, routers and hyper-connections are float32 in any case.
-          joined: whether linear maps of one input share a matrix, see `join_projections`.
+          fused: whether linear maps of one input share a matrix, see `fuse_projections`.
 
         Raises:
           ValueError: `dtype` or `param_dtype` is another one.
@@ -106,8 +106,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
         )
         draft_layers = range(config.num_hidden_layers, len(config.layers))
         self.mtp = nnx.List([MTPBlock(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
-        if joined:
-            join_in_place(self)
+        if fused:
+            fuse_in_place(self)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
         """Runs one step of any mix of requests.

@@ -85,7 +85,7 @@ class MLP(nnx.Module):
     """The shared expert, a gated MLP that every token passes.
 
     Attributes:
-      gate_proj, up_proj: Linear, hidden to n_shared_experts * moe_intermediate_size; None where they are joined.
+      gate_proj, up_proj: Linear, hidden to n_shared_experts * moe_intermediate_size; None where they are fused.
       down_proj: Linear, back.
       input_projections: Projections of the input: the first two.
     """
@@ -100,17 +100,17 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
-        if self.input_projections.joined:
-            return self.down_proj(self.input_projections.joined[0].swiglu(x, self.limit))
+        if self.input_projections.fused:
+            return self.down_proj(self.input_projections.fused[0].swiglu(x, self.limit))
         projected = self.input_projections(self, x)
         inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))
 
-    def joined_matrices(self) -> tuple[Matrix, Matrix] | None:
-        """(those of gate and up, that of down) as `ops.experts` takes them; None where the first two are not joined."""
-        if not self.input_projections.joined:
+    def fused_matrices(self) -> tuple[Matrix, Matrix] | None:
+        """(those of gate and up, that of down) as `ops.experts` takes them; None where the first two are not fused."""
+        if not self.input_projections.fused:
             return None
-        return self.input_projections.joined[0].weight.get_value(), self.down_proj.weight.get_value()
+        return self.input_projections.fused[0].weight.get_value(), self.down_proj.weight.get_value()
 
 
 class Experts(nnx.Module):
@@ -166,7 +166,7 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
         """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype, or this device's part of it."""
-        shared = self.shared_experts.joined_matrices()
+        shared = self.shared_experts.fused_matrices()
         y = self.experts(x, self.gate(x, token_ids), shared)
         if shared is None:
             y = round_to(y + self.shared_experts(x).astype(jnp.float32), x.dtype)

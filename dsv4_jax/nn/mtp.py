@@ -52,5 +52,5 @@ class MTPBlock(DecoderLayer):
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch
     ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
         """Streams [T, h, hidden] from `join` to the head's input [T, hidden], those that leave, the updated cache."""
-        residual, _, cache = self.joined(ResidualStreams(streams), cache, batch, StepCarry())
+        residual, _, cache = self.fused(ResidualStreams(streams), cache, batch, StepCarry())
         return *self.hc_head.leave(residual, self.norm), cache

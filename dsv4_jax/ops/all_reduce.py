@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from dsv4_jax.ops.dispatch import LeftToXla, run
+from dsv4_jax.ops.dispatch import PreferXla, run
 from dsv4_jax.quant import round_to
-from pallas_kernels.all_reduce import MOST_VALUES, all_reduce as all_reduce_kernel
+from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
 MODEL_AXIS = "model"
@@ -32,7 +32,7 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
     Returns:
       [...] in x's dtype.
     """
-    if not _is_cut():
+    if not _is_sharded():
         return x
     implementations = dict(xla=_all_reduce_xla, mosaic_gpu=_all_reduce_kernel)
     return run("all_reduce", implementations, implementation, x, _mailboxes.get())
@@ -56,8 +56,8 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
 
 
 def mailboxes() -> UInt32[Array, "n"] | None:
-    """What a kernel needs to add up by itself, see `pallas_kernels.common.mailbox`; None where XLA has to."""
-    return _mailboxes.get() if _is_cut() else None
+    """What a kernel needs to add up by itself, see `pallas_kernels.mgpu.mailbox`; None where XLA has to."""
+    return _mailboxes.get() if _is_sharded() else None
 
 
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
@@ -69,15 +69,15 @@ def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
     Returns:
       [..., devices * n].
     """
-    return jax.lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True) if _is_cut() else x
+    return jax.lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True) if _is_sharded() else x
 
 
 def model_index() -> jax.Array | int:
     """Which device of the "model" axis this one is; 0 where there is no such axis."""
-    return jax.lax.axis_index(MODEL_AXIS) if _is_cut() else 0
+    return jax.lax.axis_index(MODEL_AXIS) if _is_sharded() else 0
 
 
-def _is_cut():
+def _is_sharded():
     return MODEL_AXIS in jax.sharding.get_abstract_mesh().manual_axes
 
 
@@ -91,7 +91,7 @@ def _all_reduce_xla(x, table):
 
 def _all_reduce_kernel(x, table):
     if table is None:
-        raise LeftToXla("the devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
-    if x.size > MOST_VALUES:
-        raise LeftToXla(f"{x.size} values are added up faster by XLA; the kernel takes up to {MOST_VALUES}")
+        raise PreferXla("the devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
+    if x.size > MAX_VALUES:
+        raise PreferXla(f"{x.size} values are added up faster by XLA; the kernel takes up to {MAX_VALUES}")
     return all_reduce_kernel(x, table)

@@ -9,7 +9,7 @@ from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 from dsv4_jax.quant import Rows
 from pallas_kernels.append_swa import append_swa as append_swa_kernel
-from pallas_kernels.common.layouts import quantised
+from pallas_kernels.formats.layouts import quantised
 
 
 def append_swa(

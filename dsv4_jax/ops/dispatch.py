@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from pallas_kernels.common.support import why_no_mosaic_gpu
+from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
 KNOWN = ("xla", "mosaic_gpu", "interpret")
@@ -26,7 +26,7 @@ logger = logging.getLogger("dsv4_jax.ops")
 _default = jax.make_user_context(default_value=None)
 
 
-class LeftToXla(NotImplementedError):
+class PreferXla(NotImplementedError):
     """Raised by a kernel where XLA is the better choice: unlike a kernel that is missing, no user needs to know."""
 
 
@@ -64,7 +64,7 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
     Args:
       op: the op's public name, for messages.
       implementations: name -> function of `args`. A kernel raises NotImplementedError, before anything is launched,
-        for shapes, dtypes or formats that it does not take, and LeftToXla where XLA is the better choice.
+        for shapes, dtypes or formats that it does not take, and PreferXla where XLA is the better choice.
       implementation: None for the best one that takes the device and the arguments, or the name of exactly one.
       args: the op's arguments. A kernel takes arrays of one device only, see `why_not_local`.
 
@@ -89,7 +89,7 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
     except NotImplementedError as error:
         if implementation is not None:
             raise NotImplementedError(f"{op} cannot run as {name!r}: {error}") from error
-        if not isinstance(error, LeftToXla):
+        if not isinstance(error, PreferXla):
             if os.environ.get(REQUIRE_KERNELS, "0") not in ("", "0"):
                 raise NotImplementedError(f"{op} would run as 'xla', but {REQUIRE_KERNELS} is set: {error}") from error
             _report(op, str(error), logging.DEBUG if unsupported else logging.INFO)

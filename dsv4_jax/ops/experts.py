@@ -9,16 +9,16 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dispatch import run, with_gradient_of
 from dsv4_jax.ops.linear import Matrix, linear, same_dtype
 from dsv4_jax.ops.swiglu import swiglu
-from dsv4_jax.quant import StoredWeight, round_to
-from pallas_kernels.experts import MOST_PAIRS, MOST_SHARED_TOKENS, experts as experts_kernel, grouped_experts
+from dsv4_jax.quant import QuantizedWeight, round_to
+from pallas_kernels.experts import MAX_PAIRS, MAX_SHARED_TOKENS, experts as experts_kernel, grouped_experts
 
 
 def experts(
     x: Float[Array, "T D"],
     selected: Int[Array, "T k"],
     weights: Float[Array, "T k"],
-    gate_up: Float[Array, "E _ D"] | StoredWeight,
-    down: Float[Array, "E D I"] | StoredWeight,
+    gate_up: Float[Array, "E _ D"] | QuantizedWeight,
+    down: Float[Array, "E D I"] | QuantizedWeight,
     grouped: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None,
     shared: tuple[Matrix, Matrix] | None = None,
     *,
@@ -64,7 +64,7 @@ def _experts_kernel(interpret, limit, grouped, *arrays):
     def kernel(x, selected, weights, gate_up, down, *shared):
         matrices = _for_kernel(gate_up), _for_kernel(down)
         options = dict(limit=limit, interpret=interpret)
-        if selected.size <= MOST_PAIRS:
+        if selected.size <= MAX_PAIRS:
             codes = tuple((weight.codes, weight.scale) for weight in shared) or None
             y = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
         else:
@@ -76,7 +76,7 @@ def _experts_kernel(interpret, limit, grouped, *arrays):
 
 def _for_kernel(weight):
     """Codes and scales, or bfloat16; the kernel refuses arrays of other dtypes."""
-    if not isinstance(weight, StoredWeight):
+    if not isinstance(weight, QuantizedWeight):
         return weight
     if weight.kind != "FP4":
         raise NotImplementedError(f"the kernel takes weights stored as FP4 or in bfloat16, got {weight.kind}")
@@ -92,9 +92,9 @@ def _sum_of_experts(y, selected, number):
 
 def _take_one_launch(x, *matrices):
     """Whether a kernel passes tokens through the shared expert, the last two matrices, beside the others."""
-    kinds = [weight.kind if isinstance(weight, StoredWeight) else None for weight in matrices]
+    kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in matrices]
     inner, shared = matrices[1].shape[2], matrices[3].shape[1]
-    few = x.shape[0] <= MOST_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
+    few = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
     return few and kinds == ["FP4", "FP4", "FP8", "FP8"]
 
 

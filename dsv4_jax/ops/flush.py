@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import implementations, run
-from dsv4_jax.ops.rope import apply_rope_alike
+from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
-from pallas_kernels.common.deterministic_math import (
+from pallas_kernels.flush import flush as flush_kernel
+from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.formats.exact_math import (
     LOWEST,
     PARTS,
     SLICE,
@@ -26,9 +28,7 @@ from pallas_kernels.common.deterministic_math import (
     product,
     reciprocal,
 )
-from pallas_kernels.common.layouts import quantised
-from pallas_kernels.flush import flush as flush_kernel
-from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.formats.layouts import quantised
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +123,7 @@ def write_entries(
     """
     first = jnp.maximum(closed.entries, 0) * pool.compress_rate
     return pool.write(
-        closed.slots, closed.entries, closed.entries >= 0, apply_rope_alike(closed.values, first, inv_freq)
+        closed.slots, closed.entries, closed.entries >= 0, apply_rope_deterministic(closed.values, first, inv_freq)
     )
 
 

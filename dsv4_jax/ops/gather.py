@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
 from pallas_kernels import gather as kernels
-from pallas_kernels.common.layouts import quantised
+from pallas_kernels.formats.layouts import quantised
 
 
 def gather_compressed_kv(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import implementations, run
-from dsv4_jax.ops.rope import apply_rope_alike
+from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
-from pallas_kernels.common.layouts import quantised
+from pallas_kernels.formats.layouts import quantised
 from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
 from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
@@ -65,7 +65,7 @@ def _scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret):
 def round_index_query_xla(codec, q, positions, inv_freq):
     """Queries rotated and rounded as `codec` does keys, dims in their order; `inv_freq` as in `indexer_scores`."""
     if inv_freq is not None:
-        q = apply_rope_alike(q, jnp.maximum(positions, 0), inv_freq)
+        q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     return codec.round_query(q)
 
 
@@ -74,7 +74,7 @@ def round_index_query_operands(codec, q, weights, positions, inv_freq):
     if codec.layout.scale != "e8m0":
         return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
     if inv_freq is not None:
-        q = apply_rope_alike(q, jnp.maximum(positions, 0), inv_freq)
+        q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     rows = codec.encode(q)
     largest = jnp.max(rows.scale, axis=-1, keepdims=True)
     scale = 127 + TOP - jnp.minimum(largest - rows.scale, 30)

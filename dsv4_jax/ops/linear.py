@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import PreferXla, run, with_gradient_of
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
-from dsv4_jax.quant import StoredWeight, round_to
+from dsv4_jax.quant import QuantizedWeight, round_to
 from pallas_kernels.linear import (
-    MOST_NORMED_TOKENS,
-    MOST_STORED_TOKENS,
-    MOST_TOKENS,
+    MAX_NORMED_TOKENS,
+    MAX_STORED_TOKENS,
+    MAX_TOKENS,
     linear as linear_kernel,
-    stored_linear,
-    stored_matmul,
+    quantized_linear,
+    quantized_matmul,
 )
 
 
 Part = tuple[int, bool]
-Matrix = Float[Array, "_ _"] | StoredWeight
+Matrix = Float[Array, "_ _"] | QuantizedWeight
 # With fewer rows XLA is faster: it multiplies several weights at once where they have one input.
-LEAST_ROWS = 1536
+MIN_ROWS = 1536
 
 
 def linear(
@@ -119,8 +119,8 @@ class _Static(NamedTuple):
 
 def _take_one_launch(x, weights):
     """Whether a kernel reads the weights together."""
-    kinds = {weight.kind if isinstance(weight, StoredWeight) else weight.dtype for weight in weights}
-    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MOST_STORED_TOKENS * x.shape[-1]
+    kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in weights}
+    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MAX_STORED_TOKENS * x.shape[-1]
 
 
 def _parts_of(parts, weights):
@@ -143,7 +143,7 @@ def _linear_xla(static, x, *arrays):
         plain = static._replace(eps=None)
         return tuple(part for weight, own in shares for part in _linear_xla(plain._replace(parts=own), x, weight))
     (weight,), dtype = weights, x.dtype
-    weight = weight[...] if isinstance(weight, StoredWeight) else weight
+    weight = weight[...] if isinstance(weight, QuantizedWeight) else weight
     x, weight = same_dtype(x, weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
     if groups == 1:
@@ -176,11 +176,11 @@ def _finished(products, swiglu_limit, dtype):
 def _linear_kernel_or_xla(static, x, *arrays):
     weights, _ = static.split(arrays)
     weight = weights[0]
-    if len(weights) == 1 and not isinstance(weight, StoredWeight):
-        if weight.shape[0] < LEAST_ROWS:
-            raise LeftToXla(f"the kernel is for weights of {LEAST_ROWS} rows or more, got {weight.shape[0]}")
-        if x.size > MOST_TOKENS * x.shape[-1]:
-            raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    if len(weights) == 1 and not isinstance(weight, QuantizedWeight):
+        if weight.shape[0] < MIN_ROWS:
+            raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
+        if x.size > MAX_TOKENS * x.shape[-1]:
+            raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
     return _linear_kernel(False, static, x, *arrays)
 
 
@@ -189,18 +189,18 @@ def _linear_kernel(interpret, static, x, *arrays):
 
     def kernel(x, *arrays):
         weights, norm = static.split(arrays)
-        if len(weights) == 1 and not isinstance(weights[0], StoredWeight):
+        if len(weights) == 1 and not isinstance(weights[0], QuantizedWeight):
             products = linear_kernel(_normed(x, *norm, eps=static.eps), weights[0], **options)
             return _finished(products, static.swiglu_limit, x.dtype)
-        pairs = tuple((x.codes, x.scale) if isinstance(x, StoredWeight) else x for x in weights)
-        if kinds := {weight.kind for weight in weights if isinstance(weight, StoredWeight)} - {"FP8"}:
+        pairs = tuple((x.codes, x.scale) if isinstance(x, QuantizedWeight) else x for x in weights)
+        if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
             raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
         options["limit"] = static.swiglu_limit
-        if x.shape[0] <= MOST_NORMED_TOKENS:
-            return stored_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
+        if x.shape[0] <= MAX_NORMED_TOKENS:
+            return quantized_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
         x = _normed(x, *norm, eps=static.eps)
-        if x.shape[0] <= MOST_STORED_TOKENS:
-            return stored_linear(x, pairs, **options)
-        return stored_matmul(x, *pairs[0], **options)
+        if x.shape[0] <= MAX_STORED_TOKENS:
+            return quantized_linear(x, pairs, **options)
+        return quantized_matmul(x, *pairs[0], **options)
 
     return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, *arrays)

@@ -10,7 +10,7 @@ from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.norm_rope import norm_rope
 from dsv4_jax.ops.views import SWAView
 from dsv4_jax.quant import Rows
-from pallas_kernels.common.layouts import quantised
+from pallas_kernels.formats.layouts import quantised
 from pallas_kernels.norm_rope import norm_rope_append as norm_rope_append_kernel
 
 

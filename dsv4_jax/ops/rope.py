@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.quant import round_to
-from pallas_kernels.common.deterministic_math import cos_sin, product
+from pallas_kernels.formats.exact_math import cos_sin, product
 
 
 def apply_rope(
@@ -41,7 +41,7 @@ def apply_rope(
     return jnp.concatenate([head, round_to(turned.reshape(*x.shape[:-1], 2 * pairs), x.dtype)], axis=-1)
 
 
-def apply_rope_alike(
+def apply_rope_deterministic(
     x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
 ) -> Float[Array, "T ... D"]:
     """`apply_rope` in arithmetic that is the same everywhere (cos and sin of the backends are not)."""
@@ -55,4 +55,4 @@ def apply_rope_alike(
     return jnp.concatenate([head, round_to(turned.reshape(*x.shape[:-1], 2 * pairs), x.dtype)], axis=-1)
 
 
-__all__ = ["apply_rope", "apply_rope_alike"]
+__all__ = ["apply_rope", "apply_rope_deterministic"]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import LeftToXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import PreferXla, run, with_gradient_of
 from dsv4_jax.ops.linear import linear
-from pallas_kernels.router import MOST_TOKENS, router as router_kernel
+from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
 
 class Routing(NamedTuple):
@@ -83,8 +83,8 @@ def _router_xla(x, weight, bias, table, token_ids, *, chosen, factor):
 
 
 def _router_kernel_or_xla(x, *arrays, **options):
-    if x.shape[0] > MOST_TOKENS:
-        raise LeftToXla(f"the kernel is for up to {MOST_TOKENS} tokens, got {x.shape[0]}")
+    if x.shape[0] > MAX_TOKENS:
+        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
     return _router_kernel(x, *arrays, interpret=False, **options)
 
 

@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.context_split import attend_to_parts, every_entry
+from dsv4_jax.ops.context_parallel import attend_to_parts, every_entry
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs
 from dsv4_jax.ops.dispatch import implementations, run
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
 from dsv4_jax.quant import round_to
-from pallas_kernels.common.layouts import quantised
+from pallas_kernels.formats.layouts import quantised
 from pallas_kernels.sparse_attention import (
     HEADS,
-    MOST_PAIRS,
+    MAX_PAIRS,
     Paged,
     attention_sums,
-    many_queries,
+    prefill_attention,
     sparse_attention as kernel,
 )
 
@@ -33,7 +33,7 @@ LOWEST = -1e30
 # From so many tokens on, rows are dequantised once for all of them, if there are at most so many rows: 272 MB, and so
 # many for a token that writing them takes less time than they save.
 MANY_TOKENS = 128
-MOST_DENSE_ROWS = (1 << 18) + (1 << 12)
+MAX_DENSE_ROWS = (1 << 18) + (1 << 12)
 DENSE_ROWS_A_TOKEN = 512
 
 
@@ -48,7 +48,7 @@ def sparse_attention(
     *,
     new_kv: Float[Array, "T D"] | None = None,
     inv_freq: Float[Array, "P"] | None = None,
-    split_context: bool = False,
+    context_parallel: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
     """Attention of each token over its window and its compressed entries (dsv4.md 2, 5).
@@ -67,8 +67,8 @@ def sparse_attention(
       new_kv: [T, D] this call's window rows when the rings do not hold them yet (prefill).
       inv_freq: [P] radians per token, with which the last 2 * P channels of results, rounded, are rotated back at the
         token's position (dsv4.md 2.2), and rounded again; None: they are not.
-      split_context: the devices of the axis "model" hold the entries between them, see `ops.context_split`; q and sinks
-        are of this device's heads.
+      context_parallel: the devices of the axis "model" hold the entries between them, see `ops.context_parallel`; q
+        and sinks are of this device's heads.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16 queries, rows
         of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple of 64 tokens; it computes a multiple
         of 64 heads. It adds in another order than "xla", which depends on T and K (or the block table's width), never
@@ -79,13 +79,13 @@ def sparse_attention(
       [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
     choices = implementations(_sparse_attention_xla, _sparse_attention_kernel)
-    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, split_context
+    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, context_parallel
     return run("sparse_attention", choices, implementation, *args)
 
 
-def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, split_context):
+def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, context_parallel):
     rows = window, compressed, indices, slots, positions, new_kv
-    if split_context:
+    if context_parallel:
         out = attend_to_parts(lambda q, with_window: _by_token(_part, q, *rows, with_window), q, sinks)
     else:
         out = _by_token(functools.partial(_attend_dense, sinks=sinks), q, *rows, True)
@@ -141,12 +141,12 @@ def _part(q, kv, valid, least=LOWEST):
 
 
 def _sparse_attention_kernel(
-    q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, split_context, *, interpret
+    q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, context_parallel, *, interpret
 ):
     if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
         name = "interpret" if interpret else "mosaic_gpu"
         rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=name)
-        if split_context:
+        if context_parallel:
             rows = dataclasses.replace(rows, entries=every_entry(rows.entries))
         return _attend_to_dense_rows(q, sinks, rows, positions, inv_freq, interpret)
     rings, layer, places = _pools(window), jnp.asarray(window.layer, jnp.int32), None
@@ -164,7 +164,7 @@ def _sparse_attention_kernel(
             quantised(compressed.layout),
         )
     options = dict(window=window.window, places=places, layout=quantised(window.layout), interpret=interpret)
-    if split_context:
+    if context_parallel:
 
         def attend(q, with_window):
             own = jnp.where(with_window, layer, -1)
@@ -183,13 +183,13 @@ def _attend_to_dense_rows(q, sinks, rows, positions, inv_freq, interpret):
     if turned is not None:
         angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * turned[None, :]
         angles = jnp.cos(angle), jnp.sin(angle)
-    out = many_queries(_padded(q, HEADS), _padded(sinks, HEADS, axis=0), rows, angles, interpret=interpret)
+    out = prefill_attention(_padded(q, HEADS), _padded(sinks, HEADS, axis=0), rows, angles, interpret=interpret)
     return _turned_back(out[:, : q.shape[1]], positions, inv_freq)
 
 
 def _for_the_kernel(inv_freq):
     """(inv_freq or None for the kernel, and for XLA): kernels rotate back what lies together in a warpgroup."""
-    if inv_freq is not None and inv_freq.shape[0] <= MOST_PAIRS and inv_freq.shape[0] % 4 == 0:
+    if inv_freq is not None and inv_freq.shape[0] <= MAX_PAIRS and inv_freq.shape[0] % 4 == 0:
         return inv_freq, None
     return None, inv_freq
 
@@ -213,7 +213,7 @@ def _padded(x, multiple=None, axis=1):
 
 def _dense_rows(window, compressed, tokens):
     """Whether a call's rows may be dequantised: there could be as many as all its requests could ever have."""
-    most = min(MOST_DENSE_ROWS, DENSE_ROWS_A_TOKEN * tokens)
+    most = min(MAX_DENSE_ROWS, DENSE_ROWS_A_TOKEN * tokens)
     return compressed is None or max_runs(window, tokens) * compressed.max_entries <= most
 
 

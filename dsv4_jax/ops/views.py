@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.quant import RowCodec, Rows
-from pallas_kernels.common.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 
 
 def _static(**kwargs):

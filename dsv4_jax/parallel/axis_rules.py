@@ -18,7 +18,7 @@ RULES = {
     "vocab": (MODEL_AXIS,),
     "slots": (DATA_AXIS,),
     "blocks": (DATA_AXIS,),
-    "context": (MODEL_AXIS,),  # a part's blocks, where `CacheSchema.split_context`
+    "context": (MODEL_AXIS,),  # a part's blocks, where `CacheSchema.context_parallel`
     "tokens": (DATA_AXIS,),  # and all else of a step that stands in the order of requests
 }
 

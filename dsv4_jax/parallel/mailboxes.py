@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from dsv4_jax.ops.all_reduce import MODEL_AXIS
-from pallas_kernels.common.mailbox import mailbox_bytes
-from pallas_kernels.common.support import why_no_mosaic_gpu
+from pallas_kernels.mgpu.mailbox import mailbox_bytes
+from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
 logger = logging.getLogger(__name__)

@@ -56,11 +56,11 @@ def check_mesh(mesh: "Mesh") -> None:
         raise ValueError(f"the mesh has axes of types {mesh.axis_types}; they must be Explicit: make it with {right}")
 
 
-def check_cuts(config: DSV4Config, sizes: Mapping[str, int], whole_experts: bool = False) -> None:
+def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_parallel: bool = False) -> None:
     """Raises ValueError, which names what does not divide, unless a mesh of these sizes by axis can cut the model."""
     parts = sizes.get("model", 1)
     names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]
-    names += ["n_routed_experts"] * whole_experts
+    names += ["n_routed_experts"] * expert_parallel
     cut = {name: getattr(config, name) for name in names}
     if odd := {name: size for name, size in cut.items() if size % parts}:
         common = math.gcd(*cut.values())
@@ -71,22 +71,22 @@ def check_cuts(config: DSV4Config, sizes: Mapping[str, int], whole_experts: bool
         )
 
 
-def check_split(sizes: Mapping[str, int], split_context: bool, num_blocks: int = 0) -> int:
+def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num_blocks: int = 0) -> int:
     """How many devices of a mesh of these sizes hold the blocks of a part of the cache between them.
 
     Raises:
       ValueError: there are no others to share them with, or they do not divide `num_blocks`.
     """
-    if not split_context:
+    if not context_parallel:
         return 1
     if (devices := sizes.get("model", 1)) == 1:
-        raise ValueError(f"{split_context=} needs a mesh with more than one device along the axis model")
+        raise ValueError(f"{context_parallel=} needs a mesh with more than one device along the axis model")
     if num_blocks % (every := math.prod(sizes.values())):
-        raise ValueError(f"{split_context=}: the mesh's {every} devices do not divide {num_blocks=}")
+        raise ValueError(f"{context_parallel=}: the mesh's {every} devices do not divide {num_blocks=}")
     return devices
 
 
-def check_parts(sizes: Mapping[str, int], **counts: int) -> None:
+def check_divisible(sizes: Mapping[str, int], **counts: int) -> None:
     """Raises ValueError, which names what does not divide, unless a mesh of these sizes can cut these counts."""
     parts = sizes.get("data", 1)
     if odd := {name: count for name, count in counts.items() if count % parts}:

@@ -33,4 +33,4 @@ from dsv4_jax.quant.fp8 import (
 )
 from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, hadamard, ordered_sum, round_to
 from dsv4_jax.quant.pages import flashmla_page_bytes, from_flashmla_pages, to_flashmla_pages
-from dsv4_jax.quant.stored_weight import WEIGHT_BLOCK, StoredWeight
+from dsv4_jax.quant.quantized_weight import WEIGHT_BLOCK, QuantizedWeight

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK, NVFP4_GROUP, decode_mxfp4, decode_nvfp4, encode_mxfp4, encode_nvfp4
 from dsv4_jax.quant.fp8 import FP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
 from dsv4_jax.quant.numerics import hadamard, round_to
-from pallas_kernels.common.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dsv4_jax.decode.sampling import Sampling
+from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.requests import check_request
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dsv4_jax.serve")
 # Of one answer: some hundred bytes each until it is sent.
-_MOST_LOGPROBS = 2**21
+_MAX_LOGPROBS = 2**21
 
 
 class EventStream(StreamingResponse):
@@ -84,9 +84,9 @@ class Answer:
             message = f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.max_logprobs}"
             raise APIError(400, message, param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts) * self._samples
-        if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MOST_LOGPROBS:
+        if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MAX_LOGPROBS:
             message = (
-                f"the answer may have {total} log-probabilities, the most is {_MOST_LOGPROBS}: ask for fewer tokens"
+                f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}: ask for fewer tokens"
             )
             raise APIError(400, message, param="logprobs")
         self.choices = []
@@ -143,7 +143,7 @@ class Answer:
                 self._prompts,
                 n=self._samples,
                 max_new_tokens=max(self._limit, 1),
-                sampling=Sampling(body.temperature, max(body.top_k, 0), body.top_p),
+                sampling=SamplingParams(body.temperature, max(body.top_k, 0), body.top_p),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,
@@ -188,7 +188,7 @@ class Answer:
                 yield _event(head | dict(choices=[choice]))
             async for choice, text, tokens in self._updates():
                 if text or choice.finish_reason or self._body.num_top is not None:
-                    yield await _away(len(tokens), self._chunk_event, head, text, tokens, choice)
+                    yield await run_off_loop(len(tokens), self._chunk_event, head, text, tokens, choice)
             if with_usage:
                 yield _event(head | dict(choices=[], usage=self._usage()))
         except APIError as error:
@@ -227,7 +227,7 @@ class Answer:
             elif update.tokens:
                 metrics.first_token_seconds.observe(now - self._start)
             choice.last_seconds = now
-            text, tokens = await _away(len(update.prompt_logprobs), choice.take, update)
+            text, tokens = await run_off_loop(len(update.prompt_logprobs), choice.take, update)
             if choice.finish_reason is not None and update.finish_reason is None:
                 self._generation.cancel(choice.index)
             yield choice, text, tokens
@@ -338,7 +338,7 @@ def _score(choice: Choice) -> float:
     return Candidate([t.token for t in made], sum(t.logprob or 0.0 for t in made)).score()
 
 
-async def _away[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """What a function returns; outside the event loop if there are so many tokens that it would be held up."""
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 

@@ -70,7 +70,7 @@ class Service:
         self.created = int(time.time())
         self.stopping = False
 
-    def cut(self) -> None:
+    def abort_all(self) -> None:
         """Ends all requests that still run."""
         self.engine.fail_all(unavailable("the server is stopping, and this request took too long"))
 
@@ -116,12 +116,12 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         exception_handlers={APIError: answer_error, HTTPException: answer_error, Exception: answer_error},
     )
     app.router.redirect_slashes = False
-    app.add_middleware(_Door, service=service)
+    app.add_middleware(AuthMiddleware, service=service)
     app.state.service = service
     return app
 
 
-class _Door:
+class AuthMiddleware:
     """Refuses requests without the key, and counts responses."""
 
     def __init__(self, app: ASGIApp, service: Service):

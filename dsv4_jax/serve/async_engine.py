@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from dsv4_jax.decode.sampling import Sampling, TopLogprobs
+from dsv4_jax.decode.sampling import SamplingParams, TopLogprobs
 from dsv4_jax.engine import Engine, Request
 
 
@@ -116,7 +116,7 @@ class AsyncEngine:
         *,
         n: int = 1,
         max_new_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         seed: int,
         stop_tokens: Sequence[int],
         top_logprobs: int = 0,

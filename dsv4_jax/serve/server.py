@@ -36,7 +36,7 @@ class HTTPServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """For uvicorn."""
         self._service.stopping = True
-        asyncio.get_running_loop().call_later(self._grace_seconds, self._service.cut)
+        asyncio.get_running_loop().call_later(self._grace_seconds, self._service.abort_all)
         await super().shutdown(sockets)
 
 

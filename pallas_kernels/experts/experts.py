@@ -3,7 +3,7 @@
 The router, or a launch of its own, groups pairs of a token and an expert by expert. In the next, a block of threads
 takes a stretch of the tiles of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and
 multiplies them with up to 8 of an expert's tokens, which stay in shared memory while its tiles last: see
-`weight_stream`. Weights of down arrive while blocks still wait for what enters it.
+`skinny_gemm`. Weights of down arrive while blocks still wait for what enters it.
 """
 
 import dataclasses
@@ -16,22 +16,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters, stream_stores, weight_stream
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.expert_blocks import FIRST_PAIR, WORDS, counts_size, most_blocks
-from pallas_kernels.common.primitive import interpreting, kernel
-from pallas_kernels.common.stored_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
-from pallas_kernels.common.support import MULTIPROCESSORS, runs_all_blocks_at_once, traced_once
-from pallas_kernels.common.weight_stream import FINISHES, Product, WeightStream
-from pallas_kernels.experts import assignment
+from pallas_kernels.experts import routing_tables
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
+from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
+from pallas_kernels.matmul.quantized_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
+from pallas_kernels.matmul.routing import FIRST_PAIR, WORDS, counts_size, most_blocks
+from pallas_kernels.matmul.skinny_gemm import FINISHES, Product, SkinnyGemm
+from pallas_kernels.mgpu import barriers
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
+from pallas_kernels.runtime.launch import interpreting, kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MOST_PAIRS = 1024  # that one block of threads sorts
-MOST_SHARED_TOKENS = COLUMNS
+MAX_PAIRS = 1024  # that one block of threads sorts
+MAX_SHARED_TOKENS = COLUMNS
 
 
-@traced_once("limit")
+@cached_trace("limit")
 def experts(
     x: jax.Array,
     selected: jax.Array,
@@ -73,13 +75,13 @@ def experts(
     tokens, depth = x.shape
     layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
     pairs = selected.size
-    check_rules({f"1 to {MOST_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MOST_PAIRS})
+    check_rules({f"1 to {MAX_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MAX_PAIRS})
     selected, weights = selected.reshape(-1), weights.reshape(-1)
     if shared is not None:
         check_shared(tokens, depth, inner, layout, *shared)
     shared_inner = 0 if shared is None else shared[1][0].shape[1]
     p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
-    table, counts = grouped or assignment.assign(selected, number, depth, interpret=interpret)
+    table, counts = grouped or routing_tables.assign(selected, number, depth, interpret=interpret)
     check_array("grouped pairs", table, jnp.int32, p.blocks * WORDS)
     check_array("grouped pairs' counts", counts, jnp.int32, counts_size(p.blocks, depth))
     operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
@@ -106,7 +108,7 @@ def experts(
 
 
 def _total(terms, last, selected, experts):
-    """What `assignment.add_up` makes of all tiles."""
+    """What `routing_tables.add_up` makes of all tiles."""
     here = (selected >= 0) & (selected < experts)
     terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
     total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
@@ -130,11 +132,11 @@ class ExpertsProblem:
     limit: float
 
     @property
-    def stream(self) -> WeightStream:
+    def stream(self) -> SkinnyGemm:
         matrices = (self.layout, self.depth), (self.layout, self.inner)
         if self.shared:
             matrices += (FP8, self.depth), (FP8, self.shared)
-        return WeightStream(matrices, COLUMNS, weight_stream.most_segments(*matrices))
+        return SkinnyGemm(matrices, COLUMNS, skinny_gemm.most_segments(*matrices))
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -189,13 +191,13 @@ def _launch(p, maps, out_type, inputs, selected, table, counts, weights, operand
         kernel_name="experts",
         grid=(workers,),
         grid_names=("worker",),
-        num_threads=weight_stream.WARPGROUPS,
+        num_threads=skinny_gemm.WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=dict(
             tables=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in most],
             factors=plgpu.SMEM((most[0] * COLUMNS,), jnp.float32) if maps[0] else None,
             scratch=plgpu.SMEM((4,), jnp.int32),
-            ready=plgpu.Barrier(num_arrivals=weight_stream.WARPGROUPS),
+            ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
             stream=p.stream.scratch(4 * WORDS * 2 * sum(most) + 2048, interpret=interpret),
         ),
         interpret=interpret,
@@ -221,14 +223,14 @@ def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, ta
     @pl.when(warpgroup == FINISHES)
     def _():
         for (_, _, block), own in zip(stretches, tables, strict=True):
-            assignment.load_blocks(table, block, own)
+            routing_tables.load_blocks(table, block, own)
 
-    clusters.sync_block(ready)
+    barriers.sync_block(ready)
 
     @pl.when(warpgroup == FINISHES)
     def _():
         if factors is not None:
-            assignment.load_weights(weights, tables[0], factors)
+            routing_tables.load_weights(weights, tables[0], factors)
 
     def product(i, source, out, own, first, count, first_block):
         tiles, gated = p.tiles[i], i == 0
@@ -253,19 +255,19 @@ def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, ta
             @pl.when((n == 0) | (lax.rem(first + n, each) == 0))
             def _():
                 if both and not gated:
-                    assignment.await_tiles(counts, first_block + block_of(n), p.tiles[0])
+                    routing_tables.await_tiles(counts, first_block + block_of(n), p.tiles[0])
                 load(source, pairs_of(n), p.chosen if gated else 1)
 
         def finish(n, sums):
             tile = lax.rem(first + n, each)
             if gated:
                 own_factors = factors.at[pl.ds(block_of(n) * COLUMNS, COLUMNS)]
-                stream_stores.store_swiglu(out, sums, tile, p.limit, pairs_of(n), own_factors)
+                skinny_epilogue.store_swiglu(out, sums, tile, p.limit, pairs_of(n), own_factors)
             else:
-                stream_stores.store_rows(out, sums, tile, pairs_of(n))
+                skinny_epilogue.store_rows(out, sums, tile, pairs_of(n))
                 add_up(tile)
             if both and gated:
-                assignment.announce(counts, first_block + block_of(n))
+                routing_tables.announce(counts, first_block + block_of(n))
 
         depth, (codes, scales) = p.inner if i else p.depth, matrices[0][i]
         return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
@@ -282,17 +284,17 @@ def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, ta
             @pl.when(n == 0)
             def _():
                 if both and not gated:
-                    assignment.await_tiles(counts, jnp.int32(p.blocks), tiles[0])
+                    routing_tables.await_tiles(counts, jnp.int32(p.blocks), tiles[0])
                 load(source, p.pairs // p.chosen)
 
         def finish(n, sums):
             if gated:
-                stream_stores.store_swiglu(out, sums, first + n, p.limit)
+                skinny_epilogue.store_swiglu(out, sums, first + n, p.limit)
             else:
-                stream_stores.store_rows(out, sums, first + n)
+                skinny_epilogue.store_rows(out, sums, first + n)
                 add_up(first + n)
             if both and gated:
-                assignment.announce(counts, jnp.int32(p.blocks))
+                routing_tables.announce(counts, jnp.int32(p.blocks))
 
         depth, (codes, scales) = p.shared if i else p.depth, matrices[1][i]
         return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
@@ -303,7 +305,7 @@ def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, ta
         if p.shared and not interpreting():
             terms, last, total = outs[-1]
             arrays = total, terms, last, selected, counts
-            assignment.add_up(*arrays, 2 + p.blocks, tile, p.experts, scratch)
+            routing_tables.add_up(*arrays, 2 + p.blocks, tile, p.experts, scratch)
 
     for n, i in enumerate(todo):
         sources = inputs if n == 0 else outs[0]

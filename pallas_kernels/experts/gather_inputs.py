@@ -6,10 +6,10 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.mixed_products import permute_columns
-from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.matmul.dequant_wgmma import permute_columns
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.launch import kernel, primitive
 
 
 ROWS = 2  # of a block

@@ -14,22 +14,23 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import column_stores
-from pallas_kernels.common.checks import check_rules
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.stored_gemm import OutputTile, StoredGemm
-from pallas_kernels.common.stored_weights import FP4, ROWS
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
 from pallas_kernels.experts.expert_operands import check_operands
 from pallas_kernels.experts.gather_inputs import gather_inputs
-from pallas_kernels.experts.sorted_pairs import MOST_EXPERTS, sort_pairs
+from pallas_kernels.experts.permutation import MAX_EXPERTS, sort_by_expert
+from pallas_kernels.matmul import dequant_epilogue
+from pallas_kernels.matmul.dequant_gemm import DequantGemm, OutputTile
+from pallas_kernels.matmul.quantized_weights import FP4, ROWS
+from pallas_kernels.runtime.checks import check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MOST_INPUTS = 256  # pairs of a tile
+MAX_INPUTS = 256  # pairs of a tile
 CHANNELS = ROWS // 2  # of a warpgroup's rows of gate and up
 
 
-@traced_once("limit")
+@cached_trace("limit")
 def grouped_experts(
     x: jax.Array,
     selected: jax.Array,
@@ -61,15 +62,15 @@ def grouped_experts(
     """
     tokens, depth = x.shape
     layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
-    rules = {"at least one token": tokens > 0, f"up to {MOST_EXPERTS} experts, got {number}": number <= MOST_EXPERTS}
+    rules = {"at least one token": tokens > 0, f"up to {MAX_EXPERTS} experts, got {number}": number <= MAX_EXPERTS}
     check_rules(rules)
     count = _inputs(selected.size, number)
-    order, *tiles = sort_pairs(selected.reshape(-1), number, count, interpret=interpret)
+    order, *tiles = sort_by_expert(selected.reshape(-1), number, count, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
-    warpgroups = 4 if count <= MOST_INPUTS // 2 else 2
-    gemm = StoredGemm(layout, depth, count, warpgroups, gated=True)
+    warpgroups = 4 if count <= MAX_INPUTS // 2 else 2
+    gemm = DequantGemm(layout, depth, count, warpgroups, gated=True)
     hidden = _launch(gemm, limit, inner, tiles, weights.reshape(-1)[order], x, matrices[0], order.size, interpret)
-    gemm = StoredGemm(layout, inner, count, warpgroups)
+    gemm = DequantGemm(layout, inner, count, warpgroups)
     y = _launch(gemm, limit, depth, tiles, order, hidden, matrices[1], selected.size, interpret)
     return y.reshape(*selected.shape, depth)
 
@@ -78,14 +79,14 @@ def _inputs(pairs, number):
     """Pairs of a tile: so many that nearly all experts with as many as others have few tiles."""
     mean = pairs / number
     most = mean + 2 * math.sqrt(mean)
-    return -(-int(most) // (16 * -(-int(most) // MOST_INPUTS))) * 16
+    return -(-int(most) // (16 * -(-int(most) // MAX_INPUTS))) * 16
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedExpertsProblem:
     """What is static about a launch. `width`: of the output."""
 
-    gemm: StoredGemm
+    gemm: DequantGemm
     width: int
     limit: float
 
@@ -137,8 +138,8 @@ def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
         place = column, blocks[1, block], blocks[2, block], staging.at[warpgroup]
         if p.gemm.gated:
-            column_stores.store_swiglu(out, sums, *place, p.limit, table, permuted=p.gemm.layout == FP4)
+            dequant_epilogue.store_swiglu(out, sums, *place, p.limit, table, permuted=p.gemm.layout == FP4)
         else:
-            column_stores.store_columns(out, sums, *place, table)
+            dequant_epilogue.store_columns(out, sums, *place, table)
 
     p.gemm.run(warpgroup, tiles, x, codes, scales, locate=locate, finish=finish, **streamed)

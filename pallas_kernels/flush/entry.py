@@ -10,8 +10,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import vectors
-from pallas_kernels.common.deterministic_math import (
+from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.formats.exact_math import (
     LOWEST,
     SLICE,
     cos_sin,
@@ -21,9 +21,10 @@ from pallas_kernels.common.deterministic_math import (
     round_bfloat16,
     tree_sum,
 )
-from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.row_encoder import encode_key, encode_row
-from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.products import vector_product
+from pallas_kernels.formats.row_encoder import encode_key, encode_row
+from pallas_kernels.mgpu import vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
     held = ctx.scratch.shape[0] // vectors.THREADS
     last = ctx.first + (vectors.thread() + 1) * held - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
-    return lax.cond(rotated, lambda: cos_sin(target.angle, vectors.product), lambda: (target.angle, target.angle))
+    return lax.cond(rotated, lambda: cos_sin(target.angle, vector_product), lambda: (target.angle, target.angle))
 
 
 def store_entry(
@@ -139,22 +140,22 @@ def peak_of(logits: list[jax.Array]) -> jax.Array:
 
 def factors(logits: list[jax.Array], peak: jax.Array) -> list[jax.Array]:
     """e**(logit - peak) of each."""
-    return [exp_negative(logit - peak, vectors.product) for logit in logits]
+    return [exp_negative(logit - peak, vector_product) for logit in logits]
 
 
 def weighted(factors: list[jax.Array], values: list[jax.Array]) -> jax.Array:
     """The sum of factor * value."""
-    return tree_sum([vectors.product(f, x) for f, x in zip(factors, values, strict=True)])
+    return tree_sum([vector_product(f, x) for f, x in zip(factors, values, strict=True)])
 
 
 def share_of(weight: jax.Array, total: jax.Array) -> jax.Array:
     """The pooled entry: total / weight."""
-    return total * reciprocal(weight, vectors.product)
+    return total * reciprocal(weight, vector_product)
 
 
 def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
     """Rounding, RMS norm and RoPE."""
-    c, product = ctx.c, vectors.product
+    c, product = ctx.c, vector_product
     channel = vectors.channels(x.shape[0]) + ctx.first
     x = round_bfloat16(x)
     mean_square = product(over_channels(jnp.add, product(x, x)), 1 / c.dim)

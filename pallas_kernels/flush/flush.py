@@ -6,12 +6,12 @@ overwrites. Where they may bring more, entries and states take one launch each.
 
 import jax
 
-from pallas_kernels.common.support import traced_once
 from pallas_kernels.flush import long_windows, short_windows, states
 from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-@traced_once("max_query_tokens", writes=True)
+@cached_trace("max_query_tokens", writes=True)
 def flush(
     compressors: tuple[CompressorOperands, ...],
     slots: jax.Array,

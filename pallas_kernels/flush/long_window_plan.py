@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from pallas_kernels.common import vectors
-from pallas_kernels.common.deterministic_math import PARTS
-from pallas_kernels.common.support import MULTIPROCESSORS
 from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.formats.exact_math import PARTS
+from pallas_kernels.mgpu import vectors
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 
 
 # (windows that may close, blocks of a cluster that share one): more blocks finish a window sooner.

@@ -18,17 +18,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import async_copies, clusters, transaction_barriers, vectors
-from pallas_kernels.common.deterministic_math import PARTS, SLICE, tree_sum
-from pallas_kernels.common.primitive import kernel
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.flush.long_window_plan import LongWindowPlan, plan
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import LOOKS, has_state, is_last, look, row_writer
+from pallas_kernels.formats.exact_math import PARTS, SLICE, tree_sum
+from pallas_kernels.mgpu import barriers, copies, transaction_barriers, vectors
+from pallas_kernels.runtime.launch import kernel
 
 
-MOST_LOOKS = 4  # at tokens, whose slots and positions are loaded at once
+MAX_LOOKS = 4  # at tokens, whose slots and positions are loaded at once
 
 
 class WindowLocation(NamedTuple):
@@ -97,12 +97,12 @@ class LongWindowWorker:
     def arrive(self):
         """What this thread wrote is seen by blocks that `wait` for it."""
         if self.plan.blocks > 1:
-            clusters.arrive(self.cluster)
+            barriers.arrive_cluster(self.cluster)
 
     def wait(self):
         """Until all threads of the cluster arrived."""
         if self.plan.blocks > 1:
-            clusters.wait(self.cluster)
+            barriers.wait_cluster(self.cluster)
 
 
 def store_entries(
@@ -174,13 +174,13 @@ def _run(worker, first, writer, states):
         for k in range(p.depth):
             for i in range(2):
                 _fetch(worker, window, jnp.int32(k), i)
-                async_copies.commit_copies()
+                copies.commit_copies()
 
     if store:
         # It was read before the rows of the window, and is written while they are copied.
         store()
     if worker.filled is not None:
-        pl.when(window.token < end)(lambda: clusters.wait(None))
+        pl.when(window.token < end)(lambda: barriers.wait_cluster(None))
     if p.share == 1:
         none = window._replace(token=end)
         pl.when(window.token < end)(functools.partial(_entry, worker, window, none, end, jnp.int32(0)))
@@ -200,7 +200,7 @@ def _find(worker, first, end) -> WindowLocation:
     """The first window that a token first, first + 1, ... closes, or one of token `end`."""
     ctx, tokens = worker.ctx, worker.ctx.slots.shape[0]
     c, ring = ctx.c, jnp.int32(ctx.c.state_kv.shape[2])
-    looks = min(MOST_LOOKS, -(-worker.plan.share // LOOKS))
+    looks = min(MAX_LOOKS, -(-worker.plan.share // LOOKS))
 
     def search(start):
         seen = [look(ctx, start, 1, i * LOOKS, end) for i in range(looks)]
@@ -237,7 +237,7 @@ def _fetch(worker, window, k, i):
     if ring % c.rows:
         pieces.append((state, window.ring + row - ring, window.wrap - row))
     pieces.append((call, window.token - (c.rows - 1) + row, window.new - row))
-    start = functools.partial(async_copies.start_rows, column=ctx.first, size=p.vector)
+    start = functools.partial(copies.start_rows, column=ctx.first, size=p.vector)
     start(worker.staged(k, i * (p.part_rows + p.bias_rows), p.part_rows), pieces)
     if i == 0:
         target = worker.staged(k, p.part_rows, p.bias_rows)
@@ -263,9 +263,9 @@ def _entry(worker, window, following, end, count):
 
         def refill(i):
             # No copy may begin before the row whose place it takes was read.
-            async_copies.sync_warp()
+            copies.sync_warp()
             pl.when(coming.token < end)(functools.partial(_fetch, worker, coming, part, i))
-            async_copies.commit_copies()
+            copies.commit_copies()
 
         _pool_part(worker, window, k, refill)
 
@@ -297,9 +297,9 @@ def _pool_part(worker, window, k, refill):
 
     def arrive():
         # The copies of all parts before k, and of k the logits, or the values too.
-        async_copies.wait_copies(2 * p.depth - 1)
+        copies.wait_copies(2 * p.depth - 1)
         # What a thread reads a thread of its warp has copied.
-        async_copies.sync_warp()
+        copies.sync_warp()
 
     def logit(j):
         x = vectors.load(worker.staged(k, j, 1))
@@ -337,7 +337,7 @@ def _across(worker, count, uses, combine, x):
     # A warpgroup is at most one entry ahead of the others, so that entries take turns with two places.
     base = (lax.rem(count, jnp.int32(2)) * 2 + next(uses)) * p.c.dim
     worker.sums.at[pl.ds(base + ctx.first, p.vector)][...] = x
-    clusters.sync_block(worker.meeting)
+    barriers.sync_block(worker.meeting)
     slices = (worker.sums.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
     found = [vectors.load_repeated(x, p.vector) for x in slices]
     return tree_sum(found) if combine is jnp.add else functools.reduce(combine, found)

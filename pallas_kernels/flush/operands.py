@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.checks import check_array, check_pools, check_rules
-from pallas_kernels.common.deterministic_math import WHOLE
-from pallas_kernels.common.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.exact_math import WHOLE
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools
+from pallas_kernels.runtime.checks import check_array, check_rules
 
 
 @jax.tree_util.register_dataclass

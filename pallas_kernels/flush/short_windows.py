@@ -14,13 +14,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import async_copies, vectors
-from pallas_kernels.common.deterministic_math import SLICE, tree_sum
-from pallas_kernels.common.primitive import kernel
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import LOOKS, closing, row_writer
+from pallas_kernels.formats.exact_math import SLICE, tree_sum
+from pallas_kernels.mgpu import copies, vectors
+from pallas_kernels.runtime.launch import kernel
 
 
 WARPGROUPS = 2
@@ -114,8 +114,8 @@ def _entries(ctx, first, step, look, share, bits, rows_in_call):
         bits, rows_in_call = carry
         token = first + (look * LOOKS + vectors.lowest_bit(bits)) * step
         target = entry.find_target(ctx, token)
-        async_copies.commit_copies()
-        async_copies.wait_copies(0)
+        copies.commit_copies()
+        copies.wait_copies(0)
         exists = ctx.positions[token] >= ctx.c.rate
         logits, peak = _take_logits(ctx, exists, rows_in_call)
         weights = entry.factors(logits, peak)
@@ -124,7 +124,7 @@ def _entries(ctx, first, step, look, share, bits, rows_in_call):
         bits &= bits - 1
         if share > 1:
             # No copy may begin before the row whose place it takes was read.
-            async_copies.sync_warp()
+            copies.sync_warp()
             token = first + (look * LOOKS + vectors.lowest_bit(bits)) * step
             rows_in_call = _fetch_next(ctx, token, bits)
         entry.store_entry(ctx, target, *entry.rotation(ctx, target), x, functools.partial(_across, ctx))
@@ -158,7 +158,7 @@ def _fetch_biases(ctx: FlushContext) -> None:
     def one(j, _):
         row, column = place(j)
         target = ctx.biases.at[pl.ds((j - first) * c.dim, c.dim)]
-        async_copies.start_copy(target, ctx.refs.position_bias, lax.rem(row, jnp.int32(c.rate)), column)
+        copies.start_copy(target, ctx.refs.position_bias, lax.rem(row, jnp.int32(c.rate)), column)
 
     lax.fori_loop(first, c.rows, one, None)
 
@@ -181,7 +181,7 @@ def _fetch(ctx: FlushContext, token, rows_in_call) -> None:
         row, column = place(j)
         number = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
         for i, (new, old) in enumerate([(ctx.refs.kv, ctx.refs.state_kv), (ctx.refs.gate, ctx.refs.state_gate)]):
-            async_copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
+            copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
 
     if ctx.most_in_call >= c.rows:
         # Two addresses a row: a loop, or they take too many registers.
@@ -195,7 +195,7 @@ def _fetch(ctx: FlushContext, token, rows_in_call) -> None:
         below = j % c.rate if c.state_kv.shape[2] % c.rate == 0 else 0
         row, column = place(jnp.int32(j - below))
         for i, array in enumerate((ctx.refs.state_kv, ctx.refs.state_gate)):
-            async_copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
+            copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:

@@ -9,11 +9,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import vectors
-from pallas_kernels.common.mlir_helpers import WARP
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import MULTIPROCESSORS
 from pallas_kernels.flush.entry import FlushContext
+from pallas_kernels.mgpu import vectors
+from pallas_kernels.mgpu.mlir import WARP
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
 
 
 WARPGROUPS = 2  # of a block

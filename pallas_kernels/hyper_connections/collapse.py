@@ -17,13 +17,13 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops, vectors
-from pallas_kernels.common.deterministic_math import round_bfloat16
-from pallas_kernels.common.mlir_helpers import THREADS, WARP
-from pallas_kernels.common.primitive import kernel, primitive
-from pallas_kernels.common.support import MULTIPROCESSORS
-from pallas_kernels.common.thread_ops import U32
+from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
+from pallas_kernels.mgpu import mlir, thread_ops, vectors
+from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel, primitive
 
 
 CHANNELS = 1024  # of a warpgroup

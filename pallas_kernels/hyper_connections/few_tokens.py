@@ -2,7 +2,7 @@
 
 A block of threads has 32 channels of all four streams: a warp a stream, a lane a channel. Each thread keeps its column
 of the weight in registers. Where several GPUs have a part each of what is added, a block adds up its channels of these
-first, see `common.mailbox`: its equals on the other GPUs have the same channels.
+first, see `mgpu.mailbox`: its equals on the other GPUs have the same channels.
 """
 
 from typing import Any
@@ -13,16 +13,16 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import bfloat16_words as words, mailbox, mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.mailbox import UNIT
-from pallas_kernels.common.mlir_helpers import WARP
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32, fma
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, SUMS, add_channels
+from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir, thread_ops
+from pallas_kernels.mgpu.mailbox import UNIT
+from pallas_kernels.mgpu.mlir import WARP
+from pallas_kernels.mgpu.thread_ops import U32, fma
+from pallas_kernels.runtime.launch import primitive
 
 
 CHANNELS = WARP  # of a slice
-MOST_TOKENS = 4  # as many as warps
+MAX_TOKENS = 4  # as many as warps
 
 
 @primitive

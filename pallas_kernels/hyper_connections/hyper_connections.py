@@ -7,21 +7,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters, mailbox, vectors
-from pallas_kernels.common.bfloat16_words import PARTS
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
-from pallas_kernels.common.wgmma_results import TRANSFORMS
 from pallas_kernels.hyper_connections import collapse, few_tokens, many_tokens, token_tiles
 from pallas_kernels.hyper_connections.mixing import STREAMS, SUMS
+from pallas_kernels.mgpu import barriers, mailbox, vectors
+from pallas_kernels.mgpu.bfloat16_words import PARTS
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 WIDEST = 7 * collapse.CHANNELS  # with one more warpgroup, 1024 threads
 MANY = 256  # tokens, from which on `many_tokens` is faster
 
 
-@traced_once("norm_eps", "hc_eps", "iterations")
+@cached_trace("norm_eps", "hc_eps", "iterations")
 def hyper_connections(
     streams: jax.Array,
     fn: jax.Array,
@@ -95,13 +96,13 @@ def hyper_connections(
 
 def adds_up_parts(tokens: int, _: int, width: int) -> bool:
     """Whether y may be a part of a sum, for streams [tokens, 4, width]: each block of threads needs a counter."""
-    return tokens <= few_tokens.MOST_TOKENS and width <= few_tokens.CHANNELS * mailbox.BLOCKS
+    return tokens <= few_tokens.MAX_TOKENS and width <= few_tokens.CHANNELS * mailbox.BLOCKS
 
 
 def _few(streams, fn, *added, interpret):
     tokens, _, width = streams.shape
     slices = width // few_tokens.CHANNELS
-    tiles = -(-tokens // token_tiles.TOKENS) if tokens > few_tokens.MOST_TOKENS else 0
+    tiles = -(-tokens // token_tiles.TOKENS) if tokens > few_tokens.MAX_TOKENS else 0
 
     def body(streams, fn, *refs, **scratch):
         *outs, partials = refs[len(added) :]
@@ -150,7 +151,7 @@ def _many(streams, fn, *added, interpret):
         y, mixing, new = added or (None, None, None)
         part, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
         many_tokens.split_weight(weights, fn, part, warpgroup)
-        clusters.sync_block(met)
+        barriers.sync_block(met)
         share = groups * warpgroups
         own = warpgroup * groups + group
 

@@ -15,14 +15,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops, vectors
-from pallas_kernels.common.bfloat16_words import PARTS
-from pallas_kernels.common.deterministic_math import round_bfloat16
-from pallas_kernels.common.mlir_helpers import THREADS
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32, fma
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, load_factors, mixed_streams, mixed_words
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops, vectors
+from pallas_kernels.mgpu.bfloat16_words import PARTS
+from pallas_kernels.mgpu.mlir import THREADS
+from pallas_kernels.mgpu.thread_ops import U32, fma
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.launch import primitive
 
 
 CHANNELS = 128  # of a slice

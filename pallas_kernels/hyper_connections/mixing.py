@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.deterministic_math import round_bfloat16
-from pallas_kernels.common.thread_ops import U32, fma
+from pallas_kernels.formats.exact_math import round_bfloat16
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32, fma
 
 
 STREAMS = 4

@@ -12,11 +12,11 @@ import jax.experimental.pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import bfloat16_words as words, mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.mlir_helpers import THREADS, WARP
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32, fma
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, SUMS, add_channels, load_factors, mixed_words
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
+from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.mgpu.thread_ops import U32, fma
+from pallas_kernels.runtime.launch import primitive
 
 
 CHANNELS = 32  # of a slice

@@ -12,15 +12,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.async_copies import commit_copies, wait_copies
-from pallas_kernels.common.checks import check_array, check_pools, check_rules
-from pallas_kernels.common.layouts import KeyLayout
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.formats.layouts import KeyLayout, check_pools
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start, my_share, planned_shares
+from pallas_kernels.mgpu.copies import commit_copies, wait_copies
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 WARPGROUPS = 4  # hide each other's waits; 128 registers a thread
@@ -29,10 +30,10 @@ STAGES = 4  # tiles of a warpgroup that are on their way or read
 RUN = 32
 CHUNK = 8  # tokens whose queries fit into shared memory
 # Of more tokens than this XLA works out the shares: to find them itself took a block 0.2 ms of 8,192 tokens.
-MOST_SEARCHED = 256
+MAX_SEARCHED = 256
 
 
-@traced_once("compress_rate", "layout")
+@cached_trace("compress_rate", "layout")
 def indexer_scores(
     q: jax.Array,
     weights: jax.Array,
@@ -93,7 +94,7 @@ def indexer_scores(
     multiprocessors, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, WARPGROUPS)
 
     shares = None
-    if tokens > MOST_SEARCHED:
+    if tokens > MAX_SEARCHED:
         count = _chunk_sizes(slots, chunk)
         last = jnp.maximum(jnp.arange(tokens, dtype=jnp.int32) + count - 1, 0)
         keys = jnp.clip((positions[last] + 1) // compress_rate, 0, entries)

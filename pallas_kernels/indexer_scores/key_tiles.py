@@ -25,12 +25,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.checks import check_rules
-from pallas_kernels.common.layouts import KeyLayout
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.unpack import e2m1_pairs, e2m1_value, multiply
+from pallas_kernels.formats.layouts import KeyLayout
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.unpack import e2m1_pairs, e2m1_value, multiply
+from pallas_kernels.runtime.checks import check_rules
+from pallas_kernels.runtime.launch import primitive
 
 
 KEYS = 64  # a tile

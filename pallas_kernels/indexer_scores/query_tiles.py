@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.deterministic_math import product, round_bfloat16
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.unpack import e2m1_value, halves, multiply
+from pallas_kernels.formats.exact_math import product, round_bfloat16
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.unpack import e2m1_value, halves, multiply
+from pallas_kernels.runtime.launch import primitive
 
 
 HEADS = 32  # a tile

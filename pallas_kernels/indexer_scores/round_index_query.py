@@ -7,18 +7,19 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import vectors
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.deterministic_math import cos_sin, round_bfloat16
-from pallas_kernels.common.layouts import KeyLayout
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.row_encoder import E2M1_MAX, e2m1_codes, key_scales
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
+from pallas_kernels.formats.layouts import KeyLayout
+from pallas_kernels.formats.row_encoder import E2M1_MAX, e2m1_codes, key_scales
 from pallas_kernels.indexer_scores import query_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout
+from pallas_kernels.mgpu import vectors
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-@traced_once("layout")
+@cached_trace("layout")
 def round_index_query(
     q: jax.Array,
     weights: jax.Array,

@@ -9,10 +9,6 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.unpack import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import (
     BF16_KEYS,
@@ -27,10 +23,14 @@ from pallas_kernels.indexer_scores.key_tiles import (
     WARP_KEYS,
     transforms,
 )
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.unpack import e2m1_pairs, e4m3_pairs, halves, multiply
+from pallas_kernels.runtime.launch import primitive
 
 
 # Scales that are more binades smaller than the largest are taken for that much smaller: nothing is left of them.
-MOST_BELOW = 126
+MAX_BELOW = 126
 
 
 @primitive
@@ -96,7 +96,7 @@ def score_far(
     """
     words, scales = tile
     largest = jnp.max(scales, axis=1, keepdims=True)
-    below = lax.bitcast_convert_type((127 - jnp.minimum(largest - scales, MOST_BELOW)) << 23, jnp.float32)
+    below = lax.bitcast_convert_type((127 - jnp.minimum(largest - scales, MAX_BELOW)) << 23, jnp.float32)
     keys = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
     keys = key_tiles.permute_dims(keys, jnp.float8_e4m3fn)
     far = jnp.any((largest - scales > NEAR).reshape(KEYS // WARP_KEYS, -1), axis=1)
@@ -114,7 +114,7 @@ def _(tile, *, queries, weights, tokens, out, row, first, block, factor):
         tokens, row, first, block = map(mlir.scalar, (tokens, row, first, block))
         words, scales = map(mlir.values, (words, scales))
         largest = key_tiles.largest_scales(scales)
-        below = [(top - U32(x)).minimum(MOST_BELOW) for top, x in zip(largest, scales, strict=True)]
+        below = [(top - U32(x)).minimum(MAX_BELOW) for top, x in zip(largest, scales, strict=True)]
         code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR)
 

@@ -7,8 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import mlir_helpers as mlir
-from pallas_kernels.common.primitive import primitive
+from pallas_kernels.mgpu import mlir
+from pallas_kernels.runtime.launch import primitive
 
 
 # [32] with one value a lane; every warp holds them all.

@@ -5,18 +5,18 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import traced_once
 from pallas_kernels.indexer_topk.radix_plan import FIRST_KEY, SHARED_BYTES, SHIFTS, VECTOR, CandidateList, RadixPlan
 from pallas_kernels.indexer_topk.radix_select import RadixSelect
 from pallas_kernels.indexer_topk.radix_select_interpreted import InterpretedRadixSelect
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_K = 2048
 
 
-@traced_once("k")
+@cached_trace("k")
 def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bool = False) -> jax.Array:
     """The k largest of the first lengths[t] scores of each row.
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops as ops
-from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.indexer_topk.radix_plan import STEP, VECTOR, CandidateList, RadixPlan
+from pallas_kernels.mgpu import mlir, thread_ops as ops
+from pallas_kernels.mgpu.thread_ops import U32
 
 
 _SIGN = 1 << 31

@@ -18,10 +18,10 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.common import thread_ops as ops
-from pallas_kernels.common.thread_ops import U32
 from pallas_kernels.indexer_topk.radix_histogram import RadixHistogram, key_of
 from pallas_kernels.indexer_topk.radix_plan import BINS, MAX_BLOCKS, SHIFTS, STEP, VECTOR, CandidateList, RadixPlan
+from pallas_kernels.mgpu import thread_ops as ops
+from pallas_kernels.mgpu.thread_ops import U32
 
 
 class RadixSelect(RadixHistogram):

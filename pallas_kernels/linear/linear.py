@@ -15,23 +15,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import clusters, transaction_barriers, wgmma_results
-from pallas_kernels.common.checks import check_array
-from pallas_kernels.common.mlir_helpers import THREADS
-from pallas_kernels.common.primitive import kernel
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.mgpu import barriers, transaction_barriers, wgmma
+from pallas_kernels.mgpu.mlir import THREADS
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 ROWS = 64  # of a weight at a time: the rows of one `wgmma`
 STEP = 256  # of its columns
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 TOKENS = 8  # `wgmma` has multiples of so many columns
 SHARED_BYTES = 208 << 10
-MOST_SPLITS = 8  # blocks of a cluster that every device runs
+MAX_SPLITS = 8  # blocks of a cluster that every device runs
 
 
-@traced_once("parts", "groups")
+@cached_trace("parts", "groups")
 def linear(
     x: jax.Array,
     weight: jax.Array,
@@ -63,8 +64,8 @@ def linear(
             f"the kernel takes parts of a multiple of {ROWS} rows and columns in multiples of {STEP}, got "
             f"{[size for size, _ in parts]} rows, {groups} groups, {depth} columns"
         )
-    if tokens % TOKENS or not 0 < tokens <= MOST_TOKENS:
-        raise NotImplementedError(f"the kernel takes {TOKENS}, {2 * TOKENS}, .. or {MOST_TOKENS} tokens, got {tokens}")
+    if tokens % TOKENS or not 0 < tokens <= MAX_TOKENS:
+        raise NotImplementedError(f"the kernel takes {TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}")
     assert sum(size for size, _ in parts) == rows
     tiles = rows // ROWS
     splits = _splits(tiles, depth // STEP)
@@ -103,7 +104,7 @@ def linear(
 
 def _splits(tiles, steps):
     """Blocks that share the columns of 64 rows: as many as run at once, a power of two. Three took longer than two."""
-    most = min(MULTIPROCESSORS // tiles, MOST_SPLITS, steps)
+    most = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
     return 1 << (most.bit_length() - 1) if most else 1
 
 
@@ -155,7 +156,7 @@ def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, filled=N
             plgpu.copy_gmem_to_smem(x.at[:, columns], inputs.at[stage], full.at[stage])
 
         if filled is not None:
-            clusters.wait(None)
+            barriers.wait_cluster(None)
 
         # The interpreter wants every arrival waited for.
         @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
@@ -169,7 +170,7 @@ def _body(p, x, weight, *outs, weights, inputs, full, free, inbox=None, filled=N
             def add(j, acc):
                 stage = lax.rem(j, jnp.int32(stages))
                 plgpu.barrier_wait(full.at[stage])
-                acc = wgmma_results.multiply_add(acc, weights.at[stage], inputs.at[stage].transpose((1, 0)))
+                acc = wgmma.multiply_add(acc, weights.at[stage], inputs.at[stage].transpose((1, 0)))
                 # Shared memory was read; bulk copies write it next.
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(free.at[stage])
@@ -190,28 +191,28 @@ def _add_up(p, outs, worker, split, row, sums, inbox, filled, cluster):
         inbox = outs[-1].at[worker]
     else:
         # A block sends to another one once that one runs.
-        clusters.wait(None)
+        barriers.wait_cluster(None)
 
     @pl.when(split > 0)
     def _():
         if filled is None:
-            wgmma_results.put(inbox.at[split - 1], sums)
+            wgmma.put(inbox.at[split - 1], sums)
         else:
-            wgmma_results.send(inbox.at[split - 1], sums, jnp.int32(0), filled.at[0])
+            wgmma.send(inbox.at[split - 1], sums, jnp.int32(0), filled.at[0])
 
     if filled is None:
-        clusters.arrive(cluster)
+        barriers.arrive_cluster(cluster)
 
     @pl.when(split == 0)
     def _():
         if filled is None:
-            clusters.wait(cluster)
+            barriers.wait_cluster(cluster)
         else:
             transaction_barriers.arrive(filled.at[0], (p.splits - 1) * 4 * ROWS * p.tokens // THREADS)
             transaction_barriers.wait(filled.at[0], jnp.int32(0))
         total = sums
         for i in range(p.splits - 1):
-            total = wgmma_results.add(total, inbox.at[i])
+            total = wgmma.add(total, inbox.at[i])
         _store(p, outs, row, total)
 
 
@@ -222,6 +223,6 @@ def _store(p, outs, row, sums):
 
         @pl.when((row >= start) & (row < start + size))
         def _(out=out, start=start):
-            wgmma_results.store(out.at[:, pl.ds(row - start, ROWS)], sums, transposed=True)
+            wgmma.store(out.at[:, pl.ds(row - start, ROWS)], sums, transposed=True)
 
         start += size

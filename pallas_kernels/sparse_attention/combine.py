@@ -8,9 +8,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import vectors
-from pallas_kernels.common.deterministic_math import cos_sin, round_bfloat16
-from pallas_kernels.common.primitive import kernel
+from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
+from pallas_kernels.mgpu import vectors
+from pallas_kernels.runtime.launch import kernel
 
 
 def combine(

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.common import mlir_helpers as mlir
-from pallas_kernels.common.kv_rows import GROUP, ROW_DIM
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.formats.kv_rows import GROUP, ROW_DIM
+from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS

@@ -16,12 +16,12 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.common import mlir_helpers as mlir, thread_ops, transaction_barriers
-from pallas_kernels.common.kv_rows import GROUP, ROW_DIM
-from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.primitive import primitive
-from pallas_kernels.common.thread_ops import U32
-from pallas_kernels.common.wgmma_results import TRANSFORMS
+from pallas_kernels.formats.kv_rows import GROUP, ROW_DIM
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.launch import primitive
 
 
 UNIT = 16

@@ -9,13 +9,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.checks import check_array, check_rules
-from pallas_kernels.common.kv_rows import ROW_DIM, check_row_pools
-from pallas_kernels.common.layouts import RowLayout
-from pallas_kernels.common.support import MULTIPROCESSORS, traced_once
+from pallas_kernels.formats.kv_rows import ROW_DIM, check_row_pools
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
+from pallas_kernels.sparse_attention.decode_attention import HEADS, decode_attention, head_groups
 from pallas_kernels.sparse_attention.dense_rows import HALF
-from pallas_kernels.sparse_attention.few_queries import HEADS, few_queries, head_groups
 from pallas_kernels.sparse_attention.row_addresses import TILE, AttentionProblem, Paged
 
 
@@ -23,7 +24,7 @@ from pallas_kernels.sparse_attention.row_addresses import TILE, AttentionProblem
 MAX_SPLITS = 66
 
 
-@traced_once("window", "layout", "splits")
+@cached_trace("window", "layout", "splits")
 def sparse_attention(
     q: jax.Array,
     sinks: jax.Array,
@@ -77,17 +78,17 @@ def sparse_attention(
         return q
     splits = splits or _splits(problem, q)
     if splits > 1:
-        sums, stats = few_queries(problem, q, None, None, splits=splits, interpret=interpret)
+        sums, stats = decode_attention(problem, q, None, None, splits=splits, interpret=interpret)
         return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
     sinks = jnp.pad(sinks, (0, -sinks.size % HEADS))
     angles = None
     if inv_freq is not None:
         angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
         angles = jnp.cos(angle), jnp.sin(angle)
-    return few_queries(problem, q, sinks, angles, splits=None, interpret=interpret)
+    return decode_attention(problem, q, sinks, angles, splits=None, interpret=interpret)
 
 
-@traced_once("window", "layout", "splits")
+@cached_trace("window", "layout", "splits")
 def attention_sums(
     q: jax.Array,
     slots: jax.Array,
@@ -114,7 +115,7 @@ def attention_sums(
       NotImplementedError: as `sparse_attention`.
     """
     problem = _problem(q, slots, positions, layer, rings, compressed, window, layout, places)
-    return few_queries(problem, q, None, None, splits=splits or _splits(problem, q), interpret=interpret)
+    return decode_attention(problem, q, None, None, splits=splits or _splits(problem, q), interpret=interpret)
 
 
 def _problem(q, slots, positions, layer, rings, compressed, window, layout, places):

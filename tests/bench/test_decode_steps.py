@@ -65,7 +65,7 @@ def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
     )  # fmt: skip
     whole, part = (tree_bytes(nnx.state(abstract_stack(config, mesh))) for mesh in (None, make_mesh({"model": 8})))
     assert 0.125 < part / whole < 0.15  # experts are nearly all
-    assert tree_bytes(nnx.state(abstract_stack(config, make_mesh({"model": 8}), whole_experts=True))) == part
+    assert tree_bytes(nnx.state(abstract_stack(config, make_mesh({"model": 8}), expert_parallel=True))) == part
     with pytest.raises(
         ValueError, match="stored as FP8: the mesh {'model': 2} would cut its 128 columns into parts of 64"
     ):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.parallel.on_mesh import on_mesh
+from dsv4_jax.parallel.sharded_step import sharded_step
 from tests.cache.reference import Inputs, random_token, random_weights, store_entry, store_row
 
 
@@ -101,7 +101,7 @@ def _store(kv, gate, firsts, weights, schema, group, index):
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-@on_mesh
+@sharded_step
 def run_step(tables: tuple[list[Inputs], Any], cache: KVCache, batch) -> tuple[KVCache]:
     """Writes every layer as a model would. Padding tokens bring NaN."""
     cache, (inputs, weights) = cache.begin_step(batch), tables

@@ -72,7 +72,7 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
     [
         (SMALL, dict(kv_format="per_entry")),
         pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2)), marks=pytest.mark.slow),
-        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2), split_context=True), marks=pytest.mark.slow),
+        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True), marks=pytest.mark.slow),
         pytest.param(SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1), marks=pytest.mark.slow),
         pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
         pytest.param(config_of(CSA, SLIDING), dict(max_query_tokens=6), marks=pytest.mark.slow),

@@ -94,7 +94,7 @@ def whole_blocks(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("weights", ["float32", "stored"])
+@pytest.mark.parametrize("weights", ["float32", "quantized"])
 def test_each_device_gets_its_part(whole_blocks, weights):
     one = load_checkpoint(whole_blocks, weights=weights)
     two = load_checkpoint(whole_blocks, weights=weights, mesh=make_mesh({"model": 2}))
@@ -105,14 +105,14 @@ def test_each_device_gets_its_part(whole_blocks, weights):
     assert experts.addressable_shards[1].data.shape[:3] == (8, 2, 128)
     # Embedding, head, sinks; two maps of the experts and three of the shared one, and queries, groups and output.
     cut = [x for x in jax.tree.leaves(two) if not x.sharding.is_fully_replicated]
-    assert len(cut) == 3 + 8 * (2 if weights == "stored" else 1)
+    assert len(cut) == 3 + 8 * (2 if weights == "quantized" else 1)
     assert all(2 * shard.data.nbytes == x.nbytes for x in cut for shard in x.addressable_shards)
 
 
 def test_each_device_gets_its_experts(whole_blocks):
-    mesh, options = make_mesh({"model": 2}), dict(whole_experts=True)
-    one = load_checkpoint(whole_blocks, weights="stored")
-    two = load_checkpoint(whole_blocks, weights="stored", mesh=mesh, **options)
+    mesh, options = make_mesh({"model": 2}), dict(expert_parallel=True)
+    one = load_checkpoint(whole_blocks, weights="quantized")
+    two = load_checkpoint(whole_blocks, weights="quantized", mesh=mesh, **options)
     assert [x.sharding for x in jax.tree.leaves(two)] == jax.tree.leaves(shardings(one, mesh, **options))
     for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
@@ -125,7 +125,7 @@ def test_blocks_that_share_a_scale_are_not_cut():
     with pytest.raises(
         ValueError, match=r"stored as FP\d: the mesh {'model': 2} would cut its 160 (rows|columns) into p"
     ):
-        load_checkpoint(FP8, weights="stored", mesh=make_mesh({"model": 2}))
+        load_checkpoint(FP8, weights="quantized", mesh=make_mesh({"model": 2}))
 
 
 @pytest.mark.parametrize("step", ["device_put", "block_until_ready"])
@@ -194,7 +194,7 @@ def test_the_file_is_read_by_the_device_and_staging_memory_is_reused(monkeypatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("weights", ["bfloat16", "stored"])
+@pytest.mark.parametrize("weights", ["bfloat16", "quantized"])
 def test_loading_takes_the_result_and_a_layer(tmp_path, weights):
     write_large(tmp_path)
     command = [sys.executable, "-c", SCRIPT, FP8, tmp_path, weights]

@@ -17,7 +17,7 @@ from dsv4_jax.checkpoint.save import quantise_fp4, quantise_fp8
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import SLIDING, DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
-from dsv4_jax.quant import StoredWeight
+from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA, TINY
 
 
@@ -158,7 +158,7 @@ def test_wrong_scales_are_reported_by_name(tmp_path, change, message):
         content | {prefix + name: np.ascontiguousarray(x) for name, x in part.items()}, folder / "model.safetensors"
     )
     with pytest.raises(ValueError) as error:
-        load_checkpoint(folder, weights="stored")
+        load_checkpoint(folder, weights="quantized")
     assert message in str(error.value)
     assert "missing:" not in str(error.value) and "extra:" not in str(error.value)
 
@@ -190,9 +190,9 @@ def test_what_a_device_computes_exactly_may_stay_quantised(tmp_path, kind, code,
 
 
 def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
-    model = load_all(FP8, weights="stored")
+    model = load_all(FP8, weights="quantized")
     held = {".".join(map(str, key)): value.get_value() for key, value in nnx.to_flat_state(nnx.state(model))}
-    quantised = {name: value.kind for name, value in held.items() if isinstance(value, StoredWeight)}
+    quantised = {name: value.kind for name, value in held.items() if isinstance(value, QuantizedWeight)}
     assert quantised["model.layers.1.mlp.experts.gate_up_proj"] == "FP4"
     assert quantised["model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"] == "FP8"
     # Experts, attention, shared experts; indexers; the projections of multi-token prediction.
@@ -214,8 +214,8 @@ def test_unknown_weights_are_refused():
 
 def test_scales_without_a_weight_are_extra(tmp_path):
     scale = np.ones((1, 1), ml_dtypes.float8_e8m0fnu)
-    joined, problems = join_scales(stored(tmp_path, **{"a.scale": scale, "a.weight": np.zeros((2, 2), np.float32)}))
-    assert not problems and set(joined) == {"a.scale", "a.weight"}
+    fused, problems = join_scales(stored(tmp_path, **{"a.scale": scale, "a.weight": np.zeros((2, 2), np.float32)}))
+    assert not problems and set(fused) == {"a.scale", "a.weight"}
 
 
 def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path):

@@ -50,7 +50,7 @@ def test_a_mesh_finds_the_same_likelihoods(run, layer_of_each_kind, tmp_path):
     """Of three rows, an odd number for two parts, whose context four devices split."""
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 256, (3, 192)))
     scores = []
-    for more in ([], ["--mesh", "data=2,model=2", "--split-context", "--whole-experts"]):
+    for more in ([], ["--mesh", "data=2,model=2", "--context-parallel", "--expert-parallel"]):
         files = ["--checkpoint", layer_of_each_kind, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "out.npz"]
         run("score", *files, "--dtype", "float32", "--chunk", "96", *more)
         scores.append(np.load(tmp_path / "out.npz")["log_likelihoods"])
@@ -70,8 +70,8 @@ def test_meshes_that_cannot_be(refused, mesh, message):
 
 
 def test_whole_experts_want_a_mesh(refused):
-    assert "whole_experts=True needs a mesh with more" in " ".join(refused("generate", "--whole-experts").split())
-    assert "--whole-experts is for layer, model" in " ".join(refused("bench", "step", "--whole-experts").split())
+    assert "expert_parallel=True needs a mesh with more" in " ".join(refused("generate", "--expert-parallel").split())
+    assert "--expert-parallel is for layer, model" in " ".join(refused("bench", "step", "--expert-parallel").split())
 
 
 def test_streams_then_reports(run):
@@ -215,7 +215,7 @@ def test_text_in_text_out(run, with_text):
     assert streamed.startswith(text + report["text"] + "\n")
 
 
-@pytest.mark.parametrize("options", [[], ["--weights", "stored"], ["--weights", "float32"]])
+@pytest.mark.parametrize("options", [[], ["--weights", "quantized"], ["--weights", "float32"]])
 def test_weights_are_loaded_as_asked(refused, monkeypatch, options):
     def load(*args, dtype, weights, **options):
         raise ValueError(f"{dtype} activations, {weights} weights")
@@ -224,7 +224,9 @@ def test_weights_are_loaded_as_asked(refused, monkeypatch, options):
     assert f"bfloat16 activations, {(options or [None])[-1]} weights" in refused("generate", *options)
 
 
-@pytest.mark.parametrize(("weights", "on_gpu"), [(None, "stored"), ("bfloat16", "bfloat16"), ("stored", "stored")])
+@pytest.mark.parametrize(
+    ("weights", "on_gpu"), [(None, "quantized"), ("bfloat16", "bfloat16"), ("quantized", "quantized")]
+)
 def test_on_a_gpu_weights_stay_as_they_are_stored(monkeypatch, weights, on_gpu):
     monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", lambda *args, weights, **options: weights)
     for backend, expected in dict(cpu=weights, gpu=on_gpu).items():

@@ -104,18 +104,18 @@ def test_a_mesh_has_room_on_each_device(run, sizes, split):
     config, memory, context, mesh = CONFIGS["v4_flash"], 10 * GIB, 16384 + 128, make_mesh(sizes)
     text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     given = ["--config", "v4_flash", "--memory", "10GiB", "--context", context, "--mesh", text, "--json"]
-    report = json.loads(run("plan", *given, *["--split-context"] * split))
+    report = json.loads(run("plan", *given, *["--context-parallel"] * split))
     (row,) = (row for row in report["fits"] if row["context"] == context)
 
     def on_a_device(requests):
         holders, blocks = sizes.get("model", 1) if split else 1, requests * (context // 128)
         each = -(-blocks // sizes.get("data", 1) // holders) * sizes.get("data", 1) * holders
-        given = dict(num_blocks=each, max_requests=requests, max_context=context, split_context=split)
+        given = dict(num_blocks=each, max_requests=requests, max_context=context, context_parallel=split)
         return tree_bytes(KVCache.abstract(CacheSchema.from_config(config, **given), mesh))
 
     requests, parts = row["requests"], sizes.get("data", 1)
     assert on_a_device(requests) == memory - row["bytes_left"] <= memory < on_a_device(requests + parts)
-    most = [*given, "--max-requests", requests + parts, *["--split-context"] * split]
+    most = [*given, "--max-requests", requests + parts, *["--context-parallel"] * split]
     longest = json.loads(run("plan", *most))["longest_context"]
     assert context - 1024 <= longest < context
 
@@ -144,7 +144,10 @@ def test_tables_show_the_numbers(run):
         (["--max-query-tokens", "0"], "max_query_tokens=0 must be at least 1"),
         (["--max-requests", "-1"], "--max-requests -1 must be at least 1"),
         (["--mesh", "data=2,model=3"], "model=3 does not divide num_attention_heads=64, o_groups=8"),
-        (["--mesh", "data=2", "--split-context", ""], "split_context=True needs a mesh with more than one device"),
+        (
+            ["--mesh", "data=2", "--context-parallel", ""],
+            "context_parallel=True needs a mesh with more than one device",
+        ),
         (["--config", "v4_mini"], "--config v4_mini is neither v4_flash nor v4_pro nor an existing folder"),
         (["--config", DATA], "cannot read the configuration"),
         (["--config", DATA / "hf_tiny", "--context", "99"], "24"),

@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
-from dsv4_jax.decode import CompiledModel, Sampling, SamplingRows
+from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, SamplingParams
 from dsv4_jax.decode.step import draw, last_logits
 from dsv4_jax.engine import Engine, MTPDrafter
 from dsv4_jax.host import KVCacheManager
@@ -36,10 +36,10 @@ def small_config(drafts):
     )  # fmt: skip
 
 
-def arguments(requests=8, joined=False, drafts=0):
+def arguments(requests=8, fused=False, drafts=0):
     """(model, cache, batch, and what is needed to draw) of shapes alone, cache rows as released."""
     config = small_config(drafts)
-    model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, joined=joined)))
+    model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, fused=fused)))
     sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4", max_query_tokens=1 + drafts)
     cache = KVCache.abstract(CacheSchema.from_config(config, **sizes))
 
@@ -48,7 +48,9 @@ def arguments(requests=8, joined=False, drafts=0):
 
     tokens, slots = ints(requests * (1 + drafts)), ints(requests)
     batch = Batch(tokens, tokens, tokens, ints(requests, 3), slots, prefill=False)
-    sampling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SamplingRows.of([Sampling()] * requests)))
+    sampling = jax.eval_shape(
+        lambda: jax.tree.map(jnp.asarray, BatchedSamplingParams.of([SamplingParams()] * requests))
+    )
     drawing = tokens, sampling, jax.ShapeDtypeStruct((requests,), jnp.uint32)
     return model, cache, batch, *(drawing if drafts else ())
 
@@ -66,7 +68,7 @@ def check_in_place(compiled, cache):
     pools = {(names[x.dtype.name], math.prod(x.shape)) for x in jax.tree.leaves(cache) if x.ndim > 2}
     calls = re.findall(r"custom-call\([^)]+\)", text)
     assert len(set(calls)) == len(calls), (
-        "a kernel runs twice on the same operands: every joined product is computed once"
+        "a kernel runs twice on the same operands: every fused product is computed once"
     )
     for line in text.splitlines():
         if found := re.search(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start|dynamic-update-slice)\(", line):
@@ -77,7 +79,7 @@ def check_in_place(compiled, cache):
 def test_no_copy_of_a_pool_in_a_step_with_kernels():
     compile_in_process("""
 from tests.decode.test_h100_step import arguments, check_in_place, step
-for given in arguments(), arguments(joined=True, drafts=1), arguments(requests=1, joined=True):
+for given in arguments(), arguments(fused=True, drafts=1), arguments(requests=1, fused=True):
     check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
 """)
 
@@ -92,9 +94,9 @@ def test_no_copy_of_a_pool_in_a_step_on_the_gpu(drafts):
 @pytest.mark.gpu
 def test_drafts_change_no_token_on_the_gpu():
     """Requests with and without drafts in one program; a random block's are nearly all refused."""
-    model = DeepseekV4ForCausalLM(small_config(drafts=1), joined=True)
+    model = DeepseekV4ForCausalLM(small_config(drafts=1), fused=True)
     manager = KVCacheManager(model.config, num_blocks=64, max_requests=4, max_context=512, max_query_tokens=3)
-    engine = Engine(model, manager, token_budget=64, drafter=MTPDrafter(), uniform=True)
+    engine = Engine(model, manager, token_budget=64, drafter=MTPDrafter(), batch_invariant=True)
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 200))
     requests = [engine.add(prompt, max_new_tokens=40, draft_tokens=k) for prompt in prompts for k in (0, 2)]
     while engine.busy:

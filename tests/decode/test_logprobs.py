@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.decode import LogprobRows, Sampling, SamplingRows, decode_loop, sample, sample_step
-from dsv4_jax.decode.step import kept_lengths
+from dsv4_jax.decode import BatchedSamplingParams, LogprobRows, SamplingParams, decode_loop, sample, sample_step
+from dsv4_jax.decode.step import accepted_lengths
 from tests.decode.bigram import MODEL, check
 from tests.host.managers import make
 
@@ -16,7 +16,7 @@ def arguments():
     """Of `sample_step`: two requests, of which one brings two tokens to be drawn after."""
     manager = make()
     batch = manager.prepare_forward({manager.admit(): [7, 9], manager.admit(): [5]})
-    sampling = jax.device_put(SamplingRows.of([Sampling(1.0)] * 4))
+    sampling = jax.device_put(BatchedSamplingParams.of([SamplingParams(1.0)] * 4))
     rows, seeds = jnp.asarray([0, 1, 2, -1], jnp.int32), jnp.arange(4, dtype=jnp.uint32)
     return manager.init_cache(), batch, rows, sampling, seeds
 
@@ -28,7 +28,7 @@ def test_a_step_without_them_has_no_more_to_do():
         logits, slots = model.logits(hidden[at]), jnp.maximum(batch.slots[at], 0)
         tokens = sample(logits, sampling[slots], seeds[slots], batch.positions[at] + 1)
         logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
-        cache = dataclasses.replace(cache, lengths=kept_lengths(cache.lengths, batch, rows, tokens))
+        cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, rows, tokens))
         jnp.zeros((4, 0), jnp.int32)  # no drafts
         return tokens, logprobs, cache
 
@@ -60,7 +60,7 @@ def test_the_loop_on_the_device_tells_them():
     manager = make()
     slots = [manager.admit(), manager.admit()]
     batch, seeds = manager.prepare_forward({slot: [7 + slot] for slot in slots}, reserve=11), jnp.zeros(4, jnp.uint32)
-    options = dict(steps=12, sampling=Sampling(1.0, top_k=20))
+    options = dict(steps=12, sampling=SamplingParams(1.0, top_k=20))
     plain, _ = decode_loop(MODEL, manager.init_cache(), batch, seeds, **options)
     stop = int(plain[1, 5])
     options |= dict(stop_tokens=(stop,), top_logprobs=5)

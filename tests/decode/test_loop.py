@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import Sampling, decode_loop, decode_step, last_tokens, sample_step
+from dsv4_jax.decode import SamplingParams, decode_loop, decode_step, last_tokens, sample_step
 from dsv4_jax.engine import generate, stream
 from dsv4_jax.host import CacheFullError
 
 
 # Chunks of 3, the shortest of the longer prompts: one size of prefill steps for all, so one program to compile.
 PROMPTS = [[5, 9, 100], list(range(20, 60)), [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [150] * 5]
-WARM = Sampling(temperature=1.0, top_k=50)
+WARM = SamplingParams(temperature=1.0, top_k=50)
 
 
 def collect(pairs, count):

@@ -1,4 +1,4 @@
-"""A compiled model takes the same steps as its module, and so does a joined one."""
+"""A compiled model takes the same steps as its module, and so does a fused one."""
 
 import chex
 import jax
@@ -6,9 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import CompiledModel, SamplingRows, decode_loop, decode_step, forward, sample_step, top_step
+from dsv4_jax.decode import (
+    BatchedSamplingParams,
+    CompiledModel,
+    decode_loop,
+    decode_step,
+    forward,
+    sample_step,
+    topk_step,
+)
 from dsv4_jax.decode.sampling import GREEDY
-from dsv4_jax.nn import join_projections
+from dsv4_jax.nn import fuse_projections
 from tests.decode.conftest import make_manager
 
 
@@ -22,12 +30,12 @@ def test_each_method_is_the_function_of_its_name(one_layer, manager):
     batch = manager.prepare_forward({manager.admit(): [5]})
     slots = manager.schema.max_requests
     rows, seeds = jnp.array([0, -1, -1]), jnp.zeros(slots, jnp.uint32)
-    sampling = jax.device_put(SamplingRows.of([GREEDY] * slots))
+    sampling = jax.device_put(BatchedSamplingParams.of([GREEDY] * slots))
     for function, args, options in (
         (forward, (), {}),
         (decode_step, (), {}),
         (sample_step, (rows, sampling, seeds), {}),
-        (top_step, (), dict(k=3)),
+        (topk_step, (), dict(k=3)),
         (decode_loop, (seeds,), dict(steps=1)),
     ):
         got = getattr(compiled, function.__name__)(manager.init_cache(), batch, *args, **options)
@@ -65,12 +73,12 @@ def test_compiled_programs_are_counted(one_layer, manager):
 
 def check_joined(model, atol):
     """Logits within +-4: a product's float32 sum may run in another order and then round the other way to bfloat16."""
-    joined, manager = CompiledModel(join_projections(model)), make_manager(model.config)
+    fused, manager = CompiledModel(fuse_projections(model)), make_manager(model.config)
     slots = [manager.admit() for _ in range(3)]
     for tokens in ([5, 6, 7, 8, 9], [1]):
         batch = manager.prepare_forward({slot: tokens for slot in slots})
         expected, _ = decode_step(model, manager.init_cache(), batch)
-        got, _ = joined.decode_step(manager.init_cache(), batch)
+        got, _ = fused.decode_step(manager.init_cache(), batch)
         np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 

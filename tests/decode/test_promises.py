@@ -13,14 +13,14 @@ from flax import nnx
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import (
-    Sampling,
-    SamplingRows,
+    BatchedSamplingParams,
+    SamplingParams,
     decode_loop,
     decode_step,
     draft_step,
     forward,
     sample_step,
-    top_step,
+    topk_step,
 )
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.decode.step import last_logits
@@ -94,12 +94,12 @@ class Forgetful:
 def test_a_step_that_was_not_begun_is_refused_while_it_is_traced(manager, begins):
     batch = manager.prepare_forward({manager.admit(): [1]})
     cache, rows, seeds = KVCache.abstract(manager.schema), jnp.zeros(1, jnp.int32), jnp.zeros(3, jnp.uint32)
-    rest = rows, SamplingRows.of([Sampling()] * 3), seeds
+    rest = rows, BatchedSamplingParams.of([SamplingParams()] * 3), seeds
     for step in (
         lambda cache: forward.__wrapped__(Forgetful(begins), cache, batch),
         lambda cache: decode_step.__wrapped__(Forgetful(begins), cache, batch),
         lambda cache: sample_step.__wrapped__(Forgetful(begins), cache, batch, *rest),
-        lambda cache: top_step.__wrapped__(Forgetful(begins), cache, batch, k=1),
+        lambda cache: topk_step.__wrapped__(Forgetful(begins), cache, batch, k=1),
         lambda cache: decode_loop.__wrapped__(Forgetful(begins), cache, batch, seeds, steps=2),
     ):
         with pytest.raises(ValueError, match=r"must begin with `cache = cache.begin_step\(batch\)`"):
@@ -248,7 +248,7 @@ def test_no_copy_of_a_pool_in_a_step_that_drafts(tokens):
     batch = host.prepare_forward({host.admit(): [1] * tokens}, prefill_size=40, decode_size=12)
     cache = KVCache.abstract(host.schema)
     rows, seeds = jnp.zeros((12,), jnp.int32), jnp.zeros((3,), jnp.uint32)
-    sampling = jax.device_put(SamplingRows.of([GREEDY] * 3))
+    sampling = jax.device_put(BatchedSamplingParams.of([GREEDY] * 3))
     compiled = draft_step.lower(model, cache, batch, rows, sampling, seeds, drafts=3).compile()
     scratch, pools = check_in_place(compiled, cache), host.schema.block_bytes_by_pool()
     # Of the largest pool, at least; the other pools share a name in the program with smaller arrays.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import Sampling, sample
+from dsv4_jax.decode import SamplingParams, sample
 
 
 draw = jax.jit(sample, static_argnums=1)
@@ -23,25 +23,27 @@ def frequencies(sampling):
 
 def test_temperature_one_draws_the_distribution():
     # Four standard deviations of a frequency over 4000 draws.
-    np.testing.assert_allclose(frequencies(Sampling(1.0)), [0.5, 0.3, 0.15, 0.05], atol=4 * (0.25 / 4000) ** 0.5)
+    np.testing.assert_allclose(frequencies(SamplingParams(1.0)), [0.5, 0.3, 0.15, 0.05], atol=4 * (0.25 / 4000) ** 0.5)
 
 
 def test_a_low_temperature_sharpens():
     expected = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
-    np.testing.assert_allclose(frequencies(Sampling(0.5)), expected / expected.sum(), atol=4 * (0.25 / 4000) ** 0.5)
+    np.testing.assert_allclose(
+        frequencies(SamplingParams(0.5)), expected / expected.sum(), atol=4 * (0.25 / 4000) ** 0.5
+    )
 
 
 @pytest.mark.parametrize(
     ("sampling", "allowed"),
     [
-        (Sampling(1.0, top_k=2), {0, 1}),
-        (Sampling(1.0, top_k=99), {0, 1, 2, 3}),
-        (Sampling(1.0, top_p=0.5), {0}),
-        (Sampling(1.0, top_p=0.51), {0, 1}),
-        (Sampling(1.0, top_p=0.9), {0, 1, 2}),
-        (Sampling(1.0, top_p=1e-6), {0}),
-        (Sampling(1.0, top_k=3, top_p=0.6), {0, 1}),
-        (Sampling(0.0), {0}),
+        (SamplingParams(1.0, top_k=2), {0, 1}),
+        (SamplingParams(1.0, top_k=99), {0, 1, 2, 3}),
+        (SamplingParams(1.0, top_p=0.5), {0}),
+        (SamplingParams(1.0, top_p=0.51), {0, 1}),
+        (SamplingParams(1.0, top_p=0.9), {0, 1, 2}),
+        (SamplingParams(1.0, top_p=1e-6), {0}),
+        (SamplingParams(1.0, top_k=3, top_p=0.6), {0, 1}),
+        (SamplingParams(0.0), {0}),
     ],
 )
 def test_only_allowed_tokens_are_drawn_and_all_of_them(sampling, allowed):
@@ -50,17 +52,17 @@ def test_only_allowed_tokens_are_drawn_and_all_of_them(sampling, allowed):
 
 def test_greedy_takes_the_lowest_id_among_equals():
     logits = jnp.asarray([[1.0, 3.0, 3.0, 0.0]])
-    assert draw(logits, Sampling(), jnp.zeros((1,), jnp.uint32), jnp.zeros((1,), jnp.int32)).tolist() == [1]
+    assert draw(logits, SamplingParams(), jnp.zeros((1,), jnp.uint32), jnp.zeros((1,), jnp.int32)).tolist() == [1]
 
 
 def test_a_row_depends_on_its_own_seed_and_position_only():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((8, 50)), jnp.float32)
     seeds, positions = jnp.arange(8, dtype=jnp.uint32), jnp.arange(10, 18, dtype=jnp.int32)
-    together = draw(logits, Sampling(1.0), seeds, positions)
+    together = draw(logits, SamplingParams(1.0), seeds, positions)
     for i in range(8):
-        assert draw(logits[i : i + 1], Sampling(1.0), seeds[i : i + 1], positions[i : i + 1])[0] == together[i]
-    assert (draw(logits, Sampling(1.0), seeds, positions + 1) != together).any()
+        assert draw(logits[i : i + 1], SamplingParams(1.0), seeds[i : i + 1], positions[i : i + 1])[0] == together[i]
+    assert (draw(logits, SamplingParams(1.0), seeds, positions + 1) != together).any()
 
 
 @pytest.mark.parametrize(
@@ -85,10 +87,10 @@ def test_a_row_depends_on_its_own_seed_and_position_only():
 @pytest.mark.usefixtures("untyped")
 def test_bad_settings_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        Sampling(**arguments)
+        SamplingParams(**arguments)
 
 
 @pytest.mark.usefixtures("untyped")
 def test_numbers_of_any_kind_are_one_setting():
     """One setting is one compiled program."""
-    assert hash(Sampling(np.float32(0.5), np.int64(3), 1)) == hash(Sampling(0.5, jnp.int32(3), 1.0))
+    assert hash(SamplingParams(np.float32(0.5), np.int64(3), 1)) == hash(SamplingParams(0.5, jnp.int32(3), 1.0))

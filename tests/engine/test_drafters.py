@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax.cache import Batch
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.decode import Sampling
-from dsv4_jax.decode.step import kept_lengths
+from dsv4_jax.decode import SamplingParams
+from dsv4_jax.decode.step import accepted_lengths
 from dsv4_jax.engine import Drafter, Engine, MTPDrafter, PromptLookup
 from dsv4_jax.engine.drafters import accept
 from dsv4_jax.host import KVCacheManager
@@ -18,7 +18,7 @@ from tests.paths import PACKAGED
 
 
 SPAN = 176  # of positions: every pair of phases of the HCA rate 16 (and so of 4) and of the rings of 8 + 3 rows
-WARM = Sampling(temperature=1.0)
+WARM = SamplingParams(temperature=1.0)
 START = [131]  # prompts of up to four tokens run in the program of decode steps: one less to compile
 
 
@@ -43,7 +43,7 @@ def engine_of(small, manager, text, count=0, right=0):
     return Engine(small[0], manager, token_budget=12, drafter=Scripted(text, count, right))
 
 
-@pytest.fixture(scope="module", params=[Sampling(), WARM], ids=["greedy", "sampled"])
+@pytest.fixture(scope="module", params=[SamplingParams(), WARM], ids=["greedy", "sampled"])
 def plain(request, small, wide):
     """(how it was drawn, the text of a request without drafts, log-probabilities of its tokens)."""
     options = dict(max_new_tokens=SPAN + 3, sampling=request.param, seed=4)
@@ -63,7 +63,7 @@ def plain(request, small, wide):
 # Drawn tokens are verified as greedy ones are: one number of drafts is enough for them.
 @pytest.mark.parametrize(
     "plain,count",
-    [(Sampling(), 1), (Sampling(), 2), (Sampling(), 3), (WARM, 3)],
+    [(SamplingParams(), 1), (SamplingParams(), 2), (SamplingParams(), 3), (WARM, 3)],
     ids=["greedy-1", "greedy-2", "greedy-3", "sampled-3"],
     indirect=["plain"],
 )
@@ -107,7 +107,7 @@ def test_sampling_keeps_the_target_distribution(small, wide):
     counts, drafter, seeds = [], None, 400
     for half in range(2):
         engine = Engine(small[0], wide(), token_budget=12, drafter=drafter)
-        options = dict(max_new_tokens=3, sampling=Sampling(temperature=1.0, top_k=3))
+        options = dict(max_new_tokens=3, sampling=SamplingParams(temperature=1.0, top_k=3))
         made = [engine.add(START, seed=half * seeds + seed, **options) for seed in range(seeds)]
         finish(engine)
         counts.append(np.bincount([r.generated[1] for r in made], minlength=160))
@@ -168,17 +168,19 @@ def test_lengths_on_the_device_count_what_is_accepted(turns, random):
     assert got.tolist() == want
 
 
-KEPT = jax.jit(kept_lengths)
+KEPT = jax.jit(accepted_lengths)
 
 
 @pytest.mark.slow
 def test_the_packaged_models_drafts_are_mostly_right_and_change_nothing():
     model = load_checkpoint(PACKAGED, DSV4Config.from_hf(PACKAGED, mtp=True))
     sizes = dict(num_blocks=4, max_requests=4, max_context=128, max_query_tokens=3)
-    engine = Engine(model, KVCacheManager(model.config, **sizes), token_budget=24, drafter=MTPDrafter(), uniform=True)
+    engine = Engine(
+        model, KVCacheManager(model.config, **sizes), token_budget=24, drafter=MTPDrafter(), batch_invariant=True
+    )
     prompt = list(b"And God said unto Moses")
     pairs = []
-    for sampling in (Sampling(), WARM):
+    for sampling in (SamplingParams(), WARM):
         options = dict(max_new_tokens=48, sampling=sampling)
         pairs.append([engine.add(prompt, draft_tokens=k, **options) for k in (0, 2)])
     finish(engine)

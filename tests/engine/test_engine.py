@@ -9,15 +9,22 @@ import pytest
 from rich.console import Console
 
 from dsv4_jax.cache import request_rows as moves
-from dsv4_jax.decode import CompiledModel, Sampling, sample_step
+from dsv4_jax.decode import CompiledModel, SamplingParams, sample_step
 from dsv4_jax.engine import Engine, PromptLookup, scheduler
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
-WARM = Sampling(temperature=1.0)
+WARM = SamplingParams(temperature=1.0)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(160, size=n).tolist() for n in (3, 40, 1, 21, 16, 75)]
-SAMPLINGS = [WARM, Sampling(), Sampling(0.7, top_k=20), Sampling(1.3, top_p=0.9), Sampling(), Sampling(1.0, 5, 0.5)]
+SAMPLINGS = [
+    WARM,
+    SamplingParams(),
+    SamplingParams(0.7, top_k=20),
+    SamplingParams(1.3, top_p=0.9),
+    SamplingParams(),
+    SamplingParams(1.0, 5, 0.5),
+]
 # All that an engine runs on the device.
 PROGRAMS = (
     sample_step, moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks,
@@ -179,7 +186,7 @@ def test_a_uniform_engine_has_one_program(small, roomy, wide):
     options = dict(max_new_tokens=30, sampling=WARM, seed=6)
     texts = []
     for manager, drafter in ((roomy, Silent()), (wide(), PromptLookup())):
-        engine = make(small, manager, drafter=drafter, uniform=True)
+        engine = make(small, manager, drafter=drafter, batch_invariant=True)
         assert engine.warm_up() == {"mixed": BUDGET}
         texts.append(engine.add(PROMPTS[1], **options))
         drain(engine)

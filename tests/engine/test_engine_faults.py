@@ -8,7 +8,7 @@ import copy
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import CompiledModel, Sampling
+from dsv4_jax.decode import CompiledModel, SamplingParams
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache
 from tests.host.faults import ENGINE, HOST, Fault, Inject, consistent
@@ -165,7 +165,7 @@ def test_a_fault_anywhere_leaves_a_whole_engine(lives, name, files, every, opcod
 def test_a_request_that_cannot_be_prepared_fails_alone(monkeypatch):
     monkeypatch.setattr(CompiledModel, "sample_step", formula_step)
     life = Life()
-    bad = life.engine.add(ids(5), max_new_tokens=4, sampling=Sampling(1.0), id="bad")
+    bad = life.engine.add(ids(5), max_new_tokens=4, sampling=SamplingParams(1.0), id="bad")
     life.add(7, 0, 4)
     object.__setattr__(bad.sampling, "top_k", 2**31)  # as no argument can make it
     outputs = life.engine.step()

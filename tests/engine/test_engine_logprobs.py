@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dsv4_jax.decode import CompiledModel, Sampling, decode_loop
+from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
 from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
 from dsv4_jax.host import PrefixCache
 from dsv4_jax.parallel.mesh import make_mesh
@@ -16,7 +16,7 @@ from tests.decode.bigram import MODEL, DraftingBigram, check
 from tests.host.managers import BLOCK, CONFIG, ids, make
 
 
-WARM = Sampling(1.0, top_k=2)  # repeats itself, so that some drafts are right
+WARM = SamplingParams(1.0, top_k=2)  # repeats itself, so that some drafts are right
 LONG = [*ids(40), *ids(9)]
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache import PoolGroup
-from dsv4_jax.decode import Sampling
+from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import CacheCorruptionError, PrefixCache
 
 
-WARM = Sampling(temperature=1.0)
+WARM = SamplingParams(temperature=1.0)
 RNG = np.random.default_rng(9)
 SYSTEM = RNG.integers(160, size=37).tolist()
 MESSAGES = [[RNG.integers(160, size=n).tolist() for n in sizes] for sizes in ((5, 30, 9), (21, 2, 16), (11, 13, 40))]

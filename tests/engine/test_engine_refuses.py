@@ -33,9 +33,9 @@ def test_bad_requests_change_nothing(small, roomy, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(sampling=0.8), r"sampling=0.8 must be a Sampling, such as Sampling\(temperature=0.8\)"),
-        (dict(sampling=None), "sampling=None must be a Sampling"),
-        (dict(sampling=dict(temperature=1.0)), "sampling={'temperature': 1.0} must be a Sampling"),
+        (dict(sampling=0.8), r"sampling=0.8 must be a SamplingParams, such as SamplingParams\(temperature=0.8\)"),
+        (dict(sampling=None), "sampling=None must be a SamplingParams"),
+        (dict(sampling=dict(temperature=1.0)), "sampling={'temperature': 1.0} must be a SamplingParams"),
         (dict(seed=math.nan), "seed=nan must be a whole number"),
         (dict(seed="a"), "seed='a' must be a whole number"),
         (dict(priority=math.nan), "priority=nan must be a whole number"),

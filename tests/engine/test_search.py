@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import Sampling, top_step
+from dsv4_jax.decode import SamplingParams, topk_step
 from dsv4_jax.engine import Engine, beam_search, n_best
 from dsv4_jax.host import CacheFullError, KVCacheManager
 
 
-WARM = Sampling(temperature=1.0)
+WARM = SamplingParams(temperature=1.0)
 PROMPT = np.random.default_rng(7).integers(160, size=37).tolist()
 CHUNK = 13
 
@@ -83,7 +83,7 @@ def naive_beams(model, make, prompt, beams, steps, stops):
         cache, slot = manager.init_cache(), manager.admit()
         for start in range(0, len(tokens), CHUNK):
             batch = manager.prepare_forward({slot: tokens[start : start + CHUNK]}, prefill_size=CHUNK + 3)
-            best, ids, cache = top_step(model, cache, batch, k=2 * beams)
+            best, ids, cache = topk_step(model, cache, batch, k=2 * beams)
         return zip(*jax.device_get((best[slot], ids[slot])), strict=True)
 
     alive, ended = [([], 0.0)], []
@@ -149,7 +149,7 @@ def test_more_beams_than_the_vocabulary_has_tokens(small):
 @pytest.mark.slow
 def test_one_beam_is_greedy(small, wide):
     (best,) = beam_search(small[0], wide(), PROMPT, beams=1, max_new_tokens=6, chunk=CHUNK)
-    assert best.tokens == alone(small, wide(), PROMPT, 0, max_new_tokens=6, sampling=Sampling())[0]
+    assert best.tokens == alone(small, wide(), PROMPT, 0, max_new_tokens=6, sampling=SamplingParams())[0]
 
 
 def test_bad_searches_are_refused(small, wide):
@@ -157,7 +157,7 @@ def test_bad_searches_are_refused(small, wide):
     options = dict(max_new_tokens=4, sampling=WARM)
     for change, message in (
         (dict(n=0), "n=0 must be at least 1"),
-        (dict(n=2, sampling=Sampling()), "n=2 greedy answers would all be the same"),
+        (dict(n=2, sampling=SamplingParams()), "n=2 greedy answers would all be the same"),
     ):
         with pytest.raises(ValueError, match=message):
             n_best(small[0], manager, PROMPT, **options | change)

@@ -79,8 +79,8 @@ def test_a_cache_too_small_for_several_steps(small, wide):
 
 
 def test_not_with_drafts(small, roomy):
-    for options in (dict(drafter=PromptLookup()), dict(uniform=True)):
-        with pytest.raises(ValueError, match="num_scheduler_steps=6 must be 1 with a drafter, or uniform="):
+    for options in (dict(drafter=PromptLookup()), dict(batch_invariant=True)):
+        with pytest.raises(ValueError, match="num_scheduler_steps=6 must be 1 with a drafter, or batch_invariant="):
             several(small, roomy, **options)
 
 

@@ -12,7 +12,7 @@ from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
-from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, join_projections
+from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, fuse_projections
 from dsv4_jax.ops import apply_rope, norm_rope
 from tests.nn.reference import f64, rms_norm, rope
 
@@ -187,8 +187,8 @@ def sharing(config):
     return SharingConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_layers_that_share_entries_keys_and_selections(sharing, draw, joined):
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_that_share_entries_keys_and_selections(sharing, draw, fused):
     carry, x = StepCarry(), jnp.asarray(draw(4, sharing.hidden_size))
     for spec, expected in zip(SPECS, CALLS, strict=True):
         attention = Attention(sharing, spec.layer, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -196,7 +196,7 @@ def test_layers_that_share_entries_keys_and_selections(sharing, draw, joined):
         handle = RecordingHandle()
         # Numbers of their own, to tell whose selection a later layer gets.
         object.__setattr__(handle, "chosen", jnp.full((4, 4), spec.layer, jnp.int32))
-        _, carry, _ = (join_projections(attention) if joined else attention)(x, handle, carry)
+        _, carry, _ = (fuse_projections(attention) if fused else attention)(x, handle, carry)
         assert list(handle.calls) == [*expected, "attend"]
         indices = handle.calls["attend"][2]
         if spec.selection is None:

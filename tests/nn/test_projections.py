@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
-from dsv4_jax.nn import DeepseekV4ForCausalLM, JoinedLinear, Linear, Projections, join_projections
+from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, Linear, Projections, fuse_projections
 from dsv4_jax.nn.projections import parameter_readers
-from dsv4_jax.quant import StoredWeight
+from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA
 
 
@@ -30,9 +30,9 @@ class Pair(nnx.Module):
 @pytest.mark.parametrize("rounded", [(True, True), (False, True), (False, False)])
 def test_maps_give_the_same_when_joined(dtype, rounded):
     plain, x = Pair(dtype, dtype, rounded=rounded), jax.random.normal(jax.random.key(0), (3, 8), dtype)
-    joined = join_projections(plain)
-    assert plain.first is not None and joined.first is joined.inner.second is None
-    got, expected = jax.jit(joined)(x), jax.jit(plain)(x)
+    fused = fuse_projections(plain)
+    assert plain.first is not None and fused.first is fused.inner.second is None
+    got, expected = jax.jit(fused)(x), jax.jit(plain)(x)
     assert got.keys() == expected.keys() == {"first", "inner.second"}
     for (path, product), low in zip(expected.items(), rounded, strict=True):
         assert got[path].dtype == product.dtype == (dtype if low else jnp.float32)
@@ -42,13 +42,13 @@ def test_maps_give_the_same_when_joined(dtype, rounded):
 
 
 def test_only_matrices_of_one_dtype_are_joined():
-    assert len(jax.tree.leaves(join_projections(Pair(jnp.float32, jnp.float32)))) == 1
-    assert len(jax.tree.leaves(join_projections(Pair(jnp.float32, jnp.bfloat16)))) == 2
+    assert len(jax.tree.leaves(fuse_projections(Pair(jnp.float32, jnp.float32)))) == 1
+    assert len(jax.tree.leaves(fuse_projections(Pair(jnp.float32, jnp.bfloat16)))) == 2
 
 
 def test_a_joined_product_is_computed_once():
-    joined = join_projections(Pair(jnp.float32, jnp.float32))
-    text = jax.jit(lambda pair, x: pair(x)).lower(joined, jnp.ones((3, 8))).compile().as_text()
+    fused = fuse_projections(Pair(jnp.float32, jnp.float32))
+    text = jax.jit(lambda pair, x: pair(x)).lower(fused, jnp.ones((3, 8))).compile().as_text()
     assert text.count(" dot(") + text.count("custom-call(") == 1, text
 
 
@@ -59,32 +59,32 @@ def values(model):
 def test_joining_moves_every_row_to_its_place(short_config):
     plain = DeepseekV4ForCausalLM(short_config)
     before = values(plain)
-    # One joined now and one that was built so: the same arrays in the same places.
-    for joined in (join_projections(plain), DeepseekV4ForCausalLM(short_config, joined=True)):
-        leaves = jax.tree.leaves(joined)
+    # One fused now and one that was built so: the same arrays in the same places.
+    for fused in (fuse_projections(plain), DeepseekV4ForCausalLM(short_config, fused=True)):
+        leaves = jax.tree.leaves(fused)
         assert sum(leaf.nbytes for leaf in leaves) == sum(leaf.nbytes for leaf in jax.tree.leaves(plain))
-        after = values(joined)
+        after = values(fused)
         assert after.keys() == before.keys()
         for path, value in before.items():
             np.testing.assert_array_equal(after[path], value, err_msg=path)
         # Sliding, CSA, HCA: the layer's input, the latent if there is an indexer, the shared expert's input.
         counts = [
-            [len(module.parts) for _, module in nnx.iter_modules(layer) if isinstance(module, JoinedLinear)]
-            for layer in joined.model.layers
+            [len(module.parts) for _, module in nnx.iter_modules(layer) if isinstance(module, FusedLinear)]
+            for layer in fused.model.layers
         ]
         assert [sorted(each) for each in counts] == [[2, 2], [2, 2, 7], [2, 4]]
         assert len(leaves) == len(jax.tree.leaves(plain)) - sum(n - 1 for each in counts for n in each)
     assert values(plain).keys() == before.keys()
-    assert not any(isinstance(module, JoinedLinear) for _, module in nnx.iter_modules(plain))
+    assert not any(isinstance(module, FusedLinear) for _, module in nnx.iter_modules(plain))
 
 
 def test_loaded_joined_and_saved_as_ever(tmp_path):
     folder = DATA / "official_fp8"
-    plain, joined = (load_checkpoint(folder, joined=joined) for joined in (False, True))
-    assert len(jax.tree.leaves(joined)) < len(jax.tree.leaves(plain))
-    for name, model in dict(plain=plain, joined=joined).items():
+    plain, fused = (load_checkpoint(folder, fused=fused) for fused in (False, True))
+    assert len(jax.tree.leaves(fused)) < len(jax.tree.leaves(plain))
+    for name, model in dict(plain=plain, fused=fused).items():
         save_release(model, tmp_path / name)
-    ours, theirs = (read_checkpoint(tmp_path / name) for name in ("joined", "plain"))
+    ours, theirs = (read_checkpoint(tmp_path / name) for name in ("fused", "plain"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
@@ -92,16 +92,16 @@ def test_loaded_joined_and_saved_as_ever(tmp_path):
 
 
 def test_quantised_matrices_of_few_rows_stay_separate():
-    model = load_checkpoint(DATA / "official_fp8", weights="stored", joined=True)
+    model = load_checkpoint(DATA / "official_fp8", weights="quantized", fused=True)
     attention = model.model.layers[2].self_attn
-    assert isinstance(attention.q_a_proj.weight.get_value(), StoredWeight)
-    assert [[path for path, *_ in each.parts] for each in attention.input_projections.joined] == [
+    assert isinstance(attention.q_a_proj.weight.get_value(), QuantizedWeight)
+    assert [[path for path, *_ in each.parts] for each in attention.input_projections.fused] == [
         ["kv_proj"],  # alone in FP8: one product takes it together with the others
         [f"compressor.{name}" for name in ("kv_proj", "gate_proj")]
         + ([f"compressor.indexer.{name}" for name in ("kv_proj", "gate_proj", "scorer.weights_proj")]
            if attention.compressor.indexer is not None else [])
     ]  # fmt: skip
-    assert not attention.latent_projections.joined
+    assert not attention.latent_projections.fused
 
 
 def test_matrices_in_fp8_share_one():
@@ -112,15 +112,15 @@ def test_matrices_in_fp8_share_one():
         codes = jnp.asarray(rng.integers(0, 127, (rows, 128)), jnp.uint8)
         scale = jnp.asarray(rng.integers(118, 122, (-(-rows // 128), 1)), jnp.uint8)
         linear = Linear(128, rows, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        linear.weight = nnx.Param(StoredWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)))
+        linear.weight = nnx.Param(QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)))
         setattr(owner, name, linear)
     owner.projections = Projections("first", "second", "third")
-    joined = join_projections(owner)
-    assert [path for path, *_ in joined.projections.joined[0].parts] == ["first", "second"]
+    fused = fuse_projections(owner)
+    assert [path for path, *_ in fused.projections.fused[0].parts] == ["first", "second"]
     # The rows of a block of scales would belong to two maps.
-    assert joined.third is not None
-    found, expected = joined.projections(joined, x), owner.projections(owner, x)
-    readers = parameter_readers(joined)
+    assert fused.third is not None
+    found, expected = fused.projections(fused, x), owner.projections(owner, x)
+    readers = parameter_readers(fused)
     for name, product in expected.items():
         np.testing.assert_array_equal(found[name], product)
         np.testing.assert_array_equal(readers[f"{name}.weight"](), getattr(owner, name).weight[...])

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from dsv4_jax.ops import dispatch, use_implementation
-from pallas_kernels.common.support import traced_once
+from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 def refuses(x):
@@ -18,7 +18,7 @@ def refuses(x):
 
 
 def leaves_to_xla(x):
-    raise dispatch.LeftToXla("the kernel is for large numbers")
+    raise dispatch.PreferXla("the kernel is for large numbers")
 
 
 BOTH = {"xla": lambda x: ("xla", x), "mosaic_gpu": lambda x: ("mosaic_gpu", x) if x % 2 == 0 else refuses(x)}
@@ -134,8 +134,8 @@ def stub(x, implementation=None):
 
 
 def program(x):
-    """The stub's results [3] in the body of a loop, in a `traced_once` function, and bare."""
-    once = traced_once()(lambda x, interpret=False: stub(x))
+    """The stub's results [3] in the body of a loop, in a `cached_trace` function, and bare."""
+    once = cached_trace()(lambda x, interpret=False: stub(x))
     looped = jax.lax.while_loop(lambda state: state[0] < 1, lambda state: (state[0] + 1, stub(state[1])), (0, x))[1]
     return jnp.stack([looped, once(x), stub(x)])
 

@@ -51,7 +51,7 @@ def test_attention_layer(model, golden, layer):
 
 
 @pytest.mark.parametrize(
-    "weights", ["float32", "stored", pytest.param("stored", marks=pytest.mark.gpu, id="stored on a GPU")]
+    "weights", ["float32", "quantized", pytest.param("quantized", marks=pytest.mark.gpu, id="stored on a GPU")]
 )
 def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
     np.save(tmp_path / "ids.npy", golden["ids"])
@@ -67,7 +67,7 @@ def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_kernels_multiply_with_the_stored_weights(golden, implementation):
     """Of the folder's weights those whose columns come in 256s; in bfloat16, as kernels take no float32."""
-    model = load_checkpoint(FOLDER, weights="stored")
+    model = load_checkpoint(FOLDER, weights="quantized")
     tensors, _ = join_scales(read_checkpoint(FOLDER))
     x = jnp.asarray(golden["attn_in_1"][0, :5], jnp.bfloat16)
     layer = model.model.layers[1]
@@ -95,7 +95,7 @@ def test_kernels_multiply_with_the_stored_weights(golden, implementation):
 def test_stored_weights_give_the_same_bits():
     """Prefill, and decoding, where few experts are read."""
     logits = []
-    for weights in (None, "stored"):
+    for weights in (None, "quantized"):
         model = load_checkpoint(FOLDER, weights=weights)
         sizes = dict(num_blocks=6, max_requests=1, max_context=96, block_tokens=16)
         host = KVCacheManager(model.config, kv_format="v4", **sizes)

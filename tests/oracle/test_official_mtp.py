@@ -11,7 +11,7 @@ from dsv4_jax.cache.streams import advance_streams
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.decode import CompiledModel, Sampling, decode_loop
+from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
 from dsv4_jax.decode.drafts import draft, forward_for_drafts, newest_tokens
 from dsv4_jax.decode.step import last_tokens
 from dsv4_jax.engine import Engine, MTPDrafter, generate, stream
@@ -60,7 +60,7 @@ def step(model, cache, batch):
     choice = jnp.argmax(logits, axis=1).astype(jnp.int32)
     newest = newest_tokens(choice, jnp.where(last >= 0, batch.positions[at], -1))
     seeds = jnp.zeros((slots,), jnp.uint32)
-    tokens, draft_logits, cache = draft(model, cache, streams[at], newest, Sampling(), seeds, count=K)
+    tokens, draft_logits, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, count=K)
     return dict(streams=streams[at], logits=logits, draft_tokens=tokens, draft_logits=draft_logits), cache
 
 
@@ -234,7 +234,7 @@ def engine_of(compiled, prefix=False, requests=3):
     """All steps in one program: a row's sums do not depend on how many drafts there are."""
     host = manager_of(compiled.module, requests)
     shared = PrefixCache(host, key="") if prefix else None
-    return Engine(compiled, host, token_budget=8 * requests, drafter=MTPDrafter(), prefix=shared, uniform=True)
+    return Engine(compiled, host, token_budget=8 * requests, drafter=MTPDrafter(), prefix=shared, batch_invariant=True)
 
 
 def length_that_ends_with_drafts(golden, row):
@@ -303,7 +303,7 @@ def test_the_engine_accepts_as_many_after_a_prefix_hit(compiled, golden):
 
 def test_drafts_change_no_drawn_token(compiled, golden):
     """Drafts share the random bits of the tokens they guess, so tokens are equal and drafts are often right."""
-    engine, warm = engine_of(compiled), Sampling(temperature=1.0, top_k=20)
+    engine, warm = engine_of(compiled), SamplingParams(temperature=1.0, top_k=20)
     pairs = []
     for seed in range(4):
         options = dict(max_new_tokens=24, sampling=warm, seed=seed)
@@ -322,7 +322,9 @@ def test_drafts_keep_the_models_distribution(compiled, golden):
     """The token after the first one, which drafts guess, is as often each id as softmax says."""
     # Many at once, and prompts so short that a step reads all of theirs.
     engine, prompt, options = engine_of(compiled, requests=16), golden["ids"][0, :7], dict(max_new_tokens=3)
-    draws = [engine.add(prompt, seed=i, sampling=Sampling(temperature=1.0, top_k=4), **options) for i in range(1500)]
+    draws = [
+        engine.add(prompt, seed=i, sampling=SamplingParams(temperature=1.0, top_k=4), **options) for i in range(1500)
+    ]
     finish(engine)
     assert engine.metrics.acceptance > 0.05
     firsts = np.bincount([request.generated[0] for request in draws], minlength=160)
@@ -375,7 +377,10 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
 def test_drawn_tokens_are_the_same_by_every_road(model, golden):
     """A stop in one row, prompts of unequal lengths; with 1 to 3 drafts in the loop on the device, and streamed."""
     long, short = golden["greedy_prompt"].tolist()
-    prompts, options = [long, short[:5]], dict(max_new_tokens=30, sampling=Sampling(temperature=1.0), seed=3, chunk=8)
+    prompts, options = (
+        [long, short[:5]],
+        dict(max_new_tokens=30, sampling=SamplingParams(temperature=1.0), seed=3, chunk=8),
+    )
     free = generate(model, manager_of(model), prompts, **options)
     stop = next(token for token in free[0][5:] if token not in free[1])
     want = [free[0][: free[0].index(stop) + 1], free[1]]

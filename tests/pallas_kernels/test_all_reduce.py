@@ -11,8 +11,8 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from pallas_kernels.all_reduce import all_reduce
-from pallas_kernels.common.mailbox import BLOCKS, GENERATIONS, HALVES, PLACE, ROUNDS, counter, mailbox_bytes, place
-from pallas_kernels.common.mlir_helpers import THREADS
+from pallas_kernels.mgpu.mailbox import BLOCKS, GENERATIONS, HALVES, PLACE, ROUNDS, counter, mailbox_bytes, place
+from pallas_kernels.mgpu.mlir import THREADS
 from tests.pallas_kernels.kernels import registers
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from dsv4_jax.quant import StoredWeight
-from pallas_kernels.common.stored_weights import FP4
-from pallas_kernels.common.support import MULTIPROCESSORS
+from dsv4_jax.quant import QuantizedWeight
 from pallas_kernels.experts.experts import ExpertsProblem
+from pallas_kernels.matmul.quantized_weights import FP4
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_stored_linear import random_weight
 
@@ -26,7 +26,7 @@ def random_experts(seed, number, rows, columns, kind="FP4"):
         return jax.random.normal(keys[0], (number, rows, columns), jnp.bfloat16) * jnp.bfloat16(2.0**-5)
     codes = jax.random.bits(keys[0], (number, rows, columns // 2), jnp.uint8)
     scale = jax.random.randint(keys[1], (number, rows, columns // 32), 118, 123).astype(jnp.uint8)
-    return StoredWeight(codes, scale, "FP4", jnp.dtype(jnp.bfloat16))
+    return QuantizedWeight(codes, scale, "FP4", jnp.dtype(jnp.bfloat16))
 
 
 def operands(tokens, chosen, number, depth, inner, kind="FP4", *, shared=None):

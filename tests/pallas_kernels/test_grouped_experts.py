@@ -18,12 +18,12 @@ MODULE = sys.modules["pallas_kernels.experts.grouped_experts"]
 
 @pytest.fixture(autouse=True)
 def many_tokens(monkeypatch):
-    monkeypatch.setattr(sys.modules["dsv4_jax.ops.experts"], "MOST_PAIRS", 0)
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.experts"], "MAX_PAIRS", 0)
 
 
 @pytest.mark.parametrize(("inner", "kind"), [(512, "FP4"), (256, "FP4"), (256, "BF16")])
 def test_interpreted(monkeypatch, inner, kind):
-    monkeypatch.setattr(MODULE, "MOST_INPUTS", 16)
+    monkeypatch.setattr(MODULE, "MAX_INPUTS", 16)
     x, _, *others = operands(18, 1, 3, 512, inner, kind)
     # One has more pairs than a tile, and one none.
     compare("interpret", x, jnp.asarray([[1]] * 17 + [[2]], jnp.int32), *others)

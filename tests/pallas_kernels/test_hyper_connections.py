@@ -130,8 +130,8 @@ def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
         pytest.skip("needs two GPUs")
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
 
-    @functools.partial(jax.jit, static_argnames=("joined", "times"))
-    def run(table, arrays, *, joined, times):
+    @functools.partial(jax.jit, static_argnames=("fused", "times"))
+    def run(table, arrays, *, fused, times):
         def local(table, arrays):
             *others, y, mixing = arrays
             share = 0.25 + 0.5 * jax.lax.axis_index("model").astype(y.dtype)
@@ -139,7 +139,7 @@ def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
             def call(_, carry):
                 streams, y, mixing = carry
                 y = y * share
-                if joined:
+                if fused:
                     arrays = streams, *others[1:], y, mixing
                     streams, x, again = ops.hyper_connections(*arrays, implementation="mosaic_gpu", **OPTIONS)
                 else:
@@ -162,7 +162,7 @@ def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
         (3, 4096, HEAD, 3),
     ):
         arrays = jax.device_put(operands(tokens, width, rows), jax.NamedSharding(mesh, jax.P()))
-        found, want = (jax.device_get(run(table, arrays, joined=joined, times=times)) for joined in (True, False))
+        found, want = (jax.device_get(run(table, arrays, fused=fused, times=times)) for fused in (True, False))
         for mine, other in zip(found, want, strict=True):
             assert mine[0].tobytes() == mine[1].tobytes() == other[0].tobytes() and np.isfinite(np.float32(mine)).all()
 

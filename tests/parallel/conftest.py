@@ -32,7 +32,7 @@ def model():
 def run_engine(model, config, mesh=None, **options):
     """Runs all prompts in an engine of one program; (the tokens each got, the cache, programs)."""
     sizes = dict(num_blocks=12, max_requests=4, max_context=96, block_tokens=16, dtype=jnp.float32) | options
-    engine = Engine(model, KVCacheManager(config, mesh=mesh, **sizes), token_budget=24, uniform=True)
+    engine = Engine(model, KVCacheManager(config, mesh=mesh, **sizes), token_budget=24, batch_invariant=True)
     requests = [engine.add(prompt, max_new_tokens=8) for prompt in PROMPTS]
     while engine.busy:
         engine.step()

@@ -9,7 +9,7 @@ from dsv4_jax.engine import Engine, beam_search, generate
 from dsv4_jax.host import CacheFullError, PrefixCache
 from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
-from dsv4_jax.parallel.on_mesh import on_mesh
+from dsv4_jax.parallel.sharded_step import sharded_step
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.host.managers import BLOCK, ids, make
 from tests.ops.pools import same_bytes
@@ -83,7 +83,7 @@ def test_a_prefix_is_found_where_its_blocks_are():
         (cache,) = begin((), cache, batch)
         prefix.observe(cache, slot, tokens)
 
-    begin = jax.jit(on_mesh(lambda _, cache, batch: (cache.begin_step(batch),)), donate_argnums=1)
+    begin = jax.jit(sharded_step(lambda _, cache, batch: (cache.begin_step(batch),)), donate_argnums=1)
     slot, hit = admit(ids(33))
     assert (slot, hit) == (0, 0)
     learn(slot, ids(33))

@@ -18,11 +18,11 @@ from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import CompiledModel, forward
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
-from dsv4_jax.nn import join_projections, shardings
+from dsv4_jax.nn import fuse_projections, shardings
 from dsv4_jax.ops import all_gather, all_reduce, model_index, use_implementation
 from dsv4_jax.ops.dispatch import REQUIRE_KERNELS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
-from dsv4_jax.parallel.mesh import check_cuts, check_mesh, make_mesh, parse_mesh
+from dsv4_jax.parallel.mesh import check_mesh, check_shardable, make_mesh, parse_mesh
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.host.managers import make, random_cache
 from tests.ops.pools import same_bytes
@@ -31,14 +31,14 @@ from tests.parallel.conftest import run_engine
 from tests.paths import PACKAGED
 
 
-def on_mesh(model, devices):
+def sharded_step(model, devices):
     mesh = make_mesh({"model": devices})
     return jax.device_put(model, shardings(model, mesh)), mesh
 
 
 @pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
-    cut, mesh = on_mesh(model, devices)
+    cut, mesh = sharded_step(model, devices)
     layer = cut.model.layers[1]
     parts = {
         name: parameter.get_value().addressable_shards[0].data.shape
@@ -94,14 +94,14 @@ def test_a_reduction_is_rounded_once_and_equal_everywhere():
 
     specs = jax.P("model"), jax.P(), jax.P("model")
     parts = jax.device_put(x, jax.NamedSharding(mesh, specs[0]))
-    total, joined, index = jax.shard_map(local, mesh=mesh, out_specs=specs, check_vma=False)(parts)
+    total, fused, index = jax.shard_map(local, mesh=mesh, out_specs=specs, check_vma=False)(parts)
     total = np.asarray(total)
     assert all(part.tobytes() == total[0].tobytes() for part in total)
     # bfloat16 of a float32 sum in any order: next to that of the float64 sum, where that lies between two.
     want = x.astype(np.float64).sum(axis=0)
     np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=2**-8, atol=1e-6)
     assert np.mean(total[0] == want.astype(jnp.bfloat16)) > 0.99
-    np.testing.assert_array_equal(joined, np.concatenate(x, axis=1))
+    np.testing.assert_array_equal(fused, np.concatenate(x, axis=1))
     np.testing.assert_array_equal(index, np.arange(8))
 
 
@@ -139,17 +139,17 @@ def test_model_and_cache_must_lie_on_one_mesh():
 
 def test_maps_that_are_cut_alike_are_joined(model):
     """The shared expert's two, on each device its rows of both; queries, which are cut, not with what is copied."""
-    cut, _ = on_mesh(model, 4)
-    joined = join_projections(cut)
-    mlp, own = joined.model.layers[1].mlp.shared_experts, cut.model.layers[1].mlp.shared_experts
-    (both,) = mlp.input_projections.joined
+    cut, _ = sharded_step(model, 4)
+    fused = fuse_projections(cut)
+    mlp, own = fused.model.layers[1].mlp.shared_experts, cut.model.layers[1].mlp.shared_experts
+    (both,) = mlp.input_projections.fused
     assert [part[:2] for part in both.parts] == [("gate_proj", 32), ("up_proj", 32)]
     for name in ("gate_proj", "up_proj"):
         want = getattr(own, name).weight.get_value()
         found = both.matrix(name)
         assert found.sharding == want.sharding
         np.testing.assert_array_equal(found, want)
-    queries = [own.parts for own in joined.model.layers[1].self_attn.latent_projections.joined]
+    queries = [own.parts for own in fused.model.layers[1].self_attn.latent_projections.fused]
     assert sorted(path for ((path, *_),) in queries) == ["compressor.indexer.q_b_proj", "q_b_proj"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
 
@@ -170,17 +170,17 @@ def test_maps_that_are_cut_alike_are_joined(model):
 
 def test_joined_maps_are_not_cut(model):
     with pytest.raises(ValueError, match=r"model\.layers\.0.*joins maps that a mesh cuts: place the model first"):
-        on_mesh(join_projections(model), 2)
+        sharded_step(fuse_projections(model), 2)
 
 
 def test_sizes_that_a_mesh_does_not_divide():
     config = DSV4Config.from_hf(PACKAGED)
-    check_cuts(config, {"model": 2})
+    check_shardable(config, {"model": 2})
     with pytest.raises(ValueError, match=r"model=4 does not divide o_groups=2, vocab_size=258; .* cut in 1, 2$"):
-        check_cuts(config, {"model": 4})
+        check_shardable(config, {"model": 4})
     with pytest.raises(ValueError, match="model=8 does not divide num_attention_heads=4"):
         KVCacheManager(config, num_blocks=4, max_context=128, mesh=make_mesh({"model": 8}))
-    check_cuts(DSV4Config.v4_flash(), {"model": 8})
+    check_shardable(DSV4Config.v4_flash(), {"model": 8})
 
 
 @pytest.mark.parametrize("text", ["", "4", "model", "model=0", "model=x", "model=2,model=2", "heads=2", "model=-1"])

@@ -87,10 +87,12 @@ def server(serve_again):
 def serve_again(bytes_model, make_manager, tokenizer):
     """serve_again(**options) -> another server of the same programs."""
 
-    def make(free=BLOCKS, debug=False, uniform=False, **options):
+    def make(free=BLOCKS, debug=False, batch_invariant=False, **options):
         manager = make_manager(free)
         prefix = PrefixCache(manager, key="tiny", debug=debug)
-        run = dict(token_budget=24, drafter=PromptLookup(), prefix=prefix, uniform=uniform, max_logprobs=20)
+        run = dict(
+            token_budget=24, drafter=PromptLookup(), prefix=prefix, batch_invariant=batch_invariant, max_logprobs=20
+        )
         engine = Engine(bytes_model[0], manager, **run)
         return serving(engine, tokenizer, **options)
 

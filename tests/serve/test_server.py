@@ -10,7 +10,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from dsv4_jax.decode import Sampling
+from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import generate
 from dsv4_jax.serve import answers
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
@@ -29,7 +29,9 @@ def expected(bytes_model, make_manager, tokenizer):
     texts = []
     for first in range(0, len(PROMPTS), SLOTS):
         prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS[first : first + SLOTS]]
-        options = dict(max_new_tokens=TOKENS, sampling=Sampling(0.9, 0, 0.95), seed=first, stop_tokens=(257,), chunk=21)
+        options = dict(
+            max_new_tokens=TOKENS, sampling=SamplingParams(0.9, 0, 0.95), seed=first, stop_tokens=(257,), chunk=21
+        )
         for prompt, tokens in zip(prompts, generate(bytes_model[0], make_manager(), prompts, **options), strict=True):
             texts.append(tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :])
     return texts
@@ -276,7 +278,7 @@ def test_models_health_and_pages(server):
     ],
 )
 def test_a_mistake_is_named(server, body, param, message, monkeypatch):
-    monkeypatch.setattr(answers, "_MOST_LOGPROBS", 200_000)
+    monkeypatch.setattr(answers, "_MAX_LOGPROBS", 200_000)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     response = server.http.post(path, json=dict(max_tokens=1) | body)
     if message is None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server(serve_again):
     """With checksums of cached blocks: one that changed would fail the request that reads it."""
-    with serve_again(free=14, debug=True, uniform=True) as server:
+    with serve_again(free=14, debug=True, batch_invariant=True) as server:
         yield server
 
 

@@ -108,7 +108,7 @@ def test_interpreted(name, step):
 def test_planned_interpreted(monkeypatch):
     """As for many tokens, the shares come from outside of the kernel."""
     kernel = importlib.import_module("pallas_kernels.indexer_scores.indexer_scores")
-    monkeypatch.setattr(kernel, "MOST_SEARCHED", 0)
+    monkeypatch.setattr(kernel, "MAX_SEARCHED", 0)
     rng = np.random.default_rng(3)
     slots, positions = [1] * 10 + [-1, 0], [*range(330, 340), -1, 63]
     check(paged(FORMATS["v4"], rng, lengths=[40, 90], max_blocks=3), *queries(rng, 12), slots, positions, "interpret")
@@ -169,7 +169,7 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import indexer_scores
-from pallas_kernels.common.layouts import KeyLayout
+from pallas_kernels.formats.layouts import KeyLayout
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 layouts = {4: KeyLayout(128, 32, "e8m0", hadamard=True), 8: KeyLayout(128, 16, "e4m3", hadamard=False)}

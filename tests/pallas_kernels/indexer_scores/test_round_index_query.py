@@ -12,8 +12,8 @@ from dsv4_jax.ops.indexer_scores import round_index_query_operands
 from dsv4_jax.quant import kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
 from pallas_kernels import round_index_query
-from pallas_kernels.common.row_encoder import e2m1_codes
-from pallas_kernels.common.unpack import e2m1_value
+from pallas_kernels.formats.row_encoder import e2m1_codes
+from pallas_kernels.mgpu.unpack import e2m1_value
 from tests.pallas_kernels.kernels import registers
 
 
@@ -102,7 +102,7 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import round_index_query
-from pallas_kernels.common.layouts import KeyLayout
+from pallas_kernels.formats.layouts import KeyLayout
 v4, per_entry = KeyLayout(128, 32, "e8m0", hadamard=True), KeyLayout(128, 16, "e4m3", hadamard=False)
 for name, layout in dict(v4=v4, per_entry=per_entry).items():
     f = functools.partial(round_index_query, layout=layout)

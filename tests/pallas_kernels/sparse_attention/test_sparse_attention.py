@@ -13,7 +13,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.ops.dense_rows import dense_rows
-from pallas_kernels.sparse_attention import Paged, attention_sums, many_queries, sparse_attention
+from pallas_kernels.sparse_attention import Paged, attention_sums, prefill_attention, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
@@ -158,7 +158,7 @@ def attend_many(args, new_kv, implementation):
     rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=implementation)
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * INV_FREQ[None, :]
     angles = jnp.cos(angle), jnp.sin(angle)
-    return many_queries(q, sinks, rows, angles, blocks=2, interpret=implementation == "interpret")
+    return prefill_attention(q, sinks, rows, angles, blocks=2, interpret=implementation == "interpret")
 
 
 @pytest.mark.parametrize("count", [70, None, 0])
@@ -190,9 +190,9 @@ def test_a_call_whose_rows_could_be_too_many_reads_the_pools(spare, monkeypatch)
     window, compressed = args[2:4]
     monkeypatch.setattr(attention, "MANY_TOKENS", len(slots))
     rows = attention.max_runs(window, len(slots)) * compressed.max_entries
-    monkeypatch.setattr(attention, "MOST_DENSE_ROWS", rows + spare)
-    kernel = attention.many_queries
-    monkeypatch.setattr(attention, "many_queries", lambda *a, **k: dense.append(1) or kernel(*a, **k))
+    monkeypatch.setattr(attention, "MAX_DENSE_ROWS", rows + spare)
+    kernel = attention.prefill_attention
+    monkeypatch.setattr(attention, "prefill_attention", lambda *a, **k: dense.append(1) or kernel(*a, **k))
     jitted.cache_clear()
     check("interpret", *args, new_kv=values(rng, len(slots), DIM), inv_freq=INV_FREQ)
     jitted.cache_clear()
@@ -223,7 +223,7 @@ def test_parts_are_added_up(splits):
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2**-8, atol=1e-6)
 
 
-def check_parts(implementation, args):
+def check_divisible(implementation, args):
     """Two devices hold the entries' blocks between them, the first of them the windows: what both add up, combined."""
     q, sinks, window, compressed, indices, slots, positions = args
     rings, pools = ((v.rows.nope, v.rows.rope, v.rows.scale) for v in (window, compressed))
@@ -248,7 +248,7 @@ def check_parts(implementation, args):
 @pytest.mark.parametrize("count", [40, None])
 def test_parts_of_two_devices_interpreted(count):
     args = call(FORMATS["v4"], np.random.default_rng(8), [2, -1], [101, -1], rate=4, count=count, **SMALL)
-    check_parts("interpret", args)
+    check_divisible("interpret", args)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.get_races().races_found
@@ -306,7 +306,7 @@ def test_parts_of_two_devices_on_gpu(tokens, count, heads):
     rng = np.random.default_rng(tokens)
     positions = [int(p) for p in rng.integers(-1, 8000, tokens)]
     slots = list(range(tokens))
-    check_parts("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=heads, rate=4, count=count, **REAL))
+    check_divisible("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=heads, rate=4, count=count, **REAL))
 
 
 @pytest.mark.gpu
@@ -354,10 +354,10 @@ def test_window_alone_on_gpu(heads):
 def test_compiles_for_h100_with_hardly_a_spill():
     printed = compile_in_process("""
 import jax, jax.numpy as jnp
-from pallas_kernels.common.layouts import RowLayout
+from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.sparse_attention.combine import combine
 from dsv4_jax.ops.dense_rows import dense_rows
-from pallas_kernels.sparse_attention import DenseRows, Paged, many_queries, sparse_attention
+from pallas_kernels.sparse_attention import DenseRows, Paged, prefill_attention, sparse_attention
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jnp.float32)):
@@ -387,7 +387,7 @@ rows = DenseRows(bfloats(2175, 512), bfloats(16384, 512), ints(2048, 512), ints(
 angles = S((2048, 32), jnp.float32), S((2048, 32), jnp.float32)
 sums = S((1, 40, 64, 512), jnp.float32), S((1, 40, 2, 64), jnp.float32), S((64,), jnp.float32)
 compile_for_h100("combine", combine, *sums, ints(1), S((32,), jnp.float32))
-compile_for_h100("many", many_queries, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, angles)
+compile_for_h100("many", prefill_attention, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, angles)
 """)
     spills = dict.fromkeys(re.findall(r"^kernel (\S+)", printed, re.MULTILINE), 0)
     name = None

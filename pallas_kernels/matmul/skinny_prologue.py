@@ -1,0 +1,183 @@
+"""Inputs of few tokens on their way to shared memory, in the order in which `quantized_weights` unpacks weights."""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.matmul.quantized_weights import COLUMNS, MULTIPLIERS, UNIT, WeightLayout
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.unpack import fp8_pairs, halves
+from pallas_kernels.runtime.launch import primitive
+
+
+@primitive
+def store_factors(factors, source, eps: float, group: jax.Array) -> None:
+    """factors[n] = 1 / sqrt(mean(source[n]**2) + eps), by four warpgroups together; a barrier has to follow.
+
+    Args:
+      factors: [N] float32 in shared memory, N at least T.
+      source: [T, K] bfloat16 in global memory, K a multiple of 256.
+      eps: added to the mean square.
+      group: number of the warpgroup, 0 .. 3, a scalar.
+    """
+    for n in range(source.shape[0]):
+
+        @pl.when(n % MULTIPLIERS == group)
+        def _(n=n):
+            row = source[n].astype(jnp.float32)
+            factors[n] = lax.rsqrt(jnp.mean(row * row) + eps)
+
+
+@store_factors.mosaic
+def _(factors, source, eps, group):
+    tokens, columns = source.shape
+    warps = MULTIPLIERS * mlir.THREADS // mlir.WARP
+
+    def emit(factors, source, group):
+        warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(group)) * (warps // MULTIPLIERS)
+        lane = thread_ops.lane()
+
+        def add_row(i):
+            row = warp + i * warps
+            with thread_ops.when(row < tokens):
+                total = mlir.f32(0.0)
+                for start in range(0, columns, 8 * mlir.WARP):
+                    at = row * (columns // 8) + (lane + start // 8)
+                    at = arith.shli(arith.extui(mlir.int_type(64), at.value), mlir.i64(4))
+                    words = mlir.ptx(_FETCH, mlir.at(mlir.global_pointer(source), at), results=[mlir.int_type()] * 4)
+                    for value in _floats(words):
+                        total = thread_ops.fma(value, value, total)
+                for distance in (16, 8, 4, 2, 1):
+                    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+                    other = thread_ops.ptx(code, thread_ops.bits(total))
+                    total = arith.addf(total, thread_ops.as_float(other))
+                mean = thread_ops.fma(total, mlir.f32(1 / columns), mlir.f32(eps))
+                code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
+                factor = mlir.ptx(code, mean, results=mlir.f32_type())
+                with thread_ops.when(lane.equals(0)):
+                    thread_ops.store(thread_ops.shared(factors) + (row << 2), thread_ops.bits(factor))
+
+        thread_ops.loop(-(-tokens // warps), add_row)
+
+    mlir.inline(emit, factors, source, group)
+
+
+_FETCH = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+
+
+def _floats(words):
+    """The values of pairs of bfloat16."""
+    for word in map(U32, words):
+        for half in (word << 16, word & 0xFFFF0000):
+            yield thread_ops.as_float(half)
+
+
+@primitive
+def load_inputs(
+    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout, norm: tuple = ()
+) -> None:
+    """Copies rows of inputs to shared memory, by four warpgroups together, in the order in which weights are unpacked.
+
+    A barrier has to follow.
+
+    Args:
+      inputs: [N / 8, units, 8, 32] bfloat16; a unit's values are in another order there on a GPU.
+      source: [.., width] bfloat16 in global memory, which this kernel may have written.
+      rows: [N] int32 in shared memory: row n of the inputs is row `rows[n] // divisor`; where negative, that of the
+        first. Or a number: that of rows, the first ones.
+      column: the first one, a multiple of 64.
+      columns: how many, a multiple of 128.
+      group: number of the warpgroup, 0 .. 3, a scalar.
+      layout: of the weights.
+      norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is
+        multiplied, factor first, before it is rounded.
+    """
+    units = columns // UNIT
+    share = units // MULTIPLIERS
+    for n in range(rows if isinstance(rows, int) else inputs.shape[0] * COLUMNS):
+        row = jnp.int32(n) if isinstance(rows, int) else jnp.where(rows[n] < 0, rows[0], rows[n])
+        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)]
+        if norm:
+            weight, factors = norm
+            values = weight[pl.ds(column, units * UNIT)] * (values.astype(jnp.float32) * factors[n])
+        values = values.astype(jnp.bfloat16).reshape(units, UNIT)
+        for i in range(share):
+            unit = group * share + i
+            inputs[n // COLUMNS, unit, n % COLUMNS] = values[unit]
+
+
+@load_inputs.mosaic
+def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
+    tiles, units, _, _ = inputs.shape
+    eights, threads = columns // 8, MULTIPLIERS * mlir.THREADS
+    # Rows at once, in different threads, and in one thread: a norm takes registers.
+    lines = max(1, threads // eights)
+    count = rows if isinstance(rows, int) else tiles * COLUMNS
+    together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
+
+    def emit(inputs, source, column, group, *more):
+        table, norm_refs = more[: len(tables)], more[len(tables) :]
+        thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * mlir.THREADS
+        there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
+        base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
+
+        def normed(words, n, eight):
+            start = mlir.at(mlir.global_pointer(norm_refs[0]), mlir.to_i64(mlir.scalar(column)), mlir.f32_type())
+            start = mlir.at(start, arith.extui(mlir.int_type(64), (eight << 5).value))
+            found = (mlir.ptx(_FETCH, mlir.at(start, 16 * i), results=[mlir.int_type()] * 4) for i in range(2))
+            weights = [thread_ops.as_float(U32(word)) for four in found for word in four]
+            factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(norm_refs[1]) + (n << 2)))
+            values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _floats(words), strict=True)]
+            code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+            pairs = zip(values[1::2], values[::2], strict=True)
+            return [mlir.ptx(code, *pair, results=mlir.int_type(), pure=True) for pair in pairs]
+
+        def copy(n, row, eight):
+            """8 columns, which one thread of a product has; returns how to go on once they are there."""
+            offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
+            offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
+            words = mlir.ptx(_FETCH, mlir.at(base, offset), results=[mlir.int_type()] * 4)
+            words = normed(words, n, eight) if norm_refs else words
+            unit, inner, words = _placed(eight, [U32(x) for x in words], layout)
+            place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
+            return lambda: thread_ops.store_vector(there + place, words)
+
+        def row_of(n):
+            if not table:
+                return n
+            row, first = (thread_ops.load(thread_ops.shared(table[0]) + (i << 2)) for i in (n, U32(0)))
+            return U32(arith.cmpi(arith.CmpIPredicate.slt, row.value, mlir.i32(0))).where(first, row)
+
+        def copy_columns(eight, line):
+            """A thread's columns of every `lines`th row, the last row maybe twice."""
+
+            def copy_some(i):
+                numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
+                for put in [copy(n, row_of(n), eight) for n in numbers]:
+                    put()
+
+            thread_ops.loop(-(-count // (lines * together)), copy_some)
+
+        for first in range(0, eights, threads):
+            if lines > 1:
+                with thread_ops.when(thread < lines * eights):
+                    copy_columns(thread % eights, thread // eights)
+            else:
+                with thread_ops.when(thread + first < eights):
+                    copy_columns(thread + first, U32(0))
+
+    tables = [] if isinstance(rows, int) else [rows]
+    mlir.inline(emit, inputs, source, jnp.int32(column), group, *tables, *norm)
+
+
+def _placed(eight, words, layout):
+    """(unit, thread of four, values) of the columns `8 * eight ..`, in the order of this thread's weights."""
+    if layout.bits == 4:
+        # A word of eight codes: pairs of codes i and i + 4.
+        pairs = [halves(words[i // 2], words[2 + i // 2], i % 2) for i in range(4)]
+        return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
+    return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, fp8_pairs(words)

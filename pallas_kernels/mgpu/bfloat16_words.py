@@ -1,0 +1,68 @@
+"""Words of two bfloat16, four at a time, and products of them, for code that is written for one thread."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32
+
+
+PARTS = 3  # bfloat16 of a float32
+
+
+def load_four(pointer: Any) -> list[U32]:
+    """16 bytes of global memory that the kernel does not write."""
+    code = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
+
+
+def load_pair(pointer: Any) -> list[U32]:
+    """8 bytes of such memory."""
+    return [U32(x) for x in mlir.ptx("ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer, results=[mlir.int_type()] * 2)]
+
+
+def store_four(pointer: Any, four: Sequence[U32]) -> None:
+    """Stores 16 bytes to global memory."""
+    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *(word.value for word in four))
+
+
+def store_shared(address: U32, four: Sequence[U32]) -> None:
+    """Stores 16 bytes to shared memory."""
+    thread_ops.ptx_effect("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *four)
+
+
+def unpack(word: U32) -> list[Any]:
+    """A word's two bfloat16 as MLIR float32."""
+    return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
+
+
+def pack(low: Any, high: Any) -> U32:
+    """Two MLIR float32, rounded to a word of two bfloat16."""
+    code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
+
+
+def split(four: Sequence[U32]) -> Iterator[list[U32]]:
+    """The high, middle and low parts of the bits of four float32, each two words: exact as their sum."""
+    rest = [thread_ops.as_float(x) for x in four]
+    for _ in range(PARTS):
+        both = [pack(*rest[i : i + 2]) for i in (0, 2)]
+        pieces = [piece for word in both for piece in unpack(word)]
+        rest = [arith.subf(x, piece) for x, piece in zip(rest, pieces, strict=True)]
+        yield both
+
+
+def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32]) -> list[Any]:
+    """acc [16, 8] float32 + a [16, 16] @ b [16, 8]: the four values, four words and two words of one lane.
+
+    Lane 4 * i + j has columns 2 * j and 2 * j + 1 of the sum, in row i and then in row i + 8; rows i and i + 8 of a, of
+    which it has four terms, in the order (row i, row i + 8) of the first two, then of the last two; and column i of b.
+    Which four of the 16 terms it has does not matter as long as it is the same ones of both.
+    """
+    code = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return mlir.ptx(code, *(word.value for word in (*a, *b)), *acc, results=[mlir.f32_type()] * 4)

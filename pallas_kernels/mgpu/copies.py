@@ -1,0 +1,131 @@
+"""Rows of global memory on their way to shared memory, copied by the threads that read them back (`cp.async`).
+
+A vector lies over a warpgroup as in `vectors`.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, nvvm
+
+from pallas_kernels.mgpu import mlir, vectors
+from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.runtime.launch import primitive
+
+
+@primitive
+def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int = 0, other=None) -> None:
+    """Starts to copy row `row + below` of `source` [.., width] to `target` [size] in shared memory, float32.
+
+    Every thread copies exactly what it reads back, `size / 128` values from its `column` [128] int32 on. With `other`,
+    a negative row is row -1 - row of that array, and `below` is 0.
+    """
+    held = target.shape[0] // THREADS
+    columns = jnp.repeat(column, held) + jnp.tile(lax.iota(jnp.int32, held), THREADS)
+    if other is None:
+        target[...] = source[row + below][columns]
+    else:
+        read = lambda: source[jnp.maximum(row, 0)], lambda: other[jnp.maximum(-1 - row, 0)]
+        target[...] = lax.cond(row >= 0, *read)[columns]
+
+
+@start_copy.mosaic
+def _(target, source, row, column, *, below=0, other=None):
+    held = target.shape[0] // THREADS
+
+    def emit(target, row, column, source, other=None):
+        row, column = (mlir.to_i64(mlir.scalar(x)) for x in (row, column))
+        base = mlir.global_pointer(source)
+        if other is not None:
+            is_first = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i64(0))
+            row = arith.select(is_first, row, arith.subi(mlir.i64(-1), row))
+            base = arith.select(is_first, base, mlir.global_pointer(other))
+        width = source.type.shape[1]
+        offset = arith.addi(arith.muli(row, mlir.i64(width)), column)
+        there = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
+        own = arith.muli(mlir.thread(64), mlir.i64(held))
+        here = mlir.at(mlir.shared_pointer(target), own, mlir.f32_type())
+        cache = nvvm.LoadCacheModifierKind.CG if held == 4 else nvvm.LoadCacheModifierKind.CA
+        nvvm.cp_async_shared_global(here, there, 4 * held, cache)
+
+    vectors.inline(emit, target, row, column, source, *([] if other is None else [other]))
+
+
+@primitive
+def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
+    """Starts to copy rows to shared memory, [rows * size] float32, rows a multiple of 4, from `column` of each row on.
+
+    After `wait_copies` and `sync_warp` a warp may read its columns of them. `pieces` are (array [.., width] float32 in
+    global memory, row, begin) with int32 scalars: rows r >= begin of the target are rows `row + r` of the array, up to
+    those of the next piece.
+    """
+
+    def read(r, pieces):
+        *others, (array, row, begin) = pieces
+        if not others:
+            return array[row + r, pl.ds(column, size)]
+        return lax.cond(r >= begin, lambda: array[row + r, pl.ds(column, size)], lambda: read(r, others))
+
+    target[...] = jnp.concatenate([read(r, pieces) for r in range(target.shape[0] // size)])
+
+
+@start_rows.mosaic
+def _(target, pieces, *, column, size):
+    rows, held = target.shape[0] // size, size // THREADS
+    # A thread copies 4 values, and has `held`: a warp's columns are 8 * held threads wide, and 4 / held rows high.
+    wide, high = 8 * held, 4 // held
+
+    def emit(target, column, *operands):
+        thread = mlir.thread(64)
+        lane = arith.remui(thread, mlir.i64(WARP))
+        first_row = arith.divui(lane, mlir.i64(wide))
+        inner = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * held))
+        inner = arith.addi(inner, arith.muli(arith.remui(lane, mlir.i64(wide)), mlir.i64(4)))
+        place = arith.addi(arith.muli(first_row, mlir.i64(size)), inner)
+        target = mlir.at(mlir.shared_pointer(target), place, mlir.f32_type())
+        sources = []
+        for array, row, begin in zip(operands[::3], operands[1::3], operands[2::3], strict=True):
+            width = array.type.shape[1]
+            offset = arith.muli(arith.addi(mlir.to_i64(mlir.scalar(row)), first_row), mlir.i64(width))
+            offset = arith.addi(arith.addi(offset, mlir.to_i64(mlir.scalar(column))), inner)
+            left = arith.subi(mlir.scalar(begin), arith.trunci(mlir.int_type(), first_row))
+            sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, left))
+        for r in range(0, rows, high):
+            source: Any = None
+            for pointer, width, left in sources:
+                pointer = mlir.at(pointer, 4 * r * width)
+                reached = arith.cmpi(arith.CmpIPredicate.sge, mlir.i32(r), left)
+                source = pointer if source is None else arith.select(reached, pointer, source)
+            nvvm.cp_async_shared_global(mlir.at(target, 4 * r * size), source, 16, nvvm.LoadCacheModifierKind.CG)
+
+    mlir.inline(emit, target, column, *(x for piece in pieces for x in piece))
+
+
+@primitive
+def commit_copies() -> None:
+    """Makes one group of all copies that this thread started since the last."""
+
+
+commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
+
+
+@primitive
+def wait_copies(pending: int) -> None:
+    """Waits for the copies that this thread started, but for the last `pending` groups of them."""
+
+
+@wait_copies.mosaic
+def _(pending):
+    mlir.inline(lambda: nvvm.cp_async_wait_group(pending))
+
+
+@primitive
+def sync_warp() -> None:
+    """Waits for the warp's threads, which costs next to nothing: loads and copies stay on their side of it."""
+
+
+sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))

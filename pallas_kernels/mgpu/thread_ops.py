@@ -1,0 +1,310 @@
+"""Unsigned 32-bit integers of one thread, with Python's operators, and instructions on them.
+
+For code that is written for one thread and put into a kernel by `inline`: addresses in shared memory, atomics,
+shuffles, barriers, and the shared memory of other blocks of the cluster.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf
+
+from pallas_kernels.mgpu import mlir
+
+
+def _operator(operation: Callable[[Any, Any], Any]) -> "Callable[[U32, U32 | int], U32]":
+    return lambda x, y: U32(operation(x.value, U32(y).value))
+
+
+def _comparison(predicate: str) -> "Callable[[U32, U32 | int], U32]":
+    return _operator(lambda x, y: arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y))
+
+
+class U32:
+    """An unsigned 32-bit integer, or a condition (one bit), that the kernel computes."""
+
+    def __init__(self, value: "U32 | int | Any"):
+        if isinstance(value, U32):
+            value = value.value
+        self.value = mlir.i32(value & 0xFFFFFFFF) if isinstance(value, int) else value
+
+    __add__, __sub__, __mul__ = _operator(arith.addi), _operator(arith.subi), _operator(arith.muli)
+    __floordiv__, __mod__ = _operator(arith.divui), _operator(arith.remui)
+    __and__, __or__, __xor__ = _operator(arith.andi), _operator(arith.ori), _operator(arith.xori)
+    __lshift__, __rshift__ = _operator(arith.shli), _operator(arith.shrui)
+    __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
+    equals, minimum, maximum = _comparison("eq"), _operator(arith.minui), _operator(arith.maxui)
+
+    def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
+        """`yes` where this condition holds, else `no`."""
+        return U32(arith.select(self.value, U32(yes).value, U32(no).value))
+
+
+def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = None) -> Any:
+    """`mlir_helpers.inline` with U32, for references and arrays of 128 values or a multiple of 512.
+
+    `emit` is called with references as they are, with scalars and arrays [128] as a U32, bools as 0 or 1, and with this
+    thread's part of other arrays as a list of MLIR values. It returns None, a U32, which is int32[128] to the
+    warpgroup, or such a list, whose values each thread gets back; their order in the array is unspecified.
+    """
+
+    def unpacked(arg):
+        if not isinstance(arg, mgpu.FragmentedArray):
+            return arg
+        values = mlir.values(arg)
+        return U32(values[0]) if len(values) == 1 else values
+
+    def run(*args):
+        result = emit(*map(unpacked, args))
+        return [result.value] if isinstance(result, U32) else result
+
+    args = tuple(arg.astype(jnp.int32) if arg.dtype == bool else arg for arg in args)
+    return mlir.inline(run, *args, layout=vector_layout, returns=returns)
+
+
+def vector_layout(shape: tuple[int, ...]) -> Any:
+    """How `inline`'s arrays lie over the threads."""
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
+
+
+def ptx(code: str, *args: U32 | int) -> U32:
+    """The result `$0` of instructions on `args`, `$1` and so on; they may read memory."""
+    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type()))
+
+
+def pure(code: str, *args: U32 | int) -> U32:
+    """As `ptx`, of instructions whose result depends on `args` alone."""
+    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=True))
+
+
+def ptx_effect(code: str, *args: U32 | int) -> None:
+    """Instructions without a result on `args`, `$0` and so on."""
+    mlir.ptx(code, *(U32(x).value for x in args))
+
+
+# --- threads ---
+
+
+def thread() -> U32:
+    """This thread's number in its block."""
+    return U32(nvvm.read_ptx_sreg_tid_x(results=[mlir.int_type()]))
+
+
+def lane() -> U32:
+    """This thread's number in its warp."""
+    return thread() & 31
+
+
+def warp() -> U32:
+    """This warp's number in its block, known to be uniform; all lanes have to ask for it."""
+    return U32(mgpu.utils.warp_idx())
+
+
+# --- control ---
+
+
+@contextlib.contextmanager
+def when(condition: U32) -> Iterator[None]:
+    """What is emitted within it runs where the condition holds."""
+    with mgpu.utils.when(condition.value):
+        yield
+
+
+def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: U32) -> list[U32]:
+    """`carried = body(i, *carried)` for i = 0 .. count - 1; returns the last carried values."""
+    start, stop, step = (U32(x).value for x in (0, count, 1))
+    for_op: Any = scf.ForOp(start, stop, step, [x.value for x in carried])
+    with ir.InsertionPoint(for_op.body):
+        results = body(U32(for_op.induction_variable), *map(U32, for_op.inner_iter_args))
+        scf.yield_([x.value for x in results or ()])
+    return [U32(result) for result in for_op.results]
+
+
+def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Sequence[Any]]) -> list[Any]:
+    """MLIR values, replaced by `others()` where the condition holds."""
+    branch: Any = scf.IfOp(condition.value, [value.type for value in values], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(others())
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(values)
+    return list(branch.results)
+
+
+def sync() -> None:
+    """Waits for all threads of the block; orders their accesses to shared memory."""
+    ptx_effect("bar.sync 0;")
+
+
+def cluster_arrive() -> None:
+    ptx_effect("barrier.cluster.arrive.release.aligned;")
+
+
+def cluster_wait() -> None:
+    """Waits for all threads of the cluster to arrive; orders their accesses to the shared memory of all blocks."""
+    ptx_effect("barrier.cluster.wait.acquire.aligned;")
+
+
+# --- memory; addresses count bytes ---
+
+
+def shared(ref: Any, offset: U32 | int = 0) -> U32:
+    """The address of 32-bit word `offset` of a reference in shared memory."""
+    base = U32(llvm.ptrtoint(mlir.int_type(), mlir.shared_pointer(ref)))
+    return base + (offset << 2)
+
+
+def peer(address: U32, block: U32 | int) -> U32:
+    """The address of the same place in the shared memory of another block of the cluster."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, block)
+
+
+def load(address: U32) -> U32:
+    return ptx("ld.shared.u32 $0, [$1];", address)
+
+
+def load_vector(address: U32) -> list[U32]:
+    """Four values from a multiple of 16 bytes on."""
+    code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
+    return [U32(x) for x in mlir.ptx(code, address.value, results=[mlir.int_type()] * 4)]
+
+
+def store(address: U32, value: U32 | int) -> None:
+    ptx_effect("st.shared.u32 [$0], $1;", address, value)
+
+
+def store_vector(address: U32, values: Sequence[U32]) -> None:
+    """Stores four values from a multiple of 16 bytes on."""
+    ptx_effect("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
+
+
+def store_peer(address: U32, value: U32) -> None:
+    ptx_effect("st.shared::cluster.u32 [$0], $1;", address, value)
+
+
+def fetch_add(address: U32, value: U32 | int) -> U32:
+    """Adds atomically; returns what was there."""
+    return ptx("atom.shared.add.u32 $0, [$1], $2;", address, value)
+
+
+def add(address: U32, value: U32 | int) -> None:
+    """Adds atomically."""
+    ptx_effect("red.shared.add.u32 [$0], $1;", address, value)
+
+
+def add_peer(address: U32, value: U32) -> None:
+    ptx_effect("red.relaxed.cluster.shared::cluster.add.u32 [$0], $1;", address, value)
+
+
+def set_bits(address: U32, bits: U32) -> None:
+    ptx_effect("red.shared.or.b32 [$0], $1;", address, bits)
+
+
+def load_global(ref: Any, index: U32) -> U32:
+    """Element `index` of a contiguous reference to 32-bit values in global memory."""
+    base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
+    return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", U32(base), index)
+
+
+def store_global(ref: Any, index: U32, value: U32) -> None:
+    """Stores to element `index` of a contiguous reference to 32-bit values in global memory."""
+    base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
+    code = "{ .reg .b64 a; mad.wide.u32 a, $1, 4, $0; st.global.u32 [a], $2; }"
+    ptx_effect(code, U32(base), index, value)
+
+
+# --- bits and warps ---
+
+
+def count_bits(x: U32) -> U32:
+    return ptx("popc.b32 $0, $1;", x)
+
+
+def lowest_bit(x: U32) -> U32:
+    """The number of the lowest bit that is set; 32 if none is."""
+    return ptx("{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", x)
+
+
+def highest_bit(x: U32) -> U32:
+    """x with only its highest set bit left; 0 for 0."""
+    return ptx("{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }", x)
+
+
+def warp_sum(x: U32) -> U32:
+    """The sum over the lanes of the warp."""
+    return ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x)
+
+
+def warp_min(x: U32) -> U32:
+    """The least over the lanes of the warp."""
+    return ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", x)
+
+
+def warp_max(x: U32) -> U32:
+    """The largest over the lanes of the warp."""
+    return ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", x)
+
+
+def warp_prefix_sum(x: U32) -> U32:
+    """The sum over the lanes up to this one, itself included."""
+    code = """{ .reg .pred p; .reg .b32 r; shfl.sync.up.b32 r|p, $1, $2, 0, 0xffffffff; @!p mov.b32 r, 0;
+        add.u32 $0, r, $1; }"""
+    for distance in (1, 2, 4, 8, 16):
+        x = ptx(code, x, distance)
+    return x
+
+
+def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
+    """(the sum over threads before this one, the sum over all); synchronises the block, of at most 32 warps.
+
+    `scratch`: address of 32 bits for each warp, which no thread reads or writes until the next synchronisation.
+    """
+    up_to, own_warp = warp_prefix_sum(x), warp()
+    with when(lane().equals(31)):
+        store(scratch + (own_warp << 2), up_to)
+    sync()
+    sums = (lane() < warps).where(load(scratch + (lane() << 2)), 0)
+    before = warp_sum((lane() < own_warp).where(sums, 0))
+    return before + up_to - x, warp_sum(sums)
+
+
+# --- float32 ---
+
+
+def bits(value: Any) -> U32:
+    """The bits of an MLIR float32."""
+    return U32(arith.bitcast(mlir.int_type(), value))
+
+
+def as_float(x: U32) -> Any:
+    """The MLIR float32 of these bits."""
+    return arith.bitcast(mlir.f32_type(), x.value)
+
+
+def fma(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of MLIR float32, rounded once."""
+    return math.fma(x, y, z)
+
+
+def lane_sums(terms: Sequence[Any]) -> U32:
+    """The bits of the warp's sum of term i, in lane i; 32 MLIR float32, or None for nothing (the sum is 0)."""
+    terms = list(terms)
+    while len(terms) > 1:
+        half = len(terms) // 2
+        upper = (lane() & half) > 0
+        zero = mlir.f32(0.0)
+
+        def merged(low, high, half=half, upper=upper, zero=zero):
+            if low is None and high is None:
+                return None
+            low, high = (zero if x is None else x for x in (low, high))
+            kept, sent = (arith.select(upper.value, *pair) for pair in ((high, low), (low, high)))
+            return arith.addf(kept, mgpu.utils.shfl_bfly(sent, half))
+
+        terms = [merged(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
+    return bits(terms[0])

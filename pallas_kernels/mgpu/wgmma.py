@@ -1,0 +1,190 @@
+"""Products of `wgmma`, [64, columns] float32 in registers: adding to them, and moving them to blocks and memory."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.launch import primitive
+
+
+# Of operands of bfloat16 in shared memory.
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def _layout(_):
+    return plgpu.Layout.WGMMA
+
+
+@primitive
+def multiply_add(acc: jax.Array, a, b) -> jax.Array:
+    """acc + a @ b: [64, columns] float32, of bfloat16; b in shared memory, a there or in registers."""
+    # The interpreter has no product with a start value and none of an operand in registers.
+    return acc + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
+
+
+@multiply_add.mosaic
+def _(acc, a, b):
+    multiply: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
+    return multiply(plgpu.ACC.init(acc))
+
+
+@primitive
+def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
+    """`multiply_add` of one left operand and several right ones; waits for all products together."""
+    return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
+
+
+@multiply_add_all.mosaic
+def _(accs, a, bs):
+    def multiply(refs):
+        for ref, b in zip(refs, bs, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    run: Any = pl.run_state(multiply)
+    return run(tuple(plgpu.ACC.init(acc) for acc in accs))
+
+
+@primitive
+def put(inbox, values: jax.Array) -> None:
+    """Writes values to `inbox`, for `add` to read.
+
+    `inbox`: [64 * columns] float32 shared memory; interpreted, [64, columns].
+    """
+    inbox[...] = values
+
+
+@put.mosaic
+def _(inbox, values):
+    def emit(inbox, values):
+        start = _own_pairs(inbox)
+        for i, pair in enumerate(values.registers.flat):
+            llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
+
+    mlir.inline(emit, inbox, values, layout=_layout)
+
+
+def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
+    """`put` to a block, an int32 scalar, on whose barrier, [2] int32 of `transaction_barriers`, the bytes count."""
+
+    def emit(inbox, values, block, barrier):
+        pointers = _own_pairs(inbox), mlir.shared_pointer(barrier)
+        addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
+        start, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
+        for i, pair in enumerate(values.registers.flat):
+            words = [mgpu.utils.bitcast(vector.extract(pair, [], [j]), mlir.int_type()) for j in range(2)]
+            transaction_barriers.send(start + 8 * mlir.THREADS * i, words, counted)
+
+    mlir.inline(emit, inbox, values, block, barrier, layout=_layout)
+
+
+@primitive
+def add(values: jax.Array, inbox) -> jax.Array:
+    """`values` and what `put` left in this block's `inbox`."""
+    return values + inbox[...]
+
+
+@add.mosaic
+def _(values, inbox):
+    def emit(values, inbox):
+        start = _own_pairs(inbox)
+        for i, pair in enumerate(values.registers.flat):
+            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+            yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
+
+    return mlir.inline(emit, values, inbox, layout=_layout, returns=values)
+
+
+@primitive
+def put_shared(ref, values: jax.Array) -> None:
+    """Writes values to shared memory, bfloat16 [64, columns] with `TRANSFORMS`, or one a row, [64] float32.
+
+    Unlike an assignment it waits for no other thread: what was read or written there before has to be known to be done,
+    and a barrier at which every thread arrives has to follow, for `wgmma` a fence before it.
+    """
+    ref[...] = values
+
+
+@put_shared.mosaic
+def _(ref, values):
+    def emit(ref, values):
+        if len(values.shape) == 1:
+            values.store_untiled(ref, optimized=False)
+        else:
+            values.store_tiled(ref, swizzle=128)
+
+    whole = len(values.shape) > 1
+    layout = plgpu.Layout.WGMMA if whole else plgpu.Layout.WGMMA.reduce(1)
+    mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, layout))
+
+
+@primitive
+def add_to(inbox, values: jax.Array) -> None:
+    """Adds values to what `put` left in this block's `inbox`."""
+    inbox[...] = inbox[...] + values
+
+
+@add_to.mosaic
+def _(inbox, values):
+    def emit(inbox, values):
+        start = _own_pairs(inbox)
+        for i, pair in enumerate(values.registers.flat):
+            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+            llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
+
+    mlir.inline(emit, inbox, values, layout=_layout)
+
+
+@primitive
+def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
+    """Writes values [rows, columns] to float32 memory, or to memory [columns, rows], float32 or, rounded, bfloat16.
+
+    In the latter there may be fewer columns: the first ones.
+    """
+    ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
+
+
+@store.mosaic
+def _(ref, values, *, transposed=False):
+    def emit(ref, values):
+        kind = ir.MemRefType(ref.type)
+        (stride, _), _ = kind.get_strides_and_offset()
+        size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
+        layout, width = values.layout, values.shape[1]
+        # Bytes from a row to the next, and from a column to the next.
+        down, right = (size, size * stride) if transposed else (size * stride, size)
+        row, first = next(layout.thread_idxs(values.shape))
+        offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
+        start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
+        # How far one register lies from another does not depend on the thread: constants, which cost no registers.
+        steps = layout.tiling.tile_strides((width, 1))
+        for at in np.ndindex(values.registers.shape):
+            row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
+            pair, place = values.registers[at], row * down + column * right
+            if not transposed:
+                llvm.store(pair, mlir.at(start, place), alignment=8)
+                continue
+            for i, value in enumerate(mlir.values(pair)):
+                value = value if size == 4 else arith.truncf(kind.element_type, value)
+                inside: Any = contextlib.nullcontext()
+                if kind.shape[0] < width:
+                    end = mlir.index(kind.shape[0] - column - i)
+                    inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
+                with inside:
+                    llvm.store(value, mlir.at(start, place + i * right), alignment=size)
+
+    mlir.inline(emit, ref, values, layout=_layout)
+
+
+def _own_pairs(ref):
+    """Where this thread's first pair is; the others follow every 8 * THREADS bytes."""
+    return mlir.at(mlir.shared_pointer(ref), arith.muli(mlir.thread(), mlir.i32(8)))

@@ -1,0 +1,21 @@
+"""Refusing what a kernel does not take, before it is launched."""
+
+import jax
+import jax.numpy as jnp
+
+
+def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -> None:
+    """Raises NotImplementedError unless the array has this dtype and shape (None = any length)."""
+    if array is not None and array.ndim == len(shape) and array.dtype == dtype:
+        if all(want in (None, got) for want, got in zip(shape, array.shape, strict=True)):
+            return
+    wanted = ", ".join("any" if want is None else str(want) for want in shape)
+    got = None if array is None else f"{array.dtype}{list(array.shape)}"
+    raise NotImplementedError(f"the kernel takes {name} as {jnp.dtype(dtype).name}[{wanted}], got {got}")
+
+
+def check_rules(rules: dict[str, bool]) -> None:
+    """Raises NotImplementedError with the first rule that does not hold: what the kernel takes, and what it got."""
+    for rule, holds in rules.items():
+        if not holds:
+            raise NotImplementedError(f"the kernel takes {rule}")

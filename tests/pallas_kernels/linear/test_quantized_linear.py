@@ -1,0 +1,255 @@
+"""The linear kernel of FP8 and bfloat16 weights against float64: interpreted, on a GPU, and compiled for one."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsv4_jax import ops
+from dsv4_jax.quant import QuantizedWeight
+from pallas_kernels.matmul.quantized_weights import FP8
+from tests.pallas_kernels.kernels import registers
+
+
+def random_weight(rng, rows, depth, scales=(110, 124)):
+    """A weight and its values in float64."""
+    codes = rng.integers(0, 256, (rows, depth)).astype(np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # no NaN
+    scale = rng.integers(*scales, (-(-rows // 128), depth // 128)).astype(np.uint8)
+    powers = np.repeat(np.repeat(2.0 ** (scale.astype(np.float64) - 127), 128, axis=0), 128, axis=1)[:rows]
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * powers
+    return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), "FP8", jnp.dtype(jnp.bfloat16)), values
+
+
+def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124), plain=0):
+    """`plain`: how many of the parts, the last ones, are of a second weight, in bfloat16."""
+    rng = np.random.default_rng(tokens)
+    rows = sum(size for size, _ in parts)
+    x = jnp.asarray(rng.standard_normal((tokens, groups * depth)), jnp.bfloat16)
+    plain_rows = sum(size for size, _ in parts[len(parts) - plain :])
+    weight, values = random_weight(rng, rows - plain_rows, depth, scales)
+    if plain:
+        bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
+        weight, values = (weight, jnp.asarray(bfloat16)), np.concatenate([values, bfloat16.astype(np.float64)])
+    found = jax.jit(functools.partial(ops.linear, parts=parts, groups=groups, implementation=implementation))(x, weight)
+    inputs = np.asarray(x, np.float64).reshape(tokens, groups, depth).swapaxes(0, 1)
+    matrices = values.reshape(groups, -1, depth).swapaxes(1, 2)
+    want = (inputs @ matrices).swapaxes(0, 1).reshape(tokens, -1)
+    # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2**-23 of a partial sum;
+    # none is larger than the sum of the products' sizes. bfloat16 has 8 bits.
+    bound = (np.abs(inputs) @ np.abs(matrices)).swapaxes(0, 1).reshape(tokens, -1) * depth / 16 * 2.0**-23
+    bounds = np.cumsum([size for size, _ in parts])[:-1]
+    for (_, rounded), got, expected, atol in zip(
+        parts, found, np.split(want, bounds, axis=1), np.split(bound, bounds, axis=1), strict=True
+    ):
+        assert got.dtype == (jnp.bfloat16 if rounded else jnp.float32)
+        assert got.shape == expected.shape
+        error = np.abs(np.float64(got) - expected)
+        assert (error <= (2.0**-8 * np.abs(expected) if rounded else 0) + atol).all()
+    if implementation == "interpret":
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+        assert not interpret_pallas_call.get_races().races_found
+
+
+def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
+    """The kernel's SwiGLU against that of exact products; a rounded gate or up may go the other way."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
+    weight, values = random_weight(rng, 2 * inner, depth, scales=(115, 120))
+    (got,) = jax.jit(functools.partial(ops.linear, swiglu_limit=limit, implementation=implementation))(x, weight)
+    assert got.shape == (tokens, inner) and got.dtype == jnp.bfloat16
+    gate, up = np.split(np.asarray(x, np.float64) @ values.T, 2, axis=1)
+    assert (gate > limit).any() and (np.abs(up) > limit).any() and (np.abs(up) < limit).any()
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    want = gate / (1 + np.exp(-gate)) * up
+    # gate and up within half a bfloat16 each of values up to the limit, whose factor is at most the limit, and the sum
+    # of what is added in float32; then the result's own rounding.
+    np.testing.assert_allclose(np.float64(got), want, rtol=3 * 2.0**-8, atol=2.0**-8 * limit**2)
+    if implementation == "interpret":
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+        assert not interpret_pallas_call.get_races().races_found
+
+
+# Parts of two dtypes and fewer tokens than columns of a product; groups with inputs of their own.
+@pytest.mark.parametrize(
+    ("tokens", "parts", "depth", "groups"),
+    [(3, ((64, True), (64, False)), 256, 1), (9, ((128, True), (128, False)), 256, 2)],
+)
+def test_interpreted(tokens, parts, depth, groups):
+    check("interpret", tokens, parts, depth, groups)
+
+
+def check_norm(implementation, tokens, rows, depth):
+    """Some values of the norm round the other way in bfloat16: the kernel's sum of squares has an order of its own."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(3 * rng.standard_normal((tokens, depth)), jnp.bfloat16)
+    weight, values = random_weight(rng, rows, depth)
+    norm = rng.uniform(0.5, 2, depth).astype(np.float32)
+    linear = functools.partial(ops.linear, implementation=implementation)
+    (got,) = jax.jit(lambda x, weight, norm: linear(x, weight, norm=(norm, 1e-6)))(x, weight, norm)
+    exact = np.asarray(x, np.float64)
+    exact = norm * exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6)
+    want = exact @ values.T
+    # Half a bfloat16 of each input, as if all went the same way.
+    assert (np.abs(np.float64(got) - want) <= 2.0**-8 * np.abs(exact) @ np.abs(values).T).all()
+    # Nearly all inputs are those of the reference: the products differ by far less than by such roundings.
+    (same,) = ops.linear(x, weight, norm=(jnp.asarray(norm), 1e-6), implementation="xla")
+    assert np.median(np.abs(np.float64(got) - np.float64(same))) <= 2.0**-12 * np.median(np.abs(want))
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(3, 256), (18, 512)])
+def test_norm_interpreted(tokens, depth):
+    check_norm("interpret", tokens, 128, depth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 16, 32])
+@pytest.mark.parametrize(("rows", "depth"), [(40960, 1024), (256, 4096)])
+def test_norm_on_gpu(tokens, rows, depth):
+    check_norm("mosaic_gpu", tokens, rows, depth)
+
+
+# Two blocks: the second's stretch has tiles of the first weight and then those of the other.
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_bfloat16_beside_fp8_interpreted(tokens):
+    check("interpret", tokens, ((128, True), (64, True), (64, False)), 512, plain=1)
+
+
+def test_swiglu_interpreted():
+    check_swiglu("interpret", 3, 128, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "inner", "depth"), [(1, 2048, 4096), (9, 128, 512), (32, 2048, 4096)])
+def test_swiglu_on_gpu(tokens, inner, depth):
+    check_swiglu("mosaic_gpu", tokens, inner, depth)
+
+
+# Where there is no room for the sums of all warpgroups they add to one place, in turn; where there is less, tokens are
+# halved. Two tiles a block: each place is used again.
+@pytest.mark.parametrize(("kilobytes", "places"), [(80, 1), (70, None)])
+def test_less_room_interpreted(kilobytes, places, monkeypatch):
+    module = sys.modules["pallas_kernels.linear.quantized_linear"]
+    monkeypatch.setattr(module, "CLUSTERS", {1: 2})
+    monkeypatch.setattr(module.skinny_gemm, "SHARED_BYTES", kilobytes << 10)
+    parts = ((192, True), (64, False)) if places else ((192, False), (64, True))
+    problem = module._problem(25, ((FP8, 256),), 512, 1, parts, None, 0.0, True)
+    assert (problem and problem.stream.places) == places
+    check("interpret", 25, parts, 512)
+
+
+def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
+    monkeypatch.setattr(sys.modules["pallas_kernels.linear.quantized_linear"], "MIN_STAGES", 24)
+    check("interpret", 8, ((192, False),), 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("parts", "depth", "groups"),
+    [
+        (((32768, True), (8192, True)), 1024, 1),
+        (((1024, True), (512, False)), 4096, 1),
+        (((4096, True),), 8192, 1),
+        (((8192, True),), 4096, 8),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 8, 20, 32])
+def test_on_gpu(tokens, parts, depth, groups):
+    check("mosaic_gpu", tokens, parts, depth, groups)
+
+
+# The maps of the inputs of layers of V4-Flash; a weight of which no block has only whole tiles.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("parts", "depth", "plain"),
+    [
+        (((1024, True), (512, True), (1024, False), (1024, False), (256, False), (256, False), (64, True)), 4096, 5),
+        (((1024, True), (512, True), (512, False), (512, False)), 4096, 2),
+        (((64, True), (320, False)), 512, 1),
+        (((8192, True), (8192, True)), 1024, 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 8, 20, 32])
+def test_bfloat16_beside_fp8_on_gpu(tokens, parts, depth, plain):
+    check("mosaic_gpu", tokens, parts, depth, plain=plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "plain", "depth"), [(1536, 2624, 4096), (1536, 1024, 4096), (4096, 0, 8192)])
+def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((32, depth)), jnp.bfloat16)
+    weights = (random_weight(rng, rows, depth)[0],)
+    if plain:
+        weights += (jnp.asarray(rng.standard_normal((plain, depth)), jnp.bfloat16),)
+    parts = ((rows, False), (plain, False))[: len(weights)]
+    run = jax.jit(functools.partial(ops.linear, parts=parts, implementation="mosaic_gpu"))
+    all_together = run(x, weights)
+    for tokens in (1, 8, 12, 20):
+        for alone, together in zip(run(x[:tokens], weights), all_together, strict=True):
+            np.testing.assert_array_equal(alone, together[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
+def test_scales_far_from_one_on_gpu(scales):
+    check("mosaic_gpu", 8, ((256, False),), 512, scales=scales)
+
+
+@pytest.mark.aot
+def test_compiles_for_h100_without_spills():
+    used = registers("""
+import functools, jax, jax.numpy as jnp
+from pallas_kernels import quantized_linear
+S = jax.ShapeDtypeStruct
+# Clusters of one block and of several.
+for tokens, rows, depth, groups in (1, 32768, 1024, 1), (32, 32768, 1024, 1), (32, 4096, 8192, 1), (8, 8192, 4096, 8):
+    x, codes = S((tokens, groups * depth), jnp.bfloat16), S((rows, depth), jnp.uint8)
+    args = x, ((codes, S((rows // 128, depth // 128), jnp.uint8)),)
+    run = functools.partial(quantized_linear, parts=((rows, True),), groups=groups)
+    compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
+    if groups == 1:
+        norm, some = functools.partial(run, eps=1e-6), S((min(tokens, 16), depth), jnp.bfloat16)
+        compile_for_h100(f"norm{tokens}x{rows}x{depth}", norm, some, *args[1:], S((depth,), jnp.float32))
+        run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
+        compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
+for tokens in 1, 16:
+    weights = (S((1536, 4096), jnp.uint8), S((12, 32), jnp.uint8)), S((2624, 4096), jnp.bfloat16)
+    run = functools.partial(quantized_linear, parts=((1536, True), (2560, False), (64, True)))
+    compile_for_h100(f"mixed{tokens}", run, S((tokens, 4096), jnp.bfloat16), weights)
+""")
+    # One block of 640 threads a multiprocessor.
+    assert len(used) == 12 and max(used.values()) <= 96, used
+
+
+def test_its_gradient_is_that_of_the_reference():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 256)), jnp.bfloat16)
+    weight, _ = random_weight(rng, 64, 256)
+
+    def gradient(implementation):
+        return jax.grad(lambda x: jnp.sum(ops.linear(x, weight, implementation=implementation)[0]))(x)
+
+    np.testing.assert_array_equal(np.float32(gradient("interpret")), np.float32(gradient("xla")))
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    rng = np.random.default_rng(0)
+    weight, _ = random_weight(rng, 64, 256)
+    for tokens in (8, 33):
+        with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
+            ops.linear(jnp.zeros((tokens, 256), jnp.float32), weight, implementation="interpret")
+    narrow, _ = random_weight(rng, 64, 128)
+    with pytest.raises(NotImplementedError, match="columns in multiples of 256, got 128"):
+        ops.linear(jnp.zeros((8, 128), jnp.bfloat16), narrow, implementation="interpret")
+    fp4 = QuantizedWeight(
+        jnp.zeros((64, 128), jnp.uint8), jnp.zeros((64, 8), jnp.uint8), "FP4", jnp.dtype(jnp.bfloat16)
+    )
+    with pytest.raises(NotImplementedError, match="stored as FP8, got FP4"):
+        ops.linear(jnp.zeros((8, 256), jnp.bfloat16), fp4, implementation="interpret")

@@ -1,0 +1,90 @@
+"""The kernel of FP8 weights with many tokens against float64: interpreted, on a GPU, and compiled for one."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import ops
+from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.linear.test_stored_linear import check, check_swiglu, random_weight
+
+
+MODULE = sys.modules["pallas_kernels.linear.quantized_matmul"]
+
+
+# Tiles with fewer rows and tokens than others, parts of two dtypes; several tiles a block, not all in one batch
+# of tiles of tokens, and groups with inputs of their own.
+@pytest.mark.parametrize(
+    ("tokens", "parts", "depth", "groups"),
+    [(5, ((64, True), (128, False)), 256, 1), (70, ((128, True), (128, False)), 128, 2)],
+)
+def test_interpreted(monkeypatch, tokens, parts, depth, groups):
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MAX_STORED_TOKENS", 0)
+    for name, value in dict(MAX_INPUTS=32, MIN_INPUTS=32, TOGETHER=2).items():
+        monkeypatch.setattr(MODULE, name, value)
+    check("interpret", tokens, parts, depth, groups)
+
+
+def test_swiglu_interpreted(monkeypatch):
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MAX_STORED_TOKENS", 0)
+    check_swiglu("interpret", 5, 128, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "inner", "depth"), [(100, 2048, 4096), (2048, 2048, 4096), (300, 384, 512)])
+def test_swiglu_on_gpu(tokens, inner, depth):
+    check_swiglu("mosaic_gpu", tokens, inner, depth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "parts", "depth", "groups"),
+    [
+        # The second block of the last cluster has no rows.
+        (33, ((64, True), (320, True)), 1024, 1),
+        (400, ((64, False), (576, True)), 256, 1),
+        (100, ((1024, True), (512, False)), 4096, 1),
+        (300, ((1024, True),), 512, 4),
+        (2048, ((4096, True),), 4096, 1),
+        (4001, ((1024, True),), 1024, 1),
+    ],
+)
+def test_on_gpu(tokens, parts, depth, groups):
+    check("mosaic_gpu", tokens, parts, depth, groups)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
+def test_scales_far_from_one_on_gpu(scales):
+    check("mosaic_gpu", 40, ((256, False),), 512, scales=scales)
+
+
+@pytest.mark.gpu
+def test_a_token_has_the_same_sums_among_any_others_on_gpu():
+    rng = np.random.default_rng(0)
+    weight, _ = random_weight(rng, 512, 1024)
+    x = jnp.asarray(rng.standard_normal((700, 1024)), jnp.bfloat16)
+    whole, some = (ops.linear(part, weight, implementation="mosaic_gpu")[0] for part in (x, x[300:350]))
+    np.testing.assert_array_equal(np.asarray(whole[300:350]), np.asarray(some))
+
+
+@pytest.mark.aot
+def test_compiles_for_h100_without_spills():
+    used = registers("""
+import functools, jax, jax.numpy as jnp
+from pallas_kernels import quantized_matmul
+S = jax.ShapeDtypeStruct
+# All sizes of accumulators, and tokens and rows past the end of the last tile.
+for tokens, rows, depth, groups in (2048, 32768, 1024, 1), (40, 4096, 8192, 1), (300, 1024, 512, 4), (99, 192, 1024, 1):
+    x, codes = S((tokens, groups * depth), jnp.bfloat16), S((rows, depth), jnp.uint8)
+    args = x, codes, S((-(-rows // 128), depth // 128), jnp.uint8)
+    run = functools.partial(quantized_matmul, parts=((64, False), (rows - 64, True)), groups=groups)
+    compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
+    if groups == 1 and rows > 192:
+        run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
+        compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
+""")
+    # Three warpgroups start with as many each, and may not hold more together.
+    assert len(used) == 6 and set(used.values()) == {168}, used

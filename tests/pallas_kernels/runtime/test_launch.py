@@ -1,0 +1,94 @@
+"""Which implementation of a primitive a kernel gets, and what the checks before a launch say."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, quantised
+from pallas_kernels.mgpu import mlir, vectors
+from pallas_kernels.runtime.launch import interpreting, kernel, primitive
+
+
+@primitive
+def negate(x: jax.Array) -> jax.Array:
+    """-x."""
+    return -x
+
+
+@negate.mosaic
+def _(x):
+    def emit(x):
+        zero = mlir.f32(0.0)
+        return [mlir.ptx("sub.f32 $0, $1, $2;", zero, value, results=zero.type, pure=True) for value in mlir.values(x)]
+
+    return vectors.inline(emit, x, returns=x)
+
+
+def step(_, x):
+    """Of a loop; one function for all kernels, so that JAX may take what it traced before."""
+    return negate(x)
+
+
+def negate_often(interpret):
+    def body(x, out):
+        assert interpreting() == interpret
+        out[...] = lax.fori_loop(0, 3, step, vectors.load(x))
+
+    return kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), interpret=interpret)
+
+
+def test_a_kernel_gets_its_own_implementation_whatever_was_traced_before():
+    x = jnp.arange(128, dtype=jnp.float32)
+    for _ in range(2):
+        # Not its text: JAX 0.12 leaves out what lies within.
+        lowered = jax.jit(negate_often(False)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu_v2" in lowered
+        lowered = jax.jit(negate_often(True)).trace(x).lower(lowering_platforms=("cpu",)).as_text()
+        assert "mosaic_gpu_v2" not in lowered
+    np.testing.assert_array_equal(jax.jit(negate_often(True))(x), -x)
+    assert negate.__doc__ == "-x." and not interpreting()
+
+
+def test_operands_keep_their_structure():
+    def body(operands, out):
+        out[...] = operands["pair"][0][...] + operands["pair"][1][...]
+
+    run = kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), interpret=True)
+    np.testing.assert_array_equal(run(dict(pair=[jnp.ones(128), jnp.ones(128)])), 2)
+
+
+def test_exchanges_and_votes_interpreted():
+    def body(out, votes, scratch):
+        channel = vectors.channels(256)
+        total = vectors.butterfly(jnp.add, channel, 128, 64, scratch)
+        out[...] = total
+        thread = vectors.thread()
+        votes[0] = vectors.count(jnp.where(thread < 5, 1, 0))
+        votes[1] = vectors.lowest_bit(vectors.ballot(jnp.where((thread & 31) >= 7, 1, 0)))
+
+    run = kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)),
+        scratch_types=[plgpu.SMEM((256,), jnp.float32)],
+        interpret=True,
+    )
+    out, votes = run()
+    np.testing.assert_array_equal(out, np.tile(np.arange(256).reshape(4, 64).sum(0), 4))
+    np.testing.assert_array_equal(votes, [5, 7])
+
+
+def test_pools_are_checked_against_their_layout():
+    rows = RowLayout(448, 64, 64)
+    pools = [jnp.zeros((1, 2, 3, width), dtype) for width, dtype in ((448, jnp.uint8), (64, jnp.bfloat16))]
+    check_pools(rows, (*pools, jnp.zeros((1, 2, 3, 8), jnp.uint8)))
+    with pytest.raises(NotImplementedError, match=r"takes scale as float32\[1, 2, 3, 1\], got uint8\[1, 2, 3, 8\]"):
+        check_pools(RowLayout(448, 64, None), (*pools, jnp.zeros((1, 2, 3, 8), jnp.uint8)))
+    with pytest.raises(NotImplementedError, match="takes pools that hold a row"):
+        empty = [jnp.zeros((1, 0, 3, width), jnp.uint8) for width in (64, 4)]
+        check_pools(KeyLayout(128, 32, "e8m0", hadamard=True), tuple(empty))
+    with pytest.raises(NotImplementedError, match="quantised formats, not 'plain'"):
+        quantised(None)
+    assert [RowLayout(n, 64, 64).scale_width for n in (64, 448, 512, 576)] == [8, 8, 8, 16]
