@@ -13,7 +13,7 @@ from pallas_kernels.experts.experts import ExpertsProblem
 from pallas_kernels.matmul.quantized_weights import FP4
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.linear.test_stored_linear import random_weight
+from tests.pallas_kernels.linear.test_quantized_linear import random_weight
 
 
 LIMIT = 7.0
@@ -71,7 +71,7 @@ def check(implementation, *args, **kwargs):
 def compare(implementation, *arrays):
     got, want = np.float64(run(*arrays, implementation=implementation)), reference(*arrays[:5])
     # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are. See also
-    # `test_stored_linear` for single sums.
+    # `test_quantized_linear` for single sums.
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
     np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
     if implementation == "interpret":

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_jax import ops
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.linear.test_stored_linear import check, check_swiglu, random_weight
+from tests.pallas_kernels.linear.test_quantized_linear import check, check_swiglu, random_weight
 
 
 MODULE = sys.modules["pallas_kernels.linear.quantized_matmul"]
