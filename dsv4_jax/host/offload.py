@@ -121,7 +121,7 @@ def resume(
             chunks.append(table.put((ids, part)))
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         where = table.put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
-        # From here on only programs are launched: all data is on the device.
+        # Nothing below can fail on the host: all data is on the device.
         for ids, part in chunks:
             cache = write_blocks(cache, ids, part)
         cache = write_request(cache, *where)
