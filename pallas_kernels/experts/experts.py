@@ -347,12 +347,12 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
             skinny_epilogue.store_rows(out_gmem, sums, tile, pairs_of(n))
         order.tile_stored(i, first_group + group_of(n), tile)
 
-    depth = p.depth if gated else p.inner
-    return Product(p.layout, *matrix, count, depth, 0, gated, rows_of, load_inputs, finish)
+    depth, (codes, scales) = p.depth if gated else p.inner, matrix
+    return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
 
 def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`: all tokens as one group."""
+    """Returns the product of a block's tiles of the shared expert's map `i`, (first, count): all tokens are one group."""
     p, (first, count), gated = order.problem, own, i == GATE_UP
     group = jnp.int32(p.groups)
 
@@ -374,5 +374,5 @@ def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
             skinny_epilogue.store_rows(out_gmem, sums, first + n)
         order.tile_stored(i, group, first + n)
 
-    depth = p.depth if gated else p.shared
-    return Product(FP8, *matrix, count, depth, 0, gated, rows_of, load_inputs, finish)
+    depth, (codes, scales) = p.depth if gated else p.shared, matrix
+    return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
