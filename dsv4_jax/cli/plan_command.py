@@ -84,8 +84,8 @@ class PlanCommand:
         config = _read_config(self.config, mtp=self.drafts > 0)
         sizes = mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one = self.schema(config, self.context)
-        groups, holders = sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel)
-        report = self._report(config, one, memory, weights, _Device(memory - weights, groups, holders))
+        num_shards, holders = sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel)
+        report = self._report(config, one, memory, weights, _Device(memory - weights, num_shards, holders))
         if self.as_json:
             print(json.dumps(report))
         else:
@@ -115,9 +115,9 @@ class PlanCommand:
         counts = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self.schema(config, context)
-            fit = device.groups * device.requests(schema)
+            fit = device.num_shards * device.requests(schema)
             fit = fit if self.max_requests is None else min(fit, self.max_requests)
-            left = device.memory - device.used(schema, -(-fit // device.groups))
+            left = device.memory - device.used(schema, -(-fit // device.num_shards))
             counts.append(
                 dict(context=context, bytes_per_request=device.used(schema, 1), requests=fit, bytes_left=left)
             )
@@ -176,22 +176,22 @@ class _Device:
 
     Attributes:
       memory: bytes for the cache.
-      groups: number of data-parallel groups, each of which holds its own requests.
+      num_shards: number of shards of the requests along the mesh's data axis.
       holders: number of devices that share the blocks of a request.
     """
 
     memory: int
-    groups: int
+    num_shards: int
     holders: int
 
     def used(self, one: "CacheSchema", requests: int) -> int:
-        """Returns the bytes that `requests` full requests of its group take on the device."""
+        """Returns the bytes that `requests` full requests of its shard take on the device."""
         # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
         slot = one.memory_bytes() - one.max_blocks * one.block_bytes
         return requests * slot + -(-requests * one.max_blocks // self.holders) * one.block_bytes
 
     def requests(self, one: "CacheSchema") -> int:
-        """Returns the maximum number of full requests in a group."""
+        """Returns the maximum number of full requests in a shard."""
         slots = one.memory_bytes() + (self.holders - 1) * (one.memory_bytes() - one.max_blocks * one.block_bytes)
         count = self.holders * self.memory // slots
         # A device may hold one block more than its share, because blocks are not divided.
@@ -201,7 +201,7 @@ class _Device:
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
         """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
-        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.groups)
+        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.num_shards)
         fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + entry)
         room = max(0, self.memory - requests * fixed)
         blocks = room * self.holders // (requests * (one.block_bytes + entry * self.holders))

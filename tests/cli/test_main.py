@@ -10,8 +10,7 @@ import sys
 import pytest
 
 import dsv4_jax
-from dsv4_jax.cli import main
-from dsv4_jax.cli import bench_command as bench
+from dsv4_jax.cli import bench_command as bench, main
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.options import use_compilation_cache
 from dsv4_jax.cli.plan_command import PlanCommand
