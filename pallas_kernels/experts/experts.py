@@ -352,7 +352,7 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
 
 
 def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles of the shared expert's map `i`, (first, count): all tokens are one group."""
+    """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
     p, (first, count), gated = order.problem, own, i == GATE_UP
     group = jnp.int32(p.groups)
 
