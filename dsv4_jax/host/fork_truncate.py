@@ -21,7 +21,7 @@ def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[i
         raise ValueError(f"{n=} must be at least 1")
     if not parent.length:
         raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
-    slots = table.find_slots(n, table.part(slot))
+    slots = table.find_slots(n, table.shard(slot))
     full, partial = divmod(parent.length, table.schema.block_tokens)
     shared = parent.blocks[:full]
     with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:

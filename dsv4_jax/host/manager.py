@@ -12,7 +12,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, comput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.forward import prepare_forward
-from dsv4_jax.host.request_table import RequestState, RequestTable, count_parts
+from dsv4_jax.host.request_table import RequestState, RequestTable, count_shards
 from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 from dsv4_jax.quant import KVFormat
@@ -64,16 +64,16 @@ class KVCacheManager(Summarised):
           dtype: the model's dtype.
           max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
           mesh: the devices that the cache lies on, for instance `jax.make_mesh((2, 4), ("data", "model"))`. The axis
-            "data" cuts slots and blocks into parts, each with requests of its own; along "model" each device holds all
-            of a part. `load_checkpoint` takes the same mesh. None = the default device.
-          context_parallel: the devices along "model" hold the compressed entries of a part's requests between them, so
+            "data" cuts slots and blocks into shards, each with requests of its own; along "model" each device holds all
+            of a shard. `load_checkpoint` takes the same mesh. None = the default device.
+          context_parallel: the devices along "model" hold the compressed entries of a shard's requests between them, so
             that there is room for as many times more; windows and compressor states they hold all.
 
         Raises:
           TypeError, ValueError: both or none of `memory` and `num_blocks`, sizes that make no cache, or a mesh that
             does not divide the model, `max_requests` or `num_blocks`.
         """
-        parts = count_parts(mesh)
+        shards = count_shards(mesh)
         if mesh is not None:
             check_mesh(mesh)
             check_shardable(config, mesh.shape)
@@ -89,9 +89,9 @@ class KVCacheManager(Summarised):
             context_parallel=context_parallel,
         )
         if num_blocks is None and memory is not None:
-            slots = max_requests // parts
+            slots = max_requests // shards
             budget = compute_block_budget(config, parse_bytes(memory), **sizes | dict(max_requests=slots))
-            num_blocks = parts * holders * min(budget, -(-slots * -(-max_context // block_tokens) // holders))
+            num_blocks = shards * holders * min(budget, -(-slots * -(-max_context // block_tokens) // holders))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)
@@ -125,7 +125,7 @@ class KVCacheManager(Summarised):
     def block_table(self) -> np.ndarray:
         """[max_requests, max_blocks] int32 copy of the device's block table for admitted slots; -1 = none.
 
-        On a mesh with an axis "data" each part numbers its blocks from 0.
+        On a mesh with an axis "data" each shard numbers its blocks from 0.
         """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
@@ -183,7 +183,7 @@ class KVCacheManager(Summarised):
           num_tokens: how many tokens the request will hold in the end, instead of the prompt or besides it.
 
         Returns:
-          The slot: the lowest free one; on a mesh with an axis "data", of the emptiest part that has room.
+          The slot: the lowest free one; on a mesh with an axis "data", of the emptiest shard that has room.
 
         Raises:
           TypeError, ValueError: bad ids, or more tokens than `max_context` or all the blocks hold.
@@ -219,8 +219,8 @@ class KVCacheManager(Summarised):
 
         Sizes are padded so that few programs get compiled: T to `max_requests`, or beyond it to `prefill_size` or else
         the next power of two; the number of new blocks follows from T and `reserve`. The arrays reach the device in
-        one explicit transfer. On a mesh with an axis "data" each of its parts has so many tokens and slots of its own,
-        those of one part after those of another; all sizes here are those of a part.
+        one explicit transfer. On a mesh with an axis "data" each of its shards has so many tokens and slots of its own,
+        those of one shard after those of another; all sizes here are those of a shard.
 
         Args:
           tokens: for each slot of the step, the ids [n] that follow what it holds.
@@ -232,7 +232,7 @@ class KVCacheManager(Summarised):
             tokens, 0 makes every step one of `prefill_size`.
 
         Returns:
-          The batch; the caller runs it. Requests, of each part, stand in the order of `tokens`.
+          The batch; the caller runs it. Requests, of each shard, stand in the order of `tokens`.
 
         Raises:
           TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, or more tokens than `max_context` in
@@ -306,7 +306,7 @@ class KVCacheManager(Summarised):
         Args:
           cache: the cache; donated.
           slot: the request to copy, after a step.
-          n: how many copies. On a mesh with an axis "data" all are in the request's part.
+          n: how many copies. On a mesh with an axis "data" all are in the request's shard.
 
         Returns:
           (the new slots, the cache).

@@ -13,7 +13,7 @@ from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
 from dsv4_jax.host.request_table import RequestState
-from dsv4_jax.host.shard_placement import best_part
+from dsv4_jax.host.shard_placement import best_shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def resume(
     check_identity(schema, key, offloaded.identity)
     if length > schema.max_context:
         raise ValueError(f"the request holds {length} tokens, max_context={schema.max_context}")
-    (slot,) = table.find_slots(1, best_part(table, max(length, num_tokens or 0)))
+    (slot,) = table.find_slots(1, best_shard(table, max(length, num_tokens or 0)))
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
         blocks, chunks = acquired[slot], []
         for first, ids in table.block_chunks(blocks):

@@ -103,8 +103,8 @@ class PrefixCache:
         self.manager, self.every, self.max_bytes, self.debug = manager, every, max_bytes, debug
         self._table = manager.requests
         root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
-        # A part's blocks can be shared within it only.
-        self._roots = [root, *(_digest(root, repr(part).encode()) for part in range(1, self._table.parts))]
+        # A shard's blocks can be shared within it only.
+        self._roots = [root, *(_digest(root, repr(shard).encode()) for shard in range(1, self._table.num_shards))]
         self._tree = PrefixTree(self._table.allocator)
         self._snapshots: set[CachedBlock] = set()  # nodes that have one
         self._metrics = PrefixMetrics()
@@ -142,7 +142,7 @@ class PrefixCache:
         ids = self.manager.check_ids(prompt_ids)
         paths, found = self._find(ids)
         slot = find_slot(self._table, len(ids), num_tokens, found)
-        path = paths[self._table.part(slot)]
+        path = paths[self._table.shard(slot)]
         hit = path[-1].length if path else 0
         if path:
             check_blocks(self._table, cache, path, f"slot {slot} (new)")
@@ -220,7 +220,7 @@ class PrefixCache:
           TypeError, ValueError: bad ids.
         """
         _, found = self._find(self.manager.check_ids(prompt_ids))
-        return any(fits(self._table, part, num_tokens, prefix) for part, prefix in enumerate(found))
+        return any(fits(self._table, shard, num_tokens, prefix) for shard, prefix in enumerate(found))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """Compares everything that was cached under `debug` with its checksums, for callers who want it at any time.
@@ -253,8 +253,8 @@ class PrefixCache:
         count = min(n_blocks, self.evictable)
         with self._table.transaction():
             for _ in range(count):
-                parts = [part for part, n in enumerate(self._tree.evictable) if n]
-                self._evict(min(map(self._tree.oldest, parts), key=lambda node: node.last_used))
+                shards = [shard for shard, n in enumerate(self._tree.evictable) if n]
+                self._evict(min(map(self._tree.oldest, shards), key=lambda node: node.last_used))
         return count
 
     # --- BlockEvictor ---
@@ -263,15 +263,15 @@ class PrefixCache:
         """The blocks it holds; each counts as one reference."""
         return [node.block for node in self._tree.nodes.values() if node.alive]
 
-    def evictable_in(self, part: int) -> int:
-        """How many blocks of a part it could give up."""
-        return self._tree.evictable[part]
+    def evictable_in(self, shard: int) -> int:
+        """How many blocks of a shard it could give up."""
+        return self._tree.evictable[shard]
 
-    def reclaim(self, n_blocks: int, part: int) -> None:
-        """Gives up so many blocks of a part; it could give up as many."""
+    def reclaim(self, n_blocks: int, shard: int) -> None:
+        """Gives up so many blocks of a shard; it could give up as many."""
         with self._table.transaction():
             for _ in range(n_blocks):
-                self._evict(self._tree.oldest(part))
+                self._evict(self._tree.oldest(shard))
 
     def recount(self) -> None:
         """Rebuilds its counters from the nodes that are alive and the allocator's reference counts."""
@@ -281,7 +281,7 @@ class PrefixCache:
     # --- internals ---
 
     def _find(self, ids):
-        """(by part the nodes of the longest known prefix that has a snapshot and leaves a token to run; how many)."""
+        """(by shard the nodes of the longest known prefix that has a snapshot and leaves a token to run; how many)."""
         paths = [self._find_in(root, ids) for root in self._roots]
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
@@ -305,7 +305,7 @@ class PrefixCache:
 
     def _cache_block(self, parent, ids, block):
         """The node of a full block with these token ids; a new one if the tree has none."""
-        digest = _digest(parent.digest if parent else self._roots[self._table.allocator.part(block)], ids.tobytes())
+        digest = _digest(parent.digest if parent else self._roots[self._table.allocator.shard(block)], ids.tobytes())
         if (node := self._tree.nodes.get(digest)) is not None:
             self._tree.touch(node)
         else:

@@ -53,11 +53,11 @@ class PrefixTree:
 
     A block can be evicted when no request holds it and no block follows it. The parent of a block that must stay has
     to stay too, even if no request holds it: requests that ran side by side have their own blocks for the same tokens.
-    A block follows only blocks of its own part, so that each part has a tree of its own.
+    A block follows only blocks of its own shard, so that each shard has a tree of its own.
 
     Attributes:
       nodes: by digest. All counters follow from the nodes that are alive.
-      evictable: how many nodes of each part can be evicted, one after the other.
+      evictable: how many nodes of each shard can be evicted, one after the other.
     """
 
     def __init__(self, allocator: BlockAllocator):
@@ -67,9 +67,9 @@ class PrefixTree:
         self.recount()
         allocator.listener = self._listen
 
-    def oldest(self, part: int) -> CachedBlock:
-        """The least recently used node of a part that can be evicted now. There must be one: see `evictable`."""
-        return self._leaves[part][0]
+    def oldest(self, shard: int) -> CachedBlock:
+        """The least recently used node of a shard that can be evicted now. There must be one: see `evictable`."""
+        return self._leaves[shard][0]
 
     def add(self, node: CachedBlock) -> None:
         """Adds a node whose parent is in the tree; the caller has added the reference to its block."""
@@ -98,9 +98,9 @@ class PrefixTree:
         """Rebuilds all counters from the nodes that are alive and the allocator's reference counts."""
         self.nodes = {digest: node for digest, node in self.nodes.items() if node.alive}
         self._by_block: dict[int, CachedBlock] = {}
-        # By part, nodes that can be evicted now, the least recently used first.
-        self._leaves: list[list[CachedBlock]] = [[] for _ in range(self._allocator.parts)]
-        self.evictable = [0] * self._allocator.parts
+        # By shard, nodes that can be evicted now, the least recently used first.
+        self._leaves: list[list[CachedBlock]] = [[] for _ in range(self._allocator.num_shards)]
+        self.evictable = [0] * self._allocator.num_shards
         for node in sorted(self.nodes.values(), key=operator.attrgetter("length")):
             node.in_use, node.children, node.pins = False, 0, 0
             self._place(node)
@@ -145,7 +145,7 @@ class PrefixTree:
         del leaves[bisect.bisect_left(leaves, node.last_used, key=_LAST_USED)]
 
     def _part(self, node):
-        return self._allocator.part(node.block)
+        return self._allocator.shard(node.block)
 
     def _tick(self):
         self._clock += 1

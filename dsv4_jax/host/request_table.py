@@ -28,7 +28,7 @@ class RequestState:
     Attributes:
       length: tokens the cache holds.
       min_length: the shortest length the request can be rewound to; the rings hold no rows from further back.
-      blocks: ids of the reserved blocks, all of the slot's part, in order.
+      blocks: ids of the reserved blocks, all of the slot's shard, in order.
       published_blocks: how many of them the device's block table holds.
       is_new: the request has been in no batch yet, so its slot still holds rows of the previous one.
       cached_blocks: the `CachedBlock`s of its full blocks that a `PrefixCache` knows, in order.
@@ -55,12 +55,12 @@ class BlockEvictor(Protocol):
         """The blocks it holds; each counts as one reference."""
         ...
 
-    def evictable_in(self, part: int) -> int:
-        """How many blocks of a part it could give up."""
+    def evictable_in(self, shard: int) -> int:
+        """How many blocks of a shard it could give up."""
         ...
 
-    def reclaim(self, n_blocks: int, part: int) -> None:
-        """Gives up so many blocks of a part; it could give up as many."""
+    def reclaim(self, n_blocks: int, shard: int) -> None:
+        """Gives up so many blocks of a shard; it could give up as many."""
         ...
 
     def recount(self) -> None:
@@ -68,8 +68,8 @@ class BlockEvictor(Protocol):
         ...
 
 
-def count_parts(mesh: Mesh | None) -> int:
-    """Into how many parts a mesh cuts slots and blocks."""
+def count_shards(mesh: Mesh | None) -> int:
+    """Into how many shards a mesh cuts slots and blocks."""
     return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
 
 
@@ -80,15 +80,15 @@ class RequestTable:
     fail, and then writes all states in one assignment (`commit`). The allocator's reference counts follow from the
     states and can be rebuilt from them at any time (`recount`).
 
-    Over the axis "data" of a mesh slots and blocks are cut into parts. They are numbered through, those of one part
-    after those of another; steps and block tables, of which each part gets its own, number them from 0 in each. A
-    request lives in one part.
+    Over the axis "data" of a mesh slots and blocks are cut into shards. They are numbered through, those of one shard
+    after those of another; steps and block tables, of which each shard gets its own, number them from 0 in each. A
+    request lives in one shard.
 
     Attributes:
       schema: geometry of the cache.
       mesh: the devices that the cache lies on; None = the default device.
-      parts: how many parts there are; 1 without such an axis.
-      slots_per_part: slots of each.
+      shards: how many shards there are; 1 without such an axis.
+      slots_per_shard: slots of each.
       allocator: owner of the blocks.
       evictor: holds blocks besides the requests and gives some up before a request is refused; None = there is none.
       states: the state of each admitted request by slot.
@@ -97,10 +97,10 @@ class RequestTable:
     def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
         """A table without requests."""
         self.schema, self.mesh = schema, mesh
-        self.parts = count_parts(mesh)
-        self.slots_per_part = schema.max_requests // self.parts
+        self.num_shards = count_shards(mesh)
+        self.slots_per_shard = schema.max_requests // self.num_shards
         devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.context_parallel else 1
-        self.allocator = BlockAllocator(schema.num_blocks, self.parts, devices)
+        self.allocator = BlockAllocator(schema.num_blocks, self.num_shards, devices)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}
 
@@ -170,17 +170,17 @@ class RequestTable:
         """
         blocks, needed = blocks or {}, collections.Counter[int]()
         for slot, count in blocks.items():
-            needed[self.part(slot)] += count
-        for part, count in needed.items():
-            if self.room(part) < count:
-                self.allocator.check_free(count, part)
-        for part, count in needed.items():
-            if self.evictor is not None and (lacking := count - self.allocator.free_in(part)) > 0:
-                self.evictor.reclaim(lacking, part)
+            needed[self.shard(slot)] += count
+        for shard, count in needed.items():
+            if self.room(shard) < count:
+                self.allocator.check_free(count, shard)
+        for shard, count in needed.items():
+            if self.evictor is not None and (lacking := count - self.allocator.free_in(shard)) > 0:
+                self.evictor.reclaim(lacking, shard)
         try:
             acquired = {}
             for slot, count in blocks.items():
-                acquired[slot] = self.allocator.acquire(count, self.part(slot))
+                acquired[slot] = self.allocator.acquire(count, self.shard(slot))
             yield acquired
         except BaseException:
             self.recount()
@@ -193,33 +193,33 @@ class RequestTable:
         if evictor is not None:
             evictor.recount()
 
-    def part(self, slot: int) -> int:
-        """The part that a slot belongs to."""
-        return slot // self.slots_per_part
+    def shard(self, slot: int) -> int:
+        """The shard that a slot belongs to."""
+        return slot // self.slots_per_shard
 
-    def free_slots(self, part: int) -> list[int]:
-        """The free slots of a part, the lowest first."""
-        first = part * self.slots_per_part
-        return [slot for slot in range(first, first + self.slots_per_part) if slot not in self.states]
+    def free_slots(self, shard: int) -> list[int]:
+        """The free slots of a shard, the lowest first."""
+        first = shard * self.slots_per_shard
+        return [slot for slot in range(first, first + self.slots_per_shard) if slot not in self.states]
 
-    def find_slots(self, n: int, part: int) -> list[int]:
-        """The lowest `n` free slots of a part; CacheFullError if fewer are free."""
-        if n > len(slots := self.free_slots(part)):
-            where = "" if self.parts == 1 else f" in part {part} of {self.parts}"
+    def find_slots(self, n: int, shard: int) -> list[int]:
+        """The lowest `n` free slots of a shard; CacheFullError if fewer are free."""
+        if n > len(slots := self.free_slots(shard)):
+            where = "" if self.num_shards == 1 else f" in shard {shard} of {self.num_shards}"
             raise CacheFullError(
-                f"{n} slot{'s are' if n > 1 else ' is'} needed, {len(slots)} of {self.slots_per_part} are "
+                f"{n} slot{'s are' if n > 1 else ' is'} needed, {len(slots)} of {self.slots_per_shard} are "
                 f"free{where}: release a request, or raise max_requests"
             )
         return slots[:n]
 
-    def room(self, part: int) -> int:
-        """Blocks of a part that are free, or that the evictor could give up."""
-        return self.allocator.free_in(part) + (0 if self.evictor is None else self.evictor.evictable_in(part))
+    def room(self, shard: int) -> int:
+        """Blocks of a shard that are free, or that the evictor could give up."""
+        return self.allocator.free_in(shard) + (0 if self.evictor is None else self.evictor.evictable_in(shard))
 
     @property
     def capacity(self) -> int:
-        """Tokens that all blocks of a part hold."""
-        return self.schema.num_blocks // self.parts * self.schema.block_tokens
+        """Tokens that all blocks of a shard hold."""
+        return self.schema.num_blocks // self.num_shards * self.schema.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
@@ -245,8 +245,8 @@ class RequestTable:
         return row
 
     def own_block(self, block: int) -> int:
-        """What its part calls a block."""
-        return block % (self.schema.num_blocks // self.parts)
+        """What its shard calls a block."""
+        return block % (self.schema.num_blocks // self.num_shards)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Splits blocks into chunks of one size, which move with one program and bounded memory on the device.

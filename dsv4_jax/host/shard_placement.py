@@ -1,4 +1,4 @@
-"""Which part of the cache a new request gets: see `RequestTable`."""
+"""Which shard of the cache a new request gets: see `RequestTable`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from dsv4_jax.host.request_table import RequestTable
 
 
 class FoundPrefix(NamedTuple):
-    """What a part of the cache has of a request's prompt: so many blocks, of which it could evict so many."""
+    """What a shard of the cache has of a request's prompt: so many blocks, of which it could evict so many."""
 
     blocks: int = 0
     evictable: int = 0
@@ -19,16 +19,16 @@ NOTHING = FoundPrefix()
 def find_slot(
     table: RequestTable, prompt_length: int, num_tokens: int | None = None, found: Sequence[FoundPrefix] = ()
 ) -> int:
-    """The slot that a new request would get: the lowest free one of the part that `best_part` names.
+    """The slot that a new request would get: the lowest free one of the shard that `best_shard` names.
 
     Args:
       table: of all requests.
       prompt_length: tokens of its prompt.
       num_tokens: as in `KVCacheManager.admit`.
-      found: what each part has of its prompt; empty = nothing.
+      found: what each shard has of its prompt; empty = nothing.
 
     Raises:
-      ValueError: it could never run, since it needs more tokens than `max_context` or a part's blocks hold.
+      ValueError: it could never run, since it needs more tokens than `max_context` or a shard's blocks hold.
       CacheFullError: every slot is taken.
     """
     if num_tokens is not None and num_tokens < 1:
@@ -37,25 +37,25 @@ def find_slot(
     if needed > max_context:
         raise ValueError(f"the request needs {needed} tokens, {max_context=}")
     if needed > (capacity := table.capacity):
-        what = "the whole cache" if table.parts == 1 else f"each of the cache's {table.parts} parts"
+        what = "the whole cache" if table.num_shards == 1 else f"each of the cache's {table.num_shards} shards"
         raise ValueError(
             f"the request needs {needed} tokens, {what} holds {capacity}: make it larger (memory or num_blocks)"
         )
-    (slot,) = table.find_slots(1, best_part(table, needed, found))
+    (slot,) = table.find_slots(1, best_shard(table, needed, found))
     return slot
 
 
-def best_part(table: RequestTable, num_tokens: int, found: Sequence[FoundPrefix] = ()) -> int:
+def best_shard(table: RequestTable, num_tokens: int, found: Sequence[FoundPrefix] = ()) -> int:
     """Where a request of `num_tokens` tokens is placed: where it fits, at its longest prefix, else in the emptiest."""
 
-    def rank(part):
-        free, prefix = len(table.free_slots(part)), found[part] if found else NOTHING
-        return free > 0, fits(table, part, num_tokens, prefix), prefix.blocks, free, table.room(part)
+    def rank(shard):
+        free, prefix = len(table.free_slots(shard)), found[shard] if found else NOTHING
+        return free > 0, fits(table, shard, num_tokens, prefix), prefix.blocks, free, table.room(shard)
 
-    return max(range(table.parts), key=rank)  # the first of equal ones
+    return max(range(table.num_shards), key=rank)  # the first of equal ones
 
 
-def fits(table: RequestTable, part: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:
-    """Whether a part has a slot and blocks for a new request now, beside what it has of its prompt."""
+def fits(table: RequestTable, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:
+    """Whether a shard has a slot and blocks for a new request now, beside what it has of its prompt."""
     missing = table.blocks_for(num_tokens) - prefix.blocks
-    return bool(table.free_slots(part)) and missing <= table.room(part) - prefix.evictable
+    return bool(table.free_slots(shard)) and missing <= table.room(shard) - prefix.evictable
