@@ -1,6 +1,5 @@
 """Linear maps whose weights may stay quantized as the release stores them."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.ops.dispatch import PreferXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
@@ -65,12 +64,8 @@ def linear(
         )
         return sum(products, ())
     norm_weight, eps = norm or (None, 0.0)
-    implementations = dict(
-        xla=functools.partial(_linear_xla, spec, eps),
-        mosaic_gpu=functools.partial(_linear_kernel, spec, eps, False),
-        interpret=functools.partial(_linear_kernel, spec, eps, True),
-    )
-    return run("linear", implementations, implementation, x, weights, norm_weight)
+    options = dict(xla=_linear_xla, kernel=_linear_kernel, spec=spec, eps=eps)
+    return dispatch("linear", implementation, x, weights, norm_weight, **options)
 
 
 def linear_swiglu(
@@ -105,20 +100,12 @@ def linear_swiglu(
     _check(x, (gate_up,), spec, None)
 
     def reference(x, gate_up):
-        return activate(*_linear_xla(spec, 0.0, x, (gate_up,), None))
+        return activate(*_multiply(x, gate_up, spec))
 
     def kernel(x, gate_up, *, interpret):
         return _quantized_kernel(x, (gate_up,), spec=spec, swiglu_limit=limit, interpret=interpret)[0]
 
-    def differentiable(interpret, *arrays):
-        return with_gradient_of(reference, functools.partial(kernel, interpret=interpret))(*arrays)
-
-    implementations = dict(
-        xla=reference,
-        mosaic_gpu=functools.partial(differentiable, False),
-        interpret=functools.partial(differentiable, True),
-    )
-    return run("linear_swiglu", implementations, implementation, x, gate_up)
+    return dispatch("linear_swiglu", implementation, x, gate_up, xla=reference, kernel=kernel)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -157,7 +144,7 @@ def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
         yield weight, LinearSpec(sizes, dtypes, spec.num_groups)
 
 
-def _linear_xla(spec, eps, x, weights, norm_weight):
+def _linear_xla(x, weights, norm_weight, *, spec, eps):
     x = _rms_norm(x, norm_weight, eps)
     products = (_multiply(x, weight, own_spec) for weight, own_spec in _split_spec(spec, weights))
     return sum(products, ())
@@ -184,18 +171,15 @@ def _rms_norm(x, weight, eps):
     return round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
 
 
-def _linear_kernel(spec, eps, interpret, *arrays):
-    def kernel(x, weights, norm_weight):
-        weight = weights[0]
-        if len(weights) > 1 or isinstance(weight, QuantizedWeight):
-            return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
-        if not interpret and weight.shape[0] < MIN_ROWS:
-            raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
-        if not interpret and x.size > MAX_TOKENS * x.shape[-1]:
-            raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
-        return linear_kernel(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
-
-    return with_gradient_of(functools.partial(_linear_xla, spec, eps), kernel)(*arrays)
+def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret):
+    weight = weights[0]
+    if len(weights) > 1 or isinstance(weight, QuantizedWeight):
+        return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
+    if not interpret and weight.shape[0] < MIN_ROWS:
+        raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
+    if not interpret and x.size > MAX_TOKENS * x.shape[-1]:
+        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    return linear_kernel(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
 
 
 def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
