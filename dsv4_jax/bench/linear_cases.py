@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench linear`."""
+"""The cases of `dsv4-jax bench ops linear`."""
 
 import dataclasses
 import functools
