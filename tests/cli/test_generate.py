@@ -71,7 +71,6 @@ def test_meshes_that_cannot_be(refused, mesh, message):
 
 def test_expert_parallel_want_a_mesh(refused):
     assert "expert_parallel=True needs a mesh with more" in " ".join(refused("generate", "--expert-parallel").split())
-    assert "--expert-parallel is for layer, model" in " ".join(refused("bench", "step", "--expert-parallel").split())
 
 
 def test_streams_then_reports(run):
