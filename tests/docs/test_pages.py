@@ -61,7 +61,8 @@ def check(words: list[str]) -> None:
         case "uv":
             check_uv(arguments)
         case "dsv4-jax":
-            check_options(arguments, dsv4_jax_help(arguments[0]))
+            # `bench` has subcommands.
+            check_options(arguments, dsv4_jax_help(*arguments[: 2 if arguments[0] == "bench" else 1]))
         case "bash":
             assert (ROOT / arguments[0]).is_file(), words
         case "pip":
@@ -110,9 +111,9 @@ def check_options(arguments: list[str], text: str) -> None:
 
 
 @functools.cache
-def dsv4_jax_help(command: str) -> str:
+def dsv4_jax_help(*command: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as stopped:
-        main(["--help"] if command.startswith("-") else [command, "--help"])
+        main([*(word for word in command if not word.startswith("-")), "--help"])
     assert stopped.value.code == 0
     return out.getvalue()
 

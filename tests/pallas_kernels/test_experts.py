@@ -108,7 +108,7 @@ def test_blocks_of_threads_share_the_work(blocks, shared):
         most = -(-blocks * tiles // MULTIPROCESSORS) + (shared > 0) * (2 if blocks < 3 else 1)
         assert np.max(counts[0] + 2 * counts[1]) <= most
         spans = (routed[1:] - 1) // tiles - routed[:-1] // tiles + 1
-        assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.most_blocks(i, MULTIPROCESSORS)
+        assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.max_groups(i, MULTIPROCESSORS)
 
 
 # Some pairs of one expert, and more than fit into one block; steps of two sizes; an expert's 256 channels.
