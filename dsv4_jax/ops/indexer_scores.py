@@ -13,6 +13,7 @@ from dsv4_jax.quant import e8m0_value
 from pallas_kernels.formats.layouts import quantised
 from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
 from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
+from pallas_kernels.indexer_scores.operands import IndexerKeys
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
@@ -99,18 +100,14 @@ def score_rounded_xla(view, q, weights, slots, positions):
     return jax.lax.map(score, (q, weights, slots, positions), batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
-def score_rounded_kernel(view, q, weights, slots, positions, *, interpret=False):
+def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, interpret=False):
     """`indexer_scores` of queries and weights as `pallas_kernels.indexer_scores.round_index_query` leaves them."""
-    return scores_kernel(
-        q,
-        weights,
-        slots,
-        positions,
+    keys = IndexerKeys(
         jnp.asarray(view.layer, jnp.int32),
         view.block_table,
         view.rows.codes,
         view.rows.scale,
-        compress_rate=view.compress_rate,
-        layout=quantised(view.layout),
-        interpret=interpret,
+        view.compress_rate,
+        quantised(view.layout),
     )
+    return scores_kernel(q, weights, slots, positions, keys, config=config, interpret=interpret)
