@@ -199,16 +199,16 @@ class TrainedLayer(DecoderLayer):
     def fused(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
-        x, residual = self.attn_hc.enter(residual, self.input_layernorm)
+        x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         y, carry, after = self.self_attn(x, cache.handle(self.layer, batch), carry)
         assert isinstance(after, DenseCache)
-        residual = residual.after(after.dropped(y, 2 * self.layer))
-        x, residual = self.ffn_hc.enter(residual, self.post_attention_layernorm)
+        residual = residual.post(after.dropped(y, 2 * self.layer))
+        x, residual = self.ffn_hc.pre(residual, self.post_attention_layernorm)
         experts, weights, _ = self.mlp.gate(x, batch.token_ids)
         routed = all_experts(self.mlp.experts, x, experts, weights)
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
         after = after.with_load(self.layer, experts)
-        return residual.after(after.dropped(y, 2 * self.layer + 1)), carry, after
+        return residual.post(after.dropped(y, 2 * self.layer + 1)), carry, after
 
 
 class TrainedMTPBlock(TrainedLayer, MTPBlock):

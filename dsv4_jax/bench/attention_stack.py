@@ -183,7 +183,7 @@ class StackDecoder:
 
     def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
         self.stack, self.manager, self.requests, self.step_text = stack, manager, requests, ""
-        self.tokens, self.drafts, self.parts = tokens, drafts, manager.requests.parts
+        self.tokens, self.drafts, self.parts = tokens, drafts, manager.requests.num_shards
         self.compile_seconds: dict[str, float] = {}
         shape = requests * tokens, manager.schema.config.hidden_size
         self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "tokens")

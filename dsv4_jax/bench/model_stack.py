@@ -53,7 +53,7 @@ class ModelStack(DraftingStack):
             # As in the model.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
-        return self.hc_head.leave(residual, self.norm)[0], cache
+        return self.hc_head.pre(residual, self.norm)[0], cache
 
 
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:

@@ -118,9 +118,9 @@ class PlanCommand:
         counts = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self.schema(config, context)
-            fit = share.parts * share.requests(schema)
+            fit = share.num_shards * share.requests(schema)
             fit = fit if self.max_requests is None else min(fit, self.max_requests)
-            left = share.memory - share.used(schema, -(-fit // share.parts))
+            left = share.memory - share.used(schema, -(-fit // share.num_shards))
             counts.append(dict(context=context, bytes_per_request=share.used(schema, 1), requests=fit, bytes_left=left))
         report: dict[str, Any] = dict(
             config=self.config,
@@ -173,10 +173,10 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What a device has room for: `memory` bytes, for the requests of one of `parts`, whose blocks lie on `holders`."""
+    """The memory of one device: `memory` bytes for the requests of one shard, whose blocks lie on `holders` devices."""
 
     memory: int
-    parts: int
+    num_shards: int
     holders: int
 
     def used(self, one: "CacheSchema", requests: int) -> int:
@@ -196,7 +196,7 @@ class _Share:
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
         """The most tokens that each of so many requests can have; 0 if not even a block fits."""
-        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.parts)
+        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.num_shards)
         fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + entry)
         room = max(0, self.memory - requests * fixed)
         blocks = room * self.holders // (requests * (one.block_bytes + entry * self.holders))

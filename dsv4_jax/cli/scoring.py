@@ -91,7 +91,9 @@ def score_ids(
     for n in sizes:
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
         results, cache = score_step(model, cache, batch, layers=layers, drafts=drafts, per_row=n if drafts else 0)
-        starts = first_tokens(manager.requests, dict.fromkeys(slots, n), len(batch.slots) // manager.requests.parts)
+        starts = first_tokens(
+            manager.requests, dict.fromkeys(slots, n), len(batch.slots) // manager.requests.num_shards
+        )
         here = np.array([starts[slot] for slot in slots])[:, None] + np.arange(n)
         yield {name: x[here] for name, x in manager.requests.get(results).items()}
         at += n

@@ -108,6 +108,7 @@ class TopLogprobs:
         return TopLogprobs(self.ids[places], self.logprobs[places])
 
 
+@jax.named_scope("sampling")
 def sample(
     logits: Float[Array, "n vocab"],
     sampling: SamplingParams | BatchedSamplingParams,
@@ -144,6 +145,7 @@ def sample(
     return jax.lax.cond(jnp.any(warm), draw, lambda: best)
 
 
+@jax.named_scope("sampling")
 def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], rows: LogprobRows) -> TopLogprobs:
     """The likeliest tokens of each row.
 

@@ -102,7 +102,7 @@ class Engine(Summarised):
         drafts = draft_tokens if getattr(drafter, "on_device", False) else 0
         if drafts:
             check_drafts(schema, drafts)
-        slots = manager.requests.slots_per_part
+        slots = manager.requests.slots_per_shard
         decode_size = slots * (1 + draft_tokens)
         if token_budget < decode_size:
             raise ValueError(

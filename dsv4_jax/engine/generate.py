@@ -131,7 +131,7 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
     if len(prompts) == 0:
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
-    budget = min(chunk, total) - 1 + manager.requests.slots_per_part * (1 + drafts)
+    budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + drafts)
     drafter = MTPDrafter() if drafts else None
     return contextlib.closing(Engine(model, manager, token_budget=budget, drafter=drafter, draft_tokens=drafts))
 
@@ -145,7 +145,7 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 def _check_room(manager, prompts, max_new_tokens):
     """Raises CacheFullError unless all requests fit at once."""
     table = manager.requests
-    free = [[len(table.free_slots(part)), table.allocator.free_in(part)] for part in range(table.parts)]
+    free = [[len(table.free_slots(part)), table.allocator.free_in(part)] for part in range(table.num_shards)]
     for fit, prompt in enumerate(prompts):
         need = table.blocks_for(len(prompt) + max_new_tokens - 1)
         part = max(free, key=lambda part: (part[0] > 0 and part[1] >= need, *part))  # noqa: B023 (called here)

@@ -240,7 +240,7 @@ def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, m
     ids, schema = manager.check_ids(prompt, "prompt"), manager.schema
     # The last token is drawn, never stored.
     need, table = len(ids) + max_new_tokens - 1, manager.requests
-    blocks = "the whole cache's" if table.parts == 1 else f"each of the cache's {table.parts} parts'"
+    blocks = "the whole cache's" if table.num_shards == 1 else f"each of the cache's {table.num_shards} shards'"
     for name, limit in {"max_context": schema.max_context, blocks: table.capacity}.items():
         if need > limit:
             raise ValueError(

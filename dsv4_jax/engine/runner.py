@@ -93,11 +93,11 @@ class StepRunner:
         """
         sizes = dict(prefill_size=self.token_budget, decode_size=0 if self.batch_invariant else self.decode_size)
         table, batch = self._manager.requests, self._manager.prepare_forward(tokens, **sizes)
-        size = len(batch.slots) // table.parts
+        size = len(batch.slots) // table.num_shards
         starts = first_tokens(table, {slot: len(new) for slot, new in tokens.items()}, size)
         places = first_tokens(table, {slot: len(given[slot]) for slot in tokens}, self.decode_size)
         where = {slot: slice(place, place + len(given[slot])) for slot, place in places.items()}
-        rows, known = np.full((2, table.parts * self.decode_size), -1, np.int32)
+        rows, known = np.full((2, table.num_shards * self.decode_size), -1, np.int32)
         for slot, new in tokens.items():
             # Where a token stands within its part.
             end = starts[slot] % size + len(new)
@@ -172,7 +172,7 @@ class StepRunner:
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
                     cache = prefix.warm_up(cache, slot)
-                table, part = manager.requests, manager.requests.part(slot)
+                table, part = manager.requests, manager.requests.shard(slot)
                 if table.free_slots(part) and table.room(part):  # otherwise no request can ever be forked
                     (child,), cache = manager.fork(cache, slot, 1)
                     manager.release(child)

@@ -93,7 +93,7 @@ class Scheduler:
         offloaded, slots = request.offloaded, []
         if request.slot >= 0 and self.manager.length(request.slot):
             table = self.manager.requests
-            room = min(len(children), len(table.free_slots(table.part(request.slot))))
+            room = min(len(children), len(table.free_slots(table.shard(request.slot))))
             if room < len(children):
                 offloaded = capture(self.manager, self.cache, request.slot)
             try:
@@ -167,15 +167,15 @@ class Scheduler:
         readers = [request for request, count in unread.items() if count > 1 and request.slot >= 0]
         table = self.manager.requests
         # What is left in each part of the tokens, and of the places where a step finds some, when each may draw one.
-        budget = [self.token_budget] * table.parts
-        rows = [table.slots_per_part * (1 + self.draft_tokens)] * table.parts
+        budget = [self.token_budget] * table.num_shards
+        rows = [table.slots_per_shard * (1 + self.draft_tokens)] * table.num_shards
         for item in scheduled:
-            budget[table.part(item.request.slot)] -= len(item.tokens)
-            rows[table.part(item.request.slot)] -= len(item.given)
+            budget[table.shard(item.request.slot)] -= len(item.tokens)
+            rows[table.shard(item.request.slot)] -= len(item.given)
         for request in readers:
-            rows[table.part(request.slot)] -= 1
+            rows[table.shard(request.slot)] -= 1
         for request in readers:
-            start, known, part = self.manager.length(request.slot), len(request.tokens), table.part(request.slot)
+            start, known, part = self.manager.length(request.slot), len(request.tokens), table.shard(request.slot)
             most = min(budget[part], rows[part] + 1) if request.scores_prompt else budget[part]
             end = min(start + most, self._chunk_end(start, known - (not decode)))
             if end > start:
@@ -208,7 +208,7 @@ class Scheduler:
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens)
         table = self.manager.requests
-        return any(fits(table, part, num_tokens) for part in range(table.parts))
+        return any(fits(table, part, num_tokens) for part in range(table.num_shards))
 
     def _admit(self, request, num_tokens):
         """A slot for a request, which holds what is still known of it in the cache or in host memory."""
@@ -241,7 +241,7 @@ class Scheduler:
                 if len(drafts):
                     drafts = drafts[:0]  # no request is preempted for the sake of drafts
                 else:
-                    part = self.manager.requests.part
+                    part = self.manager.requests.shard
                     self._preempt([r for r in self.running if part(r.slot) == part(request.slot)][-1])
         return None
 

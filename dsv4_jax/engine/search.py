@@ -106,8 +106,8 @@ def beam_search(
     check_positive(beams=beams, max_new_tokens=max_new_tokens, chunk=chunk)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
-    if beams > (slots_per_part := manager.requests.slots_per_part):
-        raise ValueError(f"{beams=} need a slot each, there are {slots_per_part}: raise max_requests")
+    if beams > (slots_per_shard := manager.requests.slots_per_shard):
+        raise ValueError(f"{beams=} need a slot each, there are {slots_per_shard}: raise max_requests")
     prompt = manager.check_ids(prompt, "prompt")
     model, cache = CompiledModel.of(model), manager.init_cache()
     k = min(2 * beams, manager.schema.config.vocab_size)
@@ -115,7 +115,7 @@ def beam_search(
     try:
         # The last token is drawn, never stored.
         slots.append(manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1))
-        size = min(chunk, len(prompt)) + slots_per_part
+        size = min(chunk, len(prompt)) + slots_per_shard
         *parts, last = np.split(prompt, range(chunk, len(prompt), chunk))
         for part in parts:
             *_, cache = model.topk_step(cache, manager.prepare_forward({slots[0]: part}, prefill_size=size), k=k)

@@ -1,4 +1,4 @@
-"""A free list of blocks, and how many owners each block has."""
+"""A free list of blocks with a reference count for each block."""
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
@@ -7,49 +7,50 @@ from dsv4_jax.host.cache_errors import CacheFullError
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. num_blocks - 1, of which each of `parts` has as many as the others, one after another.
+    """Hands out block ids 0 .. num_blocks - 1. Each shard owns an equal, contiguous range of ids.
 
-    In a part, `devices` have equal shares of its blocks, one after another; at first they give in turn.
+    Within a shard each of `devices` owns an equal, contiguous range in turn. A new allocator hands out one block of
+    each device in rotation.
 
-    A block is free or has as many owners as its reference count says. Bad arguments raise and change nothing. If an
-    exception interrupts a method halfway, `recount` restores the counts from what the owners hold.
+    A block is free, or its reference count is its number of owners. Bad arguments raise and change nothing. If an
+    exception interrupts a method, `recount` restores the counts from the blocks that the owners list.
 
     Attributes:
-      num_blocks: all blocks, free or not, of all parts.
-      parts: how many there are.
+      num_blocks: number of blocks, free or not, in all shards.
+      num_shards: number of shards.
       listener: called with the blocks whose counts `share` and `release` changed; None = no listener.
     """
 
-    def __init__(self, num_blocks: int, parts: int = 1, devices: int = 1):
-        """All blocks free.
+    def __init__(self, num_blocks: int, num_shards: int = 1, devices: int = 1):
+        """Makes an allocator whose blocks are all free.
 
         Raises:
-          ValueError: `num_blocks` is no positive multiple of `parts` times `devices`.
+          ValueError: `num_blocks` is not a positive multiple of `num_shards * devices`.
         """
-        if num_blocks < 1 or num_blocks % (parts * devices):
-            raise ValueError(f"{num_blocks=} must be at least 1, and a multiple of {parts * devices}")
-        self.num_blocks, self.parts = num_blocks, parts
+        if num_blocks < 1 or num_blocks % (num_shards * devices):
+            raise ValueError(f"{num_blocks=} must be at least 1, and a multiple of {num_shards * devices}")
+        self.num_blocks, self.num_shards = num_blocks, num_shards
         self._references = [0] * num_blocks
-        # Stacks, one a part: the block freed last is handed out next; at first they come as 0, 1, 2, ...
-        share = num_blocks // (parts * devices)
-        self._free = self._by_part(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
+        # One stack per shard: the block freed last is handed out next. A new stack yields 0, 1, 2, ...
+        share = num_blocks // (num_shards * devices)
+        self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
         self.listener: Callable[[Iterable[int]], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """How many blocks are free, in all parts."""
+        """The number of free blocks in all shards."""
         return sum(map(len, self._free))
 
-    def part(self, block: int) -> int:
-        """The part that a block belongs to."""
-        return block // (self.num_blocks // self.parts)
+    def shard(self, block: int) -> int:
+        """The shard that a block belongs to."""
+        return block // (self.num_blocks // self.num_shards)
 
-    def free_in(self, part: int) -> int:
-        """How many blocks of a part are free."""
-        return len(self._free[part])
+    def free_in(self, shard: int) -> int:
+        """The number of free blocks in a shard."""
+        return len(self._free[shard])
 
-    def acquire(self, n: int, part: int = 0) -> list[int]:
-        """Takes `n` free blocks of a part, each with one reference.
+    def acquire(self, n: int, shard: int = 0) -> list[int]:
+        """Takes `n` free blocks of a shard, each with one reference.
 
         Raises:
           ValueError: `n` is negative.
@@ -57,18 +58,18 @@ class BlockAllocator:
         """
         if n < 0:
             raise ValueError(f"{n=} must not be negative")
-        self.check_free(n, part)
-        blocks = [self._free[part].pop() for _ in range(n)]
+        self.check_free(n, shard)
+        blocks = [self._free[shard].pop() for _ in range(n)]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
-    def check_free(self, n: int, part: int = 0) -> None:
-        """Raises CacheFullError if fewer than `n` blocks of a part are free."""
-        if n > (free := self.free_in(part)):
-            where = "" if self.parts == 1 else f" in part {part} of {self.parts}"
+    def check_free(self, n: int, shard: int = 0) -> None:
+        """Raises CacheFullError if fewer than `n` blocks of a shard are free."""
+        if n > (free := self.free_in(shard)):
+            where = "" if self.num_shards == 1 else f" in shard {shard} of {self.num_shards}"
             raise CacheFullError(
-                f"{n} blocks are needed, {free} of {self.num_blocks // self.parts} are free{where}: release a "
+                f"{n} blocks are needed, {free} of {self.num_blocks // self.num_shards} are free{where}: release a "
                 "request, or make the cache larger (memory or num_blocks)"
             )
 
@@ -100,11 +101,11 @@ class BlockAllocator:
         for block, count in drops.items():
             self._references[block] -= count
             if not self._references[block]:
-                self._free[self.part(block)].append(block)
+                self._free[self.shard(block)].append(block)
         self._notify(drops)
 
     def references(self, block: int) -> int:
-        """How many owners a block has; 0 = free.
+        """Returns the number of owners of a block; 0 = free.
 
         Raises:
           ValueError: the id is unknown.
@@ -114,7 +115,7 @@ class BlockAllocator:
         return self._references[block]
 
     def state(self) -> tuple[list[int], list[int]]:
-        """(free blocks, references of every block), copies."""
+        """Returns copies of (free blocks, reference counts of all blocks)."""
         return [block for free in self._free for block in free], list(self._references)
 
     def recount(self, held: Iterable[int]) -> None:
@@ -122,15 +123,15 @@ class BlockAllocator:
         references = [0] * self.num_blocks
         for block in held:
             references[block] += 1
-        # Blocks that turn out to be free go on top of the stack, the lowest first.
+        # Blocks that become free go on top of the stack, the lowest id first.
         free = dict.fromkeys([*self.state()[0], *range(self.num_blocks - 1, -1, -1)])
-        self._free, self._references = self._by_part(block for block in free if not references[block]), references
+        self._free, self._references = self._by_shard(block for block in free if not references[block]), references
 
-    def _by_part(self, blocks):
-        parts: list[list[int]] = [[] for _ in range(self.parts)]
+    def _by_shard(self, blocks):
+        shards: list[list[int]] = [[] for _ in range(self.num_shards)]
         for block in blocks:
-            parts[self.part(block)].append(block)
-        return parts
+            shards[self.shard(block)].append(block)
+        return shards
 
     def _notify(self, blocks):
         if self.listener is not None:

@@ -1,7 +1,7 @@
 """DeepSeek-V4 as Flax NNX modules, one idea a file."""
 
 from dsv4_jax.nn.attention import Attention
-from dsv4_jax.nn.block import DecoderLayer
+from dsv4_jax.nn.block import SCOPES, DecoderLayer
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, ResidualStreams, expand_streams, sinkhorn

@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -86,14 +87,16 @@ class Attention(nnx.Module):
         of_latent = self.latent_projections(self, of_x["q_a_proj"], self.q_a_norm)
         q = of_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
         rows = q, of_x["kv_proj"], self.kv_norm.weight[...]
-        q, handle = handle.norm_rope_append(*rows, inv_freq, eps=config.rms_norm_eps)
+        with jax.named_scope("norm_rope"):
+            q, handle = handle.norm_rope_append(*rows, inv_freq, eps=config.rms_norm_eps)
 
         def operands(path):
             return of_x[f"{path}.kv_proj"], of_x[f"{path}.gate_proj"], operator.attrgetter(path)(self).weights()
 
         if spec.owner:
             keys = operands("compressor.indexer") if spec.key_compressor else None
-            handle = handle.flush(*operands("compressor"), index=keys)
+            with jax.named_scope("compressor"):
+                handle = handle.flush(*operands("compressor"), index=keys)
         if spec.selects:
             path = _query_path(spec)
             query = operator.attrgetter(path)(self)
@@ -101,7 +104,8 @@ class Attention(nnx.Module):
             carry = carry.with_selection(self.layer, indices)
         indices = None if spec.selection is None else carry.selections[spec.selection]
         # Values carry their own RoPE; turning back at the query's position leaves the relative one.
-        out, handle = handle.attend(q, self.sinks[...], indices, inv_freq)
+        with jax.named_scope("attention"):
+            out, handle = handle.attend(q, self.sinks[...], indices, inv_freq)
         heads_a_group = config.num_attention_heads // config.o_groups
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1, heads_a_group * config.head_dim)))
         return y, carry, handle.cache

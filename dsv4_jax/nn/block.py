@@ -15,6 +15,14 @@ from dsv4_jax.nn.layers import RMSNorm
 from dsv4_jax.nn.moe import MoE
 
 
+# The names of `jax.named_scope` around the parts of a step, by which a profile is read. Where scopes are nested, such
+# as "shared_expert/projections", the outermost says which part an operation belongs to.
+SCOPES = (
+    "embedding", "hyper_connections", "projections", "norm", "norm_rope", "compressor", "indexer", "topk", "attention",
+    "router", "experts", "shared_expert", "lm_head", "sampling",
+)  # fmt: skip
+
+
 class DecoderLayer(nnx.Module):
     """Attention and MoE, each between a collapse and an expansion of the residual streams.
 
@@ -45,8 +53,8 @@ class DecoderLayer(nnx.Module):
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
         """`__call__` that leaves it to what follows to add the last block's output to the streams."""
-        x, residual = self.attn_hc.enter(residual, self.input_layernorm)
+        x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
         carry = carry.with_attention(self.layer, x, y)
-        x, residual = self.ffn_hc.enter(residual.after(y), self.post_attention_layernorm)
-        return residual.after(self.mlp(x, batch.token_ids)), carry, cache
+        x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)
+        return residual.post(self.mlp(x, batch.token_ids)), carry, cache

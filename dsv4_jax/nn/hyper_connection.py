@@ -33,10 +33,11 @@ class ResidualStreams:
     y: Any = None
     mixing: Any = None
 
-    def after(self, y: Float[Array, "T D"]) -> "ResidualStreams":
+    def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """The residual after a block that it was collapsed for has returned y [T, hidden]."""
         return dataclasses.replace(self, y=y)
 
+    @jax.named_scope("hyper_connections")
     def merged(self) -> Float[Array, "T h D"]:
         """The streams [T, hc_mult, hidden] with that output."""
         if self.y is None:
@@ -60,7 +61,8 @@ class HyperConnection(nnx.Module):
         self.base = normal(rngs, ((2 + h) * h,), std=0.5)
         self.scale = normal(rngs, (3,), mean=1.0)
 
-    def enter(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
+    @jax.named_scope("hyper_connections")
+    def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
         """Takes in the last block's output and collapses the streams to the normed input of this one.
 
         Args:
@@ -68,7 +70,7 @@ class HyperConnection(nnx.Module):
           norm: of the collapsed streams.
 
         Returns:
-          [T, hidden] in the streams' dtype, and the residual, whose `after` takes this block's output.
+          [T, hidden] in the streams' dtype, and the residual, whose `post` takes this block's output.
         """
         arrays = residual.streams, self.fn[...], self.base[...], self.scale[...], norm.weight[...]
         streams, x, mixing = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))
@@ -106,7 +108,8 @@ class HyperHead(nnx.Module):
         self.hc_base = normal(rngs, (h,), std=0.5)
         self.hc_scale = normal(rngs, (1,), mean=1.0)
 
-    def leave(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
+    @jax.named_scope("hyper_connections")
+    def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
         """Takes in the last block's output: (normed [T, hidden], streams [T, h, hidden]), in the streams' dtype."""
         arrays = residual.streams, self.hc_fn[...], self.hc_base[...], self.hc_scale[...], norm.weight[...]
         streams, x, _ = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))

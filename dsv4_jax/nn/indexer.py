@@ -1,5 +1,6 @@
 """The lightning indexer: selects which compressed entries a token attends to."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -63,7 +64,10 @@ class IndexerQuery(nnx.Module):
         config = self.config
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
-        return handle.indexer_topk(handle.indexer_scores(q, self.scorer(head_weights), inv_freq))
+        with jax.named_scope("indexer"):
+            scores = handle.indexer_scores(q, self.scorer(head_weights), inv_freq)
+        with jax.named_scope("topk"):
+            return handle.indexer_topk(scores)
 
 
 class CSAIndexer(Compressor, IndexerQuery):

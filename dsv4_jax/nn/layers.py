@@ -51,11 +51,13 @@ class RMSNorm(nnx.Module):
         self.weight = normal(rngs, (features,), mean=1.0)
         self.eps = eps
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
         """[T, features], any floating dtype, to the same."""
         return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
 
 
+@jax.named_scope("projections")
 def multiply(
     x: Float[Array, "... n"],
     weight: Matrix | tuple[Matrix, ...],
@@ -119,6 +121,7 @@ class GroupedLinear(nnx.Module):
     def __init__(self, groups: int, in_features: int, out_features: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (groups * out_features, in_features), param_dtype, axes=("groups",))
 
+    @jax.named_scope("projections")
     def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
         """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
         tokens, groups, _ = x.shape
@@ -136,6 +139,7 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, features: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (vocab, features), param_dtype, axes=("vocab",))
 
+    @jax.named_scope("embedding")
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T n"]:
         """[T] int32 to [T, features]; zeros for padding ids (-1)."""
         rows = self.weight[...]

@@ -52,7 +52,7 @@ class DeepseekV4Model(nnx.Module):
             # Or XLA would dequantise stored weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
-        return *self.hc_head.leave(residual, self.norm), carry.activations or {}, cache
+        return *self.hc_head.pre(residual, self.norm), carry.activations or {}, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
         """[T, hidden] embeddings of the batch's tokens in the model's dtype."""
@@ -166,6 +166,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         block = self.mtp[0]
         return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
 
+    @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """[..., hidden] of `__call__`, all tokens or only those that matter, to [..., vocab] float32 logits."""
         return all_gather(matmul(hidden, self.lm_head.weight[...]))

@@ -25,6 +25,7 @@ class Router(nnx.Module):
         self.config = config
         self.weight = normal(rngs, (config.n_routed_experts, config.hidden_size))
 
+    @jax.named_scope("router")
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> ops.Routing:
         """Routes each token.
 
@@ -98,6 +99,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, param_dtype=param_dtype, axes=(None, "inner"), rngs=rngs)
         self.input_projections = Projections("gate_proj", "up_proj")
 
+    @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
         if self.input_projections.fused:
@@ -128,6 +130,7 @@ class Experts(nnx.Module):
         self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
 
+    @jax.named_scope("experts")
     def __call__(
         self, x: Float[Array, "T D"], routing: ops.Routing, shared: tuple[Matrix, Matrix] | None = None
     ) -> Float[Array, "T D"]:

@@ -45,7 +45,7 @@ class MTPBlock(DecoderLayer):
 
     def write_window(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
         """The cache after the layer has stored the window rows of streams [T, h, hidden] from `join`."""
-        x, _ = self.attn_hc.enter(ResidualStreams(streams), self.input_layernorm)
+        x, _ = self.attn_hc.pre(ResidualStreams(streams), self.input_layernorm)
         return self.self_attn.write_window(x, cache.handle(self.layer, batch))
 
     def draft(
@@ -53,4 +53,4 @@ class MTPBlock(DecoderLayer):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
         """Streams [T, h, hidden] from `join` to the head's input [T, hidden], those that leave, the updated cache."""
         residual, _, cache = self.fused(ResidualStreams(streams), cache, batch, StepCarry())
-        return *self.hc_head.leave(residual, self.norm), cache
+        return *self.hc_head.pre(residual, self.norm), cache

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from dsv4_jax.ops.dispatch import PreferXla, run
+from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
@@ -34,8 +34,7 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
     """
     if not _is_sharded():
         return x
-    implementations = dict(xla=_all_reduce_xla, mosaic_gpu=_all_reduce_kernel)
-    return run("all_reduce", implementations, implementation, x, _mailboxes.get())
+    return dispatch("all_reduce", implementation, x, _mailboxes.get(), xla=_all_reduce_xla, kernel=_all_reduce_kernel)
 
 
 @contextlib.contextmanager
@@ -89,7 +88,9 @@ def _all_reduce_xla(x, table):
     return round_to(jax.lax.psum(x.astype(jnp.float32), MODEL_AXIS), x.dtype)
 
 
-def _all_reduce_kernel(x, table):
+def _all_reduce_kernel(x, table, *, interpret):
+    if interpret:
+        raise PreferXla("the kernel stores into other GPUs' memory, which has no interpreter")
     if table is None:
         raise PreferXla("the devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
     if x.size > MAX_VALUES:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 from dsv4_jax.quant import Rows
 from pallas_kernels.append_swa import append_swa as append_swa_kernel
@@ -36,8 +36,8 @@ def append_swa(
     Returns:
       The view with updated rows.
     """
-    choices = implementations(_append_swa_xla, _append_swa_kernel)
-    return run("append_swa", choices, implementation, view, kv, slots, positions)
+    args = view, kv, slots, positions
+    return dispatch("append_swa", implementation, *args, xla=_append_swa_xla, kernel=_append_swa_kernel)
 
 
 def _append_swa_xla(view, kv, slots, positions):

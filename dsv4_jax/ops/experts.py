@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import run, with_gradient_of
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import Matrix, linear, same_dtype
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
@@ -51,27 +51,19 @@ def experts(
         options = dict(limit=limit, implementation=implementation)
         routed = experts(x, selected, weights, gate_up, down, grouped, **options)
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
-    implementations = dict(
-        xla=_experts_xla,
-        mosaic_gpu=functools.partial(_experts_kernel, False),
-        interpret=functools.partial(_experts_kernel, True),
-    )
-    arrays = x, selected, weights, gate_up, down, *(shared or ())
-    return run("experts", implementations, implementation, limit, grouped, *arrays)
+    args = x, selected, weights, gate_up, down, grouped, *(shared or ())
+    return dispatch("experts", implementation, *args, xla=_experts_xla, kernel=_experts_kernel, limit=limit)
 
 
-def _experts_kernel(interpret, limit, grouped, *arrays):
-    def kernel(x, selected, weights, gate_up, down, *shared):
-        matrices = _for_kernel(gate_up), _for_kernel(down)
-        options = dict(limit=limit, interpret=interpret)
-        if selected.size <= MAX_PAIRS:
-            codes = tuple((weight.codes, weight.scale) for weight in shared) or None
-            y = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
-        else:
-            y = grouped_experts(x, selected, weights, *matrices, **options)
-        return y if shared else _sum_of_experts(y, selected, gate_up.shape[0])
-
-    return with_gradient_of(functools.partial(_experts_xla, limit, None), kernel)(*arrays)
+def _experts_kernel(x, selected, weights, gate_up, down, grouped, *shared, limit, interpret):
+    matrices = _for_kernel(gate_up), _for_kernel(down)
+    options = dict(limit=limit, interpret=interpret)
+    if selected.size <= MAX_PAIRS:
+        codes = tuple((weight.codes, weight.scale) for weight in shared) or None
+        y = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
+    else:
+        y = grouped_experts(x, selected, weights, *matrices, **options)
+    return y if shared else _sum_of_experts(y, selected, gate_up.shape[0])
 
 
 def _for_kernel(weight):
@@ -105,7 +97,7 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
     return y.astype(jnp.float32)
 
 
-def _experts_xla(limit, grouped, x, selected, weights, gate_up, down, *shared):
+def _experts_xla(x, selected, weights, gate_up, down, grouped, *shared, limit):
     y = _routed_xla(limit, x, selected, weights, gate_up, down)
     if not shared:
         return y

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
 from pallas_kernels import gather as kernels
 from pallas_kernels.formats.layouts import quantised
@@ -30,11 +30,11 @@ def gather_compressed_kv(
     Returns:
       (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
     """
-    choices = implementations(_gather_compressed_kv_xla, _gather_compressed_kv_kernel)
-    return run("gather_compressed_kv", choices, implementation, view, indices, slots, dtype)
+    functions = dict(xla=_gather_compressed_kv_xla, kernel=_gather_compressed_kv_kernel)
+    return dispatch("gather_compressed_kv", implementation, view, indices, slots, **functions, dtype=dtype)
 
 
-def _gather_compressed_kv_xla(view, indices, slots, dtype):
+def _gather_compressed_kv_xla(view, indices, slots, *, dtype):
     rows, valid = view.read(jnp.broadcast_to(slots[:, None], indices.shape), indices)
     return _mask(view.codec.decode(rows, dtype), valid)
 
@@ -62,14 +62,15 @@ def gather_all_compressed_kv(
     Returns:
       (kv, valid): kv [T, E, D] with E = max_blocks * entries a block, zeros where not valid; valid [T, E] bool.
     """
-    choices = implementations(_gather_all_compressed_kv_xla, _gather_all_compressed_kv_kernel)
-    return run("gather_all_compressed_kv", choices, implementation, view, slots, positions, dtype, only_visible)
+    functions = dict(xla=_gather_all_compressed_kv_xla, kernel=_gather_all_compressed_kv_kernel)
+    options = dict(dtype=dtype, only_visible=only_visible)
+    return dispatch("gather_all_compressed_kv", implementation, view, slots, positions, **functions, **options)
 
 
-def _gather_all_compressed_kv_xla(view, slots, positions, dtype, only_visible):
+def _gather_all_compressed_kv_xla(view, slots, positions, *, dtype, only_visible):
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
     visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
-    return _gather_compressed_kv_xla(view, jnp.where(visible, entries, -1), slots, dtype)
+    return _gather_compressed_kv_xla(view, jnp.where(visible, entries, -1), slots, dtype=dtype)
 
 
 def gather_swa_kv(
@@ -95,11 +96,11 @@ def gather_swa_kv(
     Returns:
       (kv, valid): kv [T, W, D], zeros where not valid; valid [T, W] bool.
     """
-    choices = implementations(_gather_swa_kv_xla, _gather_swa_kv_kernel)
-    return run("gather_swa_kv", choices, implementation, view, slots, positions, new_kv, dtype)
+    functions = dict(xla=_gather_swa_kv_xla, kernel=_gather_swa_kv_kernel)
+    return dispatch("gather_swa_kv", implementation, view, slots, positions, new_kv, **functions, dtype=dtype)
 
 
-def _gather_swa_kv_xla(view, slots, positions, new_kv, dtype):
+def _gather_swa_kv_xla(view, slots, positions, new_kv, *, dtype):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     if new_kv is not None:
         new_kv = fake_quantise(view, new_kv, dtype)
@@ -129,18 +130,18 @@ def _mask(kv, valid):
     return jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid
 
 
-def _gather_compressed_kv_kernel(view, indices, slots, dtype, *, interpret):
+def _gather_compressed_kv_kernel(view, indices, slots, *, dtype, interpret):
     options = _kernel_options(view, dtype, interpret)
     return kernels.gather_compressed_kv(indices, slots, *_kernel_pools(view, view.block_table), **options)
 
 
-def _gather_all_compressed_kv_kernel(view, slots, positions, dtype, only_visible, *, interpret):
+def _gather_all_compressed_kv_kernel(view, slots, positions, *, dtype, only_visible, interpret):
     options = _kernel_options(view, dtype, interpret)
     options |= dict(compress_rate=view.compress_rate, only_visible=only_visible)
     return kernels.gather_all_compressed_kv(slots, positions, *_kernel_pools(view, view.block_table), **options)
 
 
-def _gather_swa_kv_kernel(view, slots, positions, new_kv, dtype, *, interpret):
+def _gather_swa_kv_kernel(view, slots, positions, new_kv, *, dtype, interpret):
     if new_kv is not None:
         raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
     options = _kernel_options(view, dtype, interpret) | dict(window=view.window)

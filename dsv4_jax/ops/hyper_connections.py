@@ -1,13 +1,11 @@
 """Hyper-connections between two blocks: the streams take a block's output, and collapse to the next block's input."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsv4_jax.ops.all_reduce import all_reduce, mailboxes
-from dsv4_jax.ops.dispatch import run, with_gradient_of
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
@@ -60,13 +58,9 @@ def hyper_connections(
         given, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
         raise ValueError(f"{given} needs {missing}: what a block returned, and the weights with which it was entered")
     options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
-    implementations = dict(
-        xla=lambda *arrays: _hyper_connections_xla(*_with_whole(*arrays), **options),
-        mosaic_gpu=functools.partial(_hyper_connections_kernel, interpret=False, **options),
-        interpret=functools.partial(_hyper_connections_kernel, interpret=True, **options),
-    )
-    arrays = streams, fn, base, scale, weight, y, mixing
-    return run("hyper_connections", implementations, implementation, *arrays)
+    args = streams, fn, base, scale, weight, y, mixing, mailboxes()
+    functions = dict(xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
+    return dispatch("hyper_connections", implementation, *args, **functions, **options)
 
 
 def mixing_weights(
@@ -147,9 +141,9 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
     return post, comb.reshape(-1, h, h)
 
 
-def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, *, norm_eps, hc_eps, iterations):
+def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, table, *, norm_eps, hc_eps, iterations):
     if y is not None:
-        streams = expand_streams(streams, y, *split_mixing(mixing, streams.shape[1]))
+        streams = expand_streams(streams, all_reduce(y), *split_mixing(mixing, streams.shape[1]))
     options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
     mixing = mixing_weights(streams, fn, base, scale, **options)
     collapsed = collapse(streams, mixing)
@@ -157,15 +151,8 @@ def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, *, norm_
     return streams, round_to(normed, streams.dtype), mixing if fn.shape[0] > streams.shape[1] else None
 
 
-def _hyper_connections_kernel(*arrays, interpret, **options):
-    kernel = functools.partial(hyper_connections_kernel, interpret=interpret, **options)
-    table = mailboxes()
-    if table is not None and adds_up_parts(*arrays[0].shape):
-        return kernel(*arrays, table)
-    return with_gradient_of(functools.partial(_hyper_connections_xla, **options), kernel)(*_with_whole(*arrays))
-
-
-def _with_whole(*arrays):
-    """The arguments, with the sum of the devices' parts of y."""
-    *others, y, mixing = arrays
-    return *others, None if y is None else all_reduce(y), mixing
+def _hyper_connections_kernel(streams, fn, base, scale, weight, y, mixing, table, *, interpret, **options):
+    arrays, options = (streams, fn, base, scale, weight), options | dict(interpret=interpret)
+    if table is not None and adds_up_parts(*streams.shape):
+        return hyper_connections_kernel(*arrays, y, mixing, table, **options)
+    return hyper_connections_kernel(*arrays, None if y is None else all_reduce(y), mixing, **options)

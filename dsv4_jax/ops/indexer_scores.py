@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
@@ -49,8 +49,8 @@ def indexer_scores(
       entry has no block. What stands behind them, and in rows of padding, is unspecified: a kernel computes and writes
       nothing there, "xla" writes -inf.
     """
-    choices = implementations(_scores_xla, _scores_kernel)
-    return run("indexer_scores", choices, implementation, view, q, weights, slots, positions, inv_freq)
+    args = view, q, weights, slots, positions, inv_freq
+    return dispatch("indexer_scores", implementation, *args, xla=_scores_xla, kernel=_scores_kernel)
 
 
 def _scores_xla(view, q, weights, slots, positions, inv_freq):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from pallas_kernels.indexer_topk import indexer_topk as kernel
 
 
@@ -31,7 +31,7 @@ def indexer_topk(
     Raises:
       NotImplementedError: the named implementation does not take the device or the arguments.
     """
-    return run("indexer_topk", implementations(_indexer_topk_xla, kernel), implementation, scores, lengths, k)
+    return dispatch("indexer_topk", implementation, scores, lengths, xla=_indexer_topk_xla, kernel=kernel, k=k)
 
 
 def _indexer_topk_xla(scores, lengths, k):

@@ -1,13 +1,12 @@
 """Linear maps with exact products and float32 sums."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.ops.dispatch import PreferXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
@@ -90,12 +89,7 @@ def linear(
         return tuple(part for weight, own in shares for part in linear(x, weight, parts=own, **options))
     arrays, eps = ((x, *weights), None) if norm is None else ((x, *weights, norm[0]), norm[1])
     static = _Static(parts, groups, swiglu_limit, eps)
-    implementations = dict(
-        xla=_linear_xla,
-        mosaic_gpu=_linear_kernel_or_xla,
-        interpret=functools.partial(_linear_kernel, True),
-    )
-    return run("linear", implementations, implementation, static, *arrays)
+    return dispatch("linear", implementation, *arrays, xla=_linear_xla, kernel=_linear_kernel, static=static)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -135,13 +129,15 @@ def _parts_of(parts, weights):
         yield tuple(own)
 
 
-def _linear_xla(static, x, *arrays):
+def _linear_xla(x, *arrays, static):
     weights, norm = static.split(arrays)
     x, groups = _normed(x, *norm, eps=static.eps), static.groups
     if len(weights) > 1:
         shares = zip(weights, _parts_of(static.parts, weights), strict=True)
         plain = static._replace(eps=None)
-        return tuple(part for weight, own in shares for part in _linear_xla(plain._replace(parts=own), x, weight))
+        return tuple(
+            part for weight, own in shares for part in _linear_xla(x, weight, static=plain._replace(parts=own))
+        )
     (weight,), dtype = weights, x.dtype
     weight = weight[...] if isinstance(weight, QuantizedWeight) else weight
     x, weight = same_dtype(x, weight)
@@ -173,34 +169,23 @@ def _finished(products, swiglu_limit, dtype):
     return (round_to(swiglu(gate, up, swiglu_limit), dtype),)
 
 
-def _linear_kernel_or_xla(static, x, *arrays):
-    weights, _ = static.split(arrays)
-    weight = weights[0]
-    if len(weights) == 1 and not isinstance(weight, QuantizedWeight):
-        if weight.shape[0] < MIN_ROWS:
-            raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
-        if x.size > MAX_TOKENS * x.shape[-1]:
-            raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return _linear_kernel(False, static, x, *arrays)
-
-
-def _linear_kernel(interpret, static, x, *arrays):
+def _linear_kernel(x, *arrays, static, interpret):
+    weights, norm = static.split(arrays)
     options = dict(parts=static.parts, groups=static.groups, interpret=interpret)
-
-    def kernel(x, *arrays):
-        weights, norm = static.split(arrays)
-        if len(weights) == 1 and not isinstance(weights[0], QuantizedWeight):
-            products = linear_kernel(_normed(x, *norm, eps=static.eps), weights[0], **options)
-            return _finished(products, static.swiglu_limit, x.dtype)
-        pairs = tuple((x.codes, x.scale) if isinstance(x, QuantizedWeight) else x for x in weights)
-        if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
-            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
-        options["limit"] = static.swiglu_limit
-        if x.shape[0] <= MAX_NORMED_TOKENS:
-            return quantized_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
-        x = _normed(x, *norm, eps=static.eps)
-        if x.shape[0] <= MAX_STORED_TOKENS:
-            return quantized_linear(x, pairs, **options)
-        return quantized_matmul(x, *pairs[0], **options)
-
-    return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, *arrays)
+    if len(weights) == 1 and not isinstance(weights[0], QuantizedWeight):
+        if not interpret and weights[0].shape[0] < MIN_ROWS:
+            raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weights[0].shape[0]}")
+        if not interpret and x.size > MAX_TOKENS * x.shape[-1]:
+            raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
+        products = linear_kernel(_normed(x, *norm, eps=static.eps), weights[0], **options)
+        return _finished(products, static.swiglu_limit, x.dtype)
+    pairs = tuple((x.codes, x.scale) if isinstance(x, QuantizedWeight) else x for x in weights)
+    if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
+        raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
+    options["limit"] = static.swiglu_limit
+    if x.shape[0] <= MAX_NORMED_TOKENS:
+        return quantized_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
+    x = _normed(x, *norm, eps=static.eps)
+    if x.shape[0] <= MAX_STORED_TOKENS:
+        return quantized_linear(x, pairs, **options)
+    return quantized_matmul(x, *pairs[0], **options)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.norm_rope import norm_rope
 from dsv4_jax.ops.views import SWAView
 from dsv4_jax.quant import Rows
@@ -28,7 +28,7 @@ def norm_rope_append(
 ) -> tuple[Float[Array, "T H D"], SWAView]:
     """`norm_rope`, whose key-value rows `append_swa` stores: a launch less, and the rows are not written twice.
 
-    An implementation stores the bytes that its `norm_rope` and `append_swa` would. Kernels have no gradient.
+    An implementation stores the bytes that its `norm_rope` and `append_swa` would.
 
     Args:
       view, slots, positions: as in `append_swa`; negative positions rotate like 0.
@@ -38,18 +38,18 @@ def norm_rope_append(
     Returns:
       (queries in their dtype, the view with updated rows).
     """
-    choices = implementations(_norm_rope_append_xla, _norm_rope_append_kernel)
-    arrays = q, kv, weight, slots, positions, inv_freq
-    return run("norm_rope_append", choices, implementation, eps, view, *arrays)
+    args = view, q, kv, weight, slots, positions, inv_freq
+    functions = dict(xla=_norm_rope_append_xla, kernel=_norm_rope_append_kernel)
+    return dispatch("norm_rope_append", implementation, *args, **functions, eps=eps)
 
 
-def _norm_rope_append_xla(eps, view, q, kv, weight, slots, positions, inv_freq):
+def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, eps):
     at = jnp.maximum(positions, 0)
     q, kv = norm_rope(q, kv, weight, at, inv_freq, eps=eps, implementation="xla")
     return q, append_swa(view, kv, slots, positions, implementation="xla")
 
 
-def _norm_rope_append_kernel(eps, view, q, kv, weight, slots, positions, inv_freq, *, interpret):
+def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
     layer, layout = jnp.asarray(view.layer, jnp.int32), quantised(view.layout)
     pools = view.rows.nope, view.rows.rope, view.rows.scale
     arrays = q, kv, weight, slots, positions, inv_freq, layer, *pools

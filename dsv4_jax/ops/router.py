@@ -1,13 +1,12 @@
 """Which experts each token goes to."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import PreferXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.linear import linear
 from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
@@ -63,13 +62,8 @@ def router(
     if (bias is None) == (table is None) or (table is None) != (token_ids is None):
         given = [name for name, value in dict(bias=bias, table=table, token_ids=token_ids).items() if value is not None]
         raise ValueError(f"either bias, or table and token_ids must be given, got {', '.join(given) or 'none of them'}")
-    options = dict(chosen=chosen, factor=factor)
-    implementations = dict(
-        xla=functools.partial(_router_xla, **options),
-        mosaic_gpu=functools.partial(_router_kernel_or_xla, **options),
-        interpret=functools.partial(_router_kernel, interpret=True, **options),
-    )
-    return run("router", implementations, implementation, x, weight, bias, table, token_ids)
+    args, options = (x, weight, bias, table, token_ids), dict(chosen=chosen, factor=factor)
+    return dispatch("router", implementation, *args, xla=_router_xla, kernel=_router_kernel, **options)
 
 
 def _router_xla(x, weight, bias, table, token_ids, *, chosen, factor):
@@ -82,16 +76,7 @@ def _router_xla(x, weight, bias, table, token_ids, *, chosen, factor):
     return Routing(experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * factor)
 
 
-def _router_kernel_or_xla(x, *arrays, **options):
-    if x.shape[0] > MAX_TOKENS:
+def _router_kernel(x, *arrays, interpret, **options):
+    if not interpret and x.shape[0] > MAX_TOKENS:
         raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
-    return _router_kernel(x, *arrays, interpret=False, **options)
-
-
-def _router_kernel(*arrays, interpret, **options):
-    kernel = functools.partial(router_kernel, interpret=interpret, **options)
-
-    def reference(*arrays):
-        return tuple(_router_xla(*arrays, **options)[:2])
-
-    return Routing(*with_gradient_of(reference, kernel)(*arrays))
+    return Routing(*router_kernel(x, *arrays, interpret=interpret, **options))

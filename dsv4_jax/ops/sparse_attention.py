@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.context_parallel import attend_to_parts, every_entry
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.gather import _window, fake_quantise, gather_all_compressed_kv, gather_compressed_kv
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take
@@ -78,12 +78,14 @@ def sparse_attention(
     Returns:
       [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
-    choices = implementations(_sparse_attention_xla, _sparse_attention_kernel)
-    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, context_parallel
-    return run("sparse_attention", choices, implementation, *args)
+    args = q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq
+    functions = dict(xla=_sparse_attention_xla, kernel=_sparse_attention_kernel)
+    return dispatch("sparse_attention", implementation, *args, **functions, context_parallel=context_parallel)
 
 
-def _sparse_attention_xla(q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, context_parallel):
+def _sparse_attention_xla(
+    q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, context_parallel
+):
     rows = window, compressed, indices, slots, positions, new_kv
     if context_parallel:
         out = attend_to_parts(lambda q, with_window: _by_token(_part, q, *rows, with_window), q, sinks)
@@ -141,7 +143,7 @@ def _part(q, kv, valid, least=LOWEST):
 
 
 def _sparse_attention_kernel(
-    q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, context_parallel, *, interpret
+    q, sinks, window, compressed, indices, slots, positions, new_kv, inv_freq, *, context_parallel, interpret
 ):
     if new_kv is not None and q.shape[0] >= MANY_TOKENS and _dense_rows(window, compressed, q.shape[0]):
         name = "interpret" if interpret else "mosaic_gpu"

@@ -249,7 +249,7 @@ class Life:
             assert (self.manager.length(slot), self.manager.min_length(slot)) == (len(request.ids), request.min_length)
             assert not request.ids or pools.block_table[slot].tolist() == table[slot].tolist()
             # Each part of a mesh numbers its blocks from 0.
-            first = self.manager.requests.part(slot) * self.schema.num_blocks // self.manager.requests.parts
+            first = self.manager.requests.shard(slot) * self.schema.num_blocks // self.manager.requests.num_shards
             wrong, compared = request.differing_bytes(pools, slot, table[slot] + first)
             self.compared += compared
             self.differing += sum(wrong.values())

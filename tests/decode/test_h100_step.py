@@ -16,7 +16,7 @@ from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, SamplingParams
 from dsv4_jax.decode.step import draw, last_logits
 from dsv4_jax.engine import Engine, MTPDrafter
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import SCOPES, DeepseekV4ForCausalLM
 from tests.pallas_kernels.kernels import compile_in_process
 
 
@@ -73,6 +73,11 @@ def check_in_place(compiled, cache):
     for line in text.splitlines():
         if found := re.search(r"= (\w+)\[([\d,]*)\]\S* (copy|copy-start|dynamic-update-slice)\(", line):
             assert (found[1], math.prod(map(int, filter(None, found[2].split(","))))) not in pools, line
+
+
+def test_a_profile_can_name_every_part_of_a_step():
+    text = jax.jit(lambda *args: draw(*args, drafts=1)).lower(*arguments(drafts=1)).as_text(debug_info=True)
+    assert [scope for scope in SCOPES if not re.search(rf"[/\"]{scope}[/\"]", text)] == []
 
 
 @pytest.mark.aot

@@ -76,8 +76,8 @@ def consistent(manager, prefix=None):
     assert [n.children for n in nodes] == [sum(m.parent is n for m in nodes) for n in nodes]
     assert len({n.last_used for n in nodes}) == len(nodes)
     order = by_age(manager, nodes)
-    for part in range(allocator.parts):
-        mine = [n for n in order if allocator.part(n.block) == part]
+    for part in range(allocator.num_shards):
+        mine = [n for n in order if allocator.shard(n.block) == part]
         assert tree.evictable[part] == len(mine)
         assert tree._leaves[part] == [n for n in sorted(mine, key=age) if not n.children]
         assert not mine or tree.oldest(part) is mine[0]

@@ -88,10 +88,10 @@ def test_joined_borders_are_the_separate_steps(small, draw):
     first, second, head = connection(small), connection(small, std=0.3), HyperHead(small, rngs=nnx.Rngs(1))
     norms = [RMSNorm(24, eps=small.rms_norm_eps, rngs=nnx.Rngs(i)) for i in range(3)]
     streams, (y, z) = jnp.asarray(draw(4, 3, 24)), jnp.asarray(draw(2, 4, 24))
-    x, residual = first.enter(ResidualStreams(streams), norms[0])
-    between, residual = second.enter(residual.after(y), norms[1])
-    out, left = head.leave(residual.after(z), norms[2])
-    merged = residual.after(z).merged()
+    x, residual = first.pre(ResidualStreams(streams), norms[0])
+    between, residual = second.pre(residual.post(y), norms[1])
+    out, left = head.pre(residual.post(z), norms[2])
+    merged = residual.post(z).merged()
 
     collapsed, post, comb = first(streams)
     np.testing.assert_allclose(x, norms[0](collapsed), **TOLERANCE)

@@ -144,7 +144,7 @@ def test_memory_of_a_device_holds_a_share_of_the_blocks():
 
 
 def test_devices_give_blocks_in_turn():
-    allocator = BlockAllocator(12, parts=2, devices=3)
+    allocator = BlockAllocator(12, num_shards=2, devices=3)
     assert allocator.acquire(6, 1) == [6, 8, 10, 7, 9, 11] and allocator.acquire(2) == [0, 2]
     with pytest.raises(ValueError, match="a multiple of 6"):
-        BlockAllocator(9, parts=2, devices=3)
+        BlockAllocator(9, num_shards=2, devices=3)

@@ -99,7 +99,7 @@ def test_a_prefix_is_found_where_its_blocks_are():
     assert (slot, hit) == (4, 0)
     learn(slot, ids(49))
     assert admit(ids(64)) == (5, 48)
-    with pytest.raises(CacheFullError, match="0 of 3 are free in part 0 of 2"):
+    with pytest.raises(CacheFullError, match="0 of 3 are free in shard 0 of 2"):
         admit(ids(64))
     assert prefix.metrics.blocks == 3 + 2 + 3
     for slot in manager.slots:
@@ -152,13 +152,13 @@ def test_sizes_that_parts_do_not_divide():
     with pytest.raises(ValueError, match="data=3 does not divide max_requests=4, num_blocks=10: give multiples of 3"):
         make(mesh=mesh, num_blocks=10)
     manager = make(mesh=mesh, max_requests=3, num_blocks=6)
-    with pytest.raises(ValueError, match="needs 33 tokens, each of the cache's 3 parts holds 32"):
+    with pytest.raises(ValueError, match="needs 33 tokens, each of the cache's 3 shards holds 32"):
         manager.admit(ids(33))
-    with pytest.raises(ValueError, match="need room for 33, more than each of the cache's 3 parts' 32"):
+    with pytest.raises(ValueError, match="need room for 33, more than each of the cache's 3 shards' 32"):
         Engine(bigram_on(mesh), manager, token_budget=8).add(ids(30), max_new_tokens=4)
-    with pytest.raises(CacheFullError, match="3 blocks are needed, 2 of 2 are free in part 0 of 3"):
+    with pytest.raises(CacheFullError, match="3 blocks are needed, 2 of 2 are free in shard 0 of 3"):
         manager.allocate(manager.admit(), 33)
-    with pytest.raises(ValueError, match="prefill_size=4 is less than the step's 5 tokens in part 0 of 3"):
+    with pytest.raises(ValueError, match="prefill_size=4 is less than the step's 5 tokens in shard 0 of 3"):
         manager.prepare_forward({0: ids(5)}, prefill_size=4)
     # The budget is that of a device: each has a part's slots, and as many blocks as fit beside them.
     one, three = (make(num_blocks=None, memory="100KiB", mesh=m, max_requests=n) for m, n in ((None, 1), (mesh, 3)))
