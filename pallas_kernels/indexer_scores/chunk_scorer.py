@@ -192,13 +192,14 @@ class ChunkScorer:
         wait_copies(stages - 1)
         tile = key_tiles.read_tile(self.scratch.tiles_smem, self._stage(i))
         if self.keys.is_mxfp4:
-            *keys, far = key_tiles.unpack_mxfp4(tile, far)
+            values, largest, far = key_tiles.unpack_mxfp4(tile, far)
+            keys = values, largest
         else:
             keys = key_tiles.unpack_nvfp4(tile)
 
         def score_token(j, _):
             row = self.chunk.token + j
-            score(tuple(keys), token=j, row=row, **self._operands(i, missing << (32 - stages)))
+            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
 
         lax.fori_loop(0, self.chunk.count, score_token, None)
         return next_block_ids, missing, far
