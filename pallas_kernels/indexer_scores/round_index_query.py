@@ -74,7 +74,8 @@ def round_index_query(
         def _(i):
             head = token * heads + (split * (tiles // splits) + i) * query_tiles.HEADS
             x = query_tiles.load_heads(q_gmem, head)
-            x = x if angles is None else query_tiles.turn(x, *angles, first)
+            if angles is not None:
+                x = query_tiles.turn(x, *angles, first)
             x = query_tiles.hadamard(x) if layout.hadamard else x
             round_tile = _round_mxfp4 if mxfp4 else _round_nvfp4
             words = round_tile(x, layout, head, weights_gmem, scaled_gmem)
@@ -98,8 +99,8 @@ def _angles(token, positions, inv_freq):
     pairs = inv_freq.shape[0]
     pair = (vectors.channels(query_tiles.ANGLES) & (DIM // 2 - 1)) - (DIM // 2 - pairs)
     position = jnp.maximum(positions[token], 0).astype(jnp.float32)
-    angles = cos_sin(vectors.take(inv_freq, pair) * position)
-    return [query_tiles.spread_angles(angle) for angle in angles]
+    cos, sin = cos_sin(vectors.take(inv_freq, pair) * position)
+    return query_tiles.spread_angles(cos), query_tiles.spread_angles(sin)
 
 
 def _check(q, weights, positions, inv_freq, layout):
