@@ -51,7 +51,7 @@ OP = {"op": "{op}", "shape": "{shape}"}
 
 
 def ops(runs: list[Row], keys: list[Key]) -> Table:
-    """Every case of a run of `dsv4-jax bench`; older files rate all cases against a copy."""
+    """Every case of a run of `dsv4-jax bench ops`; older files rate all cases against a copy."""
     numbers = {
         "us": "{microseconds:,.2f}",
         "GB/s": "{gigabytes_per_second:,.0f}",

@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench attention`."""
+"""The cases of `dsv4-jax bench ops attention`."""
 
 import dataclasses
 from collections.abc import Iterator

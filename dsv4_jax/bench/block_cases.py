@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench hyper_connections` and `bench router`: what lies between a layer's larger maps."""
+"""The cases of `dsv4-jax bench ops hyper_connections` and `router`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench append`, `gather` and `flush`."""
+"""The cases of `dsv4-jax bench ops append`, `gather` and `flush`."""
 
 import dataclasses
 import functools

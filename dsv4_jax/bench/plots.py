@@ -42,7 +42,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> None:
 
     A report of `dsv4-jax bench layer` also gets a picture of the parts: how many times its floor each takes.
     """
-    parts, rows = report.get("parts", []), report["results"]
+    parts, rows = report.get("ops", []), report["results"]
     with _figure(path, 1 + bool(parts), (10.0, (3.0 + 0.3 * max(len(parts), len(rows))) * (1 + bool(parts)))) as panels:
         steps = panels[-1]
         steps.set(

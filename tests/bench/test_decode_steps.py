@@ -116,23 +116,14 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["append", "--plot", "x.png"],
-            "--plot draws step, layer, model, prefill, serve: dsv4-jax bench step --plot x.png",
-        ),
-        (["layer", "--layers", "2"], "--layers 2 is not for layer, which measures layers of one kind at a time"),
-        (
-            ["append", "--mesh", "model=2"],
-            "--mesh is for step, layer, model, serve, all_reduce: dsv4-jax bench step --mesh model=2",
-        ),
         (["step", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide batches=3"),
-        (["all_reduce"], "all_reduce needs several devices: dsv4-jax bench all_reduce --mesh model=2"),
+        (["all_reduce", "--mesh", "data=2"], "--mesh data=2 must have more than one device along the axis model"),
+        (["model", "--expert-parallel"], "expert_parallel=True needs a mesh with more than one device"),
         (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
-        (["append", "step"], "step runs alone, not with ['append']"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
         (["step", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
         (["step", "--json", "no/such/x.json"], "--json no/such/x.json cannot be written: No such file or directory"),
-        (["append", "--json", "."], "--json . cannot be written: Is a directory"),
+        (["ops", "append", "--json", "."], "--json . cannot be written: Is a directory"),
         (["step", "--contexts", "128"], "--contexts 128 must be from 129 to 32768 tokens"),
         (["step", "--contexts", "33000"], "--contexts 33000 must be from 129 to 32768"),
         (["step", "--contexts", "512", "--batches", "0"], "--batches 0 must be at least 1"),
@@ -176,10 +167,10 @@ def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
     out = run("bench", "layer", *options, "--json", table, "--plot", picture)
     report = json.loads(table.read_text())
     # Appends alone and bfloat16 weights are no parts of a layer.
-    assert {row["op"] for row in report["parts"]} == {"linear", "experts"}
-    assert all("FP8" in row["shape"] for row in report["parts"] if row["op"] == "linear")
+    assert {row["op"] for row in report["ops"]} == {"linear", "experts"}
+    assert all("FP8" in row["shape"] for row in report["ops"] if row["op"] == "linear")
     assert "Whole layers of a tiny model: 1 (sliding_attention)" in out
-    for row in report["parts"]:
+    for row in report["ops"]:
         floor = 100 * row["floor_microseconds"] / row["microseconds"]
         assert row["percent_of_roofline"] == pytest.approx(floor, rel=0.01, abs=0.06)
     kinds = [(row["layer_type"], row["layers"]) for row in report["results"]]
