@@ -86,6 +86,11 @@ class CacheSchema:
     ) -> "CacheSchema":
         """Makes a checked schema.
 
+        Args:
+          config, num_blocks, max_requests, max_context, dtype, block_tokens, max_query_tokens, context_parallel: see
+            the class.
+          kv_format: name of a byte format, or a `KVFormat`.
+
         Raises:
           TypeError: a size is not a whole number.
           ValueError: a size is not positive, `block_tokens` is not a multiple of a compression rate, the context is

@@ -19,6 +19,7 @@ class StoredTensor(TensorHeader):
     """A tensor in a memory-mapped safetensors file.
 
     Attributes:
+        name, dtype, shape: as in the file's header.
         file: path of the file.
         data: [bytes] uint8 view of the mapped file.
     """

@@ -247,7 +247,13 @@ class KVCacheManager(Summarised):
         return prepare_forward(self.requests, ids, reserve, prefill_size, decode_size)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
-        """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced."""
+        """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced.
+
+        Args:
+          cache: the cache, after `begin_step`.
+          layer: number of the layer.
+          batch: inputs of the step.
+        """
         return cache.handle(layer, batch)
 
     def advance(self, slot: int, num_tokens: int) -> None:
