@@ -11,7 +11,6 @@ of one warpgroup, which write a slice's part of the logits. `router_select` has 
 Blocks of up to 8 tokens are one cluster. `experts` takes the grouped pairs, which saves it a launch.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -79,90 +78,65 @@ def router(
     check_array("x", x, jnp.bfloat16, None, None)
     tokens, depth = x.shape
     check_array("weight", weight, jnp.float32, None, depth)
-    p = RouterProblem(tokens, weight.shape[0], depth, top_k, scaling_factor)
+    experts, multiple = weight.shape[0], ADDERS * SLICE
     if bias is not None:
-        check_array("bias", bias, jnp.float32, p.experts)
+        check_array("bias", bias, jnp.float32, experts)
     else:
         check_array("table", table, jnp.int32, None, top_k)
         check_array("token_ids", token_ids, jnp.int32, tokens)
-    p.check()
-    products = _launch_products(p, x, weight, interpret)
-    experts, weights, *permutation = _launch_select(
-        p, products, (table, token_ids) if bias is None else (bias,), interpret
+    check_rules(
+        {
+            f"1 to {MAX_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_TOKENS,
+            f"channels in multiples of {multiple}, got {depth}": depth > 0 and depth % multiple == 0,
+            f"128, 256, .. or 1024 experts, got {experts}": 0 < experts <= 1024 and experts % THREADS == 0,
+            f"up to {WARP} experts of a token, got {top_k}": 0 < top_k <= min(WARP, experts),
+        }
     )
-    return experts.reshape(tokens, top_k), weights.reshape(tokens, top_k), tuple(permutation) or None
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterProblem:
-    """Static description of a call; see `router` for `top_k` and `scaling_factor`."""
-
-    tokens: int
-    experts: int
-    depth: int
-    top_k: int
-    scaling_factor: float
-
-    def check(self) -> None:
-        """Refuses sizes other than `router` documents."""
-        experts, depth, multiple = self.experts, self.depth, ADDERS * SLICE
-        check_rules(
-            {
-                f"1 to {MAX_TOKENS} tokens, got {self.tokens}": 0 < self.tokens <= MAX_TOKENS,
-                f"channels in multiples of {multiple}, got {depth}": depth > 0 and depth % multiple == 0,
-                f"128, 256, .. or 1024 experts, got {experts}": 0 < experts <= 1024 and experts % THREADS == 0,
-                f"up to {WARP} experts of a token, got {self.top_k}": 0 < self.top_k <= min(WARP, experts),
-            }
-        )
-
-    @property
-    def grouped(self) -> bool:
-        """Whether the kernel groups pairs."""
-        return self.tokens <= MAX_GROUPED_TOKENS
-
-
-def _launch_products(p, x, weight, interpret):
-    """Returns [slices, T, E] float32, each slice's part of the logits."""
-    run = kernel(
+    products = kernel(
         lambda *arrays: multiply_slice(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
-        out_type=jax.ShapeDtypeStruct((p.depth // SLICE, p.tokens, p.experts), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((depth // SLICE, tokens, experts), jnp.float32),
         kernel_name="router_products",
-        grid=(p.depth // SLICE, p.experts // BLOCK_EXPERTS, -(-p.tokens // BLOCK_TOKENS)),
+        grid=(depth // SLICE, experts // BLOCK_EXPERTS, -(-tokens // BLOCK_TOKENS)),
         grid_names=("slice", "rows", "tile"),
         interpret=interpret,
     )
-    return run(x, weight)
+    selection = (table, token_ids) if bias is None else (bias,)
+    return _select_experts(products(x, weight), selection, top_k, scaling_factor, interpret)
 
 
-def _launch_select(p, products, selection, interpret):
-    """Returns [T * top_k] experts and weights, and (table, counts) of grouped pairs; `selection`: see `select`."""
-    outs = [jax.ShapeDtypeStruct((p.tokens * p.top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
+def _select_experts(products, selection, top_k, scaling_factor, interpret):
+    """Runs the second launch; `selection` is (bias,) or (table, token_ids)."""
+    slices, tokens, experts = products.shape
+    outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
     scratch: dict[str, Any] = dict(
-        partials_smem=plgpu.SMEM((ADDERS, p.experts), jnp.float32),
-        scores_smem=plgpu.SMEM((p.experts,), jnp.float32),
-        biased_smem=plgpu.SMEM((p.experts,), jnp.float32),
+        partials_smem=plgpu.SMEM((ADDERS, experts), jnp.float32),
+        scores_smem=plgpu.SMEM((experts,), jnp.float32),
+        biased_smem=plgpu.SMEM((experts,), jnp.float32),
         partials_full=plgpu.Barrier(num_arrivals=ADDERS),
     )
-    if p.grouped:
-        groups = most_blocks(p.tokens * p.top_k, p.experts)
-        outs += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (groups * WORDS, counts_size(groups, p.depth))]
+    one_cluster = tokens <= MAX_GROUPED_TOKENS
+    if one_cluster:
+        groups = most_blocks(tokens * top_k, experts)
+        sizes = groups * WORDS, counts_size(groups, slices * SLICE)
+        outs += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
         barrier = plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None
-        scratch |= dict(sort_smem=plgpu.SMEM((scratch_words(p.experts),), jnp.int32), selection_ready=barrier)
+        scratch |= dict(sort_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32), selection_ready=barrier)
     run = kernel(
-        functools.partial(_select_body, p),
+        functools.partial(_select_body, top_k, scaling_factor),
         out_type=outs,
         kernel_name="router_select",
-        grid=(1 if p.grouped else p.tokens,),
+        grid=(1 if one_cluster else tokens,),
         grid_names=("group",),
         # A power of two: three blocks of a cluster take longer to start than four.
-        cluster=(1 << (p.tokens - 1).bit_length() if p.grouped else 1,),
+        cluster=(1 << (tokens - 1).bit_length() if one_cluster else 1,),
         cluster_names=("token",),
         num_threads=ADDERS,
         thread_name="warpgroup",
         scratch_types=scratch,
         interpret=interpret,
     )
-    return run(products, selection)
+    selected, weights, *permutation = run(products, selection)
+    return selected.reshape(tokens, top_k), weights.reshape(tokens, top_k), tuple(permutation) or None
 
 
 @primitive
@@ -170,14 +144,6 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
     """Writes `out[part, t, e]`, the sum over a slice of channels, for a block's tokens and experts.
 
     A warp has 8 experts and a lane 32 channels of one of them. float32 weights are sums of three bfloat16.
-
-    Args:
-      part: number of the slice.
-      group: number of the block's 32 experts.
-      tile: number of the block's 32 tokens.
-      x_gmem: [T, D] bfloat16.
-      weight_gmem: [E, D] float32.
-      out_gmem: [slices, T, E] float32.
     """
     columns, rows = pl.ds(part * SLICE, SLICE), pl.ds(group * BLOCK_EXPERTS, BLOCK_EXPERTS)
 
@@ -223,46 +189,54 @@ def _(part, group, tile, x_gmem, weight_gmem, out_gmem):
 
 
 def _select_body(
-    p, products_gmem, selection, *outs, partials_smem, scores_smem, biased_smem, partials_full, **permutation_scratch
+    top_k,
+    scaling_factor,
+    products_gmem,
+    selection,
+    *outs,
+    partials_smem,
+    scores_smem,
+    biased_smem,
+    partials_full,
+    **sort,
 ):
     experts_gmem, weights_gmem, *permutation = outs
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
-    warpgroup = lax.axis_index("warpgroup")
-    expert_tiles = [pl.ds(first, THREADS) for first in range(0, p.experts, THREADS)]
+    warpgroup, (slices, tokens, experts) = lax.axis_index("warpgroup"), products_gmem.shape
+    tiles = [pl.ds(first, THREADS) for first in range(0, experts, THREADS)]
 
     def add_slices():
-        share = products_gmem.shape[0] // ADDERS
-        slices = [warpgroup * share + i for i in range(share)]
-        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in slices] for tile in expert_tiles]
-        for tile, terms in zip(expert_tiles, loaded, strict=True):
+        own = [warpgroup * (slices // ADDERS) + i for i in range(slices // ADDERS)]
+        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in own] for tile in tiles]
+        for tile, terms in zip(tiles, loaded, strict=True):
             partials_smem[warpgroup, tile] = functools.reduce(jnp.add, terms)
         plgpu.barrier_arrive(partials_full)
 
     def select_experts():
         plgpu.barrier_wait(partials_full)
-        for tile in expert_tiles:
+        for tile in tiles:
             logits = functools.reduce(jnp.add, [vectors.load(partials_smem.at[i, tile]) for i in range(ADDERS)])
             score = jnp.sqrt(_softplus(logits))
             scores_smem[tile] = score
             if len(selection) == 1:
                 biased_smem[tile] = score + vectors.load(selection[0].at[tile])
-        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, p.top_k, p.scaling_factor)
+        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor)
 
     # A cluster may have more blocks than there are tokens.
-    @pl.when(token < p.tokens)
+    @pl.when(token < tokens)
     def _():
         with jax.named_scope("add_slices"):
             add_slices()
         with jax.named_scope("select_experts"):
             pl.when(warpgroup == 0)(select_experts)
 
-    if p.grouped:
+    if permutation:
         with jax.named_scope("group_pairs"):
-            _group_cluster(p, token, warpgroup, experts_gmem, *permutation, **permutation_scratch)
+            _group_cluster(token, warpgroup, experts, experts_gmem, *permutation, **sort)
 
 
-def _group_cluster(p, token, warpgroup, experts_gmem, groups_gmem, counts_gmem, *, sort_smem, selection_ready):
-    """Groups the pairs of all blocks of the cluster, in the first one."""
+def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_gmem, *, sort_smem, selection_ready):
+    """Groups the pairs of all tokens once every block of the cluster has selected."""
 
     @pl.when(warpgroup > 0)
     def _():
@@ -273,10 +247,8 @@ def _group_cluster(p, token, warpgroup, experts_gmem, groups_gmem, counts_gmem, 
     def _():
         barriers.arrive_cluster(selection_ready)
         barriers.wait_cluster(selection_ready)
-
-        @pl.when(token == 0)
-        def _():
-            group_pairs(experts_gmem, groups_gmem, counts_gmem, p.experts, sort_smem)
+        group = functools.partial(group_pairs, experts_gmem, groups_gmem, counts_gmem, experts, sort_smem)
+        pl.when(token == 0)(group)
 
 
 def _softplus(x):
@@ -294,17 +266,9 @@ def _softplus(x):
 def select(
     experts_gmem, weights_gmem, token: jax.Array, scores_smem, biased_smem, selection, top_k: int, scaling_factor: float
 ) -> None:
-    """Writes a token's experts and weights, see `router`; one warpgroup runs it.
+    """Writes a token's experts and weights to [T * top_k] arrays, see `router`; one warpgroup runs it.
 
-    Args:
-      experts_gmem: [T * top_k] int32.
-      weights_gmem: [T * top_k] float32.
-      token: number of the token.
-      scores_smem: [E] float32.
-      biased_smem: [E] float32, of which the best are selected if `selection` is a bias.
-      selection: (bias,) or (table, token_ids) in global memory.
-      top_k: number of experts of a token.
-      scaling_factor: sum of a token's weights.
+    `selection` is (bias,), to select the best of `biased_smem` [E], or (table, token_ids).
     """
     if len(selection) == 1:
         experts = lax.top_k(biased_smem[...], top_k)[1]
