@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import dispatch
-from dsv4_jax.ops.linear import Matrix, linear, same_dtype
+from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
 from pallas_kernels.experts import MAX_PAIRS, MAX_SHARED_TOKENS, experts as experts_kernel, grouped_experts
@@ -92,8 +92,8 @@ def _take_one_launch(x, *matrices):
 
 def _shared_expert(limit, x, gate_up, down, *, implementation):
     """[T, D] float32."""
-    (inner,) = linear(x, gate_up, swiglu_limit=limit, implementation=implementation)
-    (y,) = linear(inner, down, parts=((down.shape[0], True),), implementation=implementation)
+    inner = linear_swiglu(x, gate_up, limit, implementation=implementation)
+    (y,) = linear(inner, down, LinearSpec(output_dtype=x.dtype), implementation=implementation)
     return y.astype(jnp.float32)
 
 

@@ -7,3 +7,4 @@ from pallas_kernels.linear.quantized_linear import (
     quantized_linear as quantized_linear,
 )
 from pallas_kernels.linear.quantized_matmul import quantized_matmul as quantized_matmul
+from pallas_kernels.linear.spec import LinearSpec as LinearSpec

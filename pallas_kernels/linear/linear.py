@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.linear.spec import LinearSpec, kernel_outputs
 from pallas_kernels.mgpu import barriers, transaction_barriers, wgmma
 from pallas_kernels.mgpu.mlir import THREADS
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
@@ -32,48 +33,46 @@ SHARED_BYTES = 208 << 10
 MAX_SPLITS = 8  # blocks of a cluster that every device runs
 
 
-@cached_trace("parts", "groups")
+@cached_trace("spec")
 def linear(
     x: jax.Array,
     weight: jax.Array,
     *,
-    parts: tuple[tuple[int, bool], ...],
-    groups: int = 1,
+    spec: LinearSpec,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows.
+    """Computes `x @ weight.T` and splits it into the spec's outputs.
 
     Args:
-      x: [T, groups * K] bfloat16, T a multiple of 8 up to 64.
-      weight: [groups * M, K] bfloat16, K a multiple of 256.
-      parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
-      groups: matrices one below the other, each for its K columns of x.
+      x: [T, num_groups * K] bfloat16, T a multiple of 8 up to 64.
+      weight: [num_groups * M, K] bfloat16, K a multiple of 256.
+      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
+      [T, size] of each output: float32 sums, in an order that depends on the weight's shape alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth) = x.shape[0], weight.shape
+    tokens, (rows, depth), groups = x.shape[0], weight.shape, spec.num_groups
+    outputs = kernel_outputs(spec, rows)
     check_array("x", x, jnp.bfloat16, tokens, groups * depth)
     check_array("weight", weight, jnp.bfloat16, rows, depth)
-    if any(size % ROWS for size, _ in parts) or rows % (ROWS * groups) or depth % STEP:
+    if any(size % ROWS for size, _ in outputs) or rows % (ROWS * groups) or depth % STEP:
         raise NotImplementedError(
-            f"the kernel takes parts of a multiple of {ROWS} rows and columns in multiples of {STEP}, got "
-            f"{[size for size, _ in parts]} rows, {groups} groups, {depth} columns"
+            f"the kernel takes outputs of a multiple of {ROWS} rows and columns in multiples of {STEP}, got "
+            f"{[size for size, _ in outputs]} rows, {groups} groups, {depth} columns"
         )
     if tokens % TOKENS or not 0 < tokens <= MAX_TOKENS:
         raise NotImplementedError(f"the kernel takes {TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}")
-    assert sum(size for size, _ in parts) == rows
     tiles = rows // ROWS
     splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
-    problem = LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, parts)
+    problem = LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
     inbox = (splits - 1, ROWS * tokens)
     stages = (SHARED_BYTES - 4 * inbox[0] * inbox[1]) // (2 * STEP * (ROWS + tokens))
-    out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in parts]
+    out_type = [jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs]
     scratch: dict[str, Any] = dict(
         weights=plgpu.SMEM((stages, ROWS, STEP), jnp.bfloat16, transforms=TRANSFORMS),
         inputs=plgpu.SMEM((stages, tokens, STEP), jnp.bfloat16, transforms=TRANSFORMS),
@@ -99,7 +98,7 @@ def linear(
         scratch_types=scratch,
         interpret=interpret,
     )
-    return tuple(run(x, weight)[: len(parts)])
+    return tuple(run(x, weight)[: len(outputs)])
 
 
 def _splits(tiles, steps):
@@ -121,7 +120,7 @@ class LinearProblem:
     tiles: int
     splits: int
     workers: int
-    parts: tuple[tuple[int, bool], ...]
+    outputs: tuple[tuple[int, jnp.dtype], ...]
 
     def steps(self, split):
         """(first, end) of a block's steps over the columns."""
@@ -217,9 +216,9 @@ def _add_up(p, outs, worker, split, row, sums, inbox, filled, cluster):
 
 
 def _store(p, outs, row, sums):
-    """Writes 64 rows of the product to the part that they are of."""
+    """Writes 64 rows of the product to the output that has them."""
     start = 0
-    for out, (size, _) in zip(outs, p.parts, strict=False):
+    for out, (size, _) in zip(outs, p.outputs, strict=False):
 
         @pl.when((row >= start) & (row < start + size))
         def _(out=out, start=start):

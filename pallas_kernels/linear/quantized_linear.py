@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.linear.spec import LinearSpec, kernel_outputs
 from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
 from pallas_kernels.matmul.quantized_weights import BF16, FP8, HALF, MULTIPLIERS, ROWS, SCALED, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_gemm import FINISHES, Product, SkinnyGemm
@@ -38,41 +39,41 @@ MIN_STAGES = 8  # two for each warpgroup that multiplies
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
 
 
-@cached_trace("parts", "groups", "limit", "eps")
+@cached_trace("spec", "swiglu_limit", "eps")
 def quantized_linear(
     x: jax.Array,
     weights: tuple[jax.Array | tuple[jax.Array, jax.Array], ...],
     norm: jax.Array | None = None,
     *,
-    parts: tuple[tuple[int, bool], ...],
-    groups: int = 1,
-    limit: float | None = None,
+    spec: LinearSpec,
+    swiglu_limit: float | None = None,
     eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weights' rows; or SwiGLU of two.
+    """Computes `x @ weight.T` and splits it into the spec's outputs, or returns the SwiGLU of its two outputs.
 
     Args:
-      x: [T, groups * K] bfloat16, T up to 32.
-      weights: matrices of the same columns, one below the other, each [M, K] bfloat16, or codes [M, K] uint8, E4M3
-        bits, and scales [M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes. K is a multiple of 256.
-      norm: None, or [K] float32: rows of x are RMS-normed and multiplied with it first, and rounded; one group.
-      parts: (rows, whether sums are rounded to bfloat16) one below the other, each of one weight; rows are multiples of
-        64.
-      groups: of rows of the only weight, each for its K columns of x; M / groups is a multiple of 128.
-      limit: None, or of SwiGLU, of two equal parts that are rounded, all of the only weight: the gate's rows and those
-        of up, multiples of 128.
-      eps: of the norm, added to the mean square.
+      x: [T, num_groups * K] bfloat16, T up to 32.
+      weights: matrices with equally many columns, one below the other. Each is [M, K] bfloat16, or a pair of codes
+        [M, K] uint8, E4M3 bits, and scales [M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes. K is a
+        multiple of 256.
+      norm: [K] float32 weight of an RMS norm of the rows of x, which are rounded after it, or None. T is up to 16.
+      spec: outputs in float32 or bfloat16, each within one weight, whose sizes are multiples of 64. Groups have a
+        multiple of 128 rows of the only weight.
+      swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
+        projection, whose sizes are one multiple of 128.
+      eps: number that the norm adds to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weights' shapes alone.
-      With a limit, [T, rows] bfloat16 of `silu(min(gate, limit)) * clip(up, -limit, limit)`.
+      [T, size] of each output: float32 sums, in an order that depends on the weights' shapes alone. With a limit, one
+      [T, size] bfloat16 array, `silu(min(gate, limit)) * clip(up, -limit, limit)`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, depth = x.shape[0], x.shape[1] // groups
+    tokens, groups = x.shape[0], spec.num_groups
+    depth = x.shape[1] // groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     pairs = [weight if isinstance(weight, tuple) else (weight, None) for weight in weights]
     for codes, scales in pairs:
@@ -80,32 +81,34 @@ def quantized_linear(
         if scales is not None:
             check_array("scales", scales, jnp.uint8, -(-codes.shape[0] // SCALED), -(-depth // SCALED))
     matrices = tuple((_layout(scales), codes.shape[0]) for codes, scales in pairs)
-    sizes, rows = [size for size, _ in parts], sum(rows for _, rows in matrices)
+    rows = sum(rows for _, rows in matrices)
+    outputs = kernel_outputs(spec, rows)
+    sizes = [size for size, _ in outputs]
     least = _least_columns(matrices)
     check_rules(
         {
-            f"parts of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
+            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
             f"columns in multiples of {least}, got {depth}": depth % least == 0,
             f"1 to {MAX_STORED_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_STORED_TOKENS,
-            f"gate and up of a multiple of {SCALED} rows, got {sizes}": limit is None or sizes[0] % SCALED == 0,
+            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
         }
     )
-    assert sum(sizes) == rows and (len(matrices) == 1 or groups == 1 and limit is None)
+    assert len(matrices) == 1 or groups == 1 and swiglu_limit is None
     if norm is not None:
         check_array("norm", norm, jnp.float32, depth)
         check_rules({f"a norm of up to {MAX_NORMED_TOKENS} tokens, got {tokens}": tokens <= MAX_NORMED_TOKENS})
         assert groups == 1
-    p = _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret)
+    p = _problem(tokens, matrices, depth, groups, outputs, swiglu_limit, eps, interpret)
     if p is None:
         if tokens <= FEW_TOKENS:
             raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
-        options = dict(parts=parts, groups=groups, limit=limit, eps=eps, interpret=interpret)
+        options = dict(spec=spec, swiglu_limit=swiglu_limit, eps=eps, interpret=interpret)
         halves = [quantized_linear(half, weights, norm, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
         return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
-    outs = parts if limit is None else parts[:1]
-    out_type = [jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs]
+    outputs = outputs if swiglu_limit is None else outputs[:1]
+    out_type = [jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs]
     scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
     if norm is not None:
         scratch |= dict(factors=plgpu.SMEM((p.stream.tokens,), jnp.float32))
@@ -131,7 +134,7 @@ def quantized_linear(
         waits_in_body=True,
         interpret=interpret,
     )
-    return tuple(run(x, pairs, *([] if norm is None else [norm]))[: len(outs)])
+    return tuple(run(x, pairs, *([] if norm is None else [norm]))[: len(outputs)])
 
 
 def _layout(scales):
@@ -157,7 +160,7 @@ class QuantizedLinearProblem:
     matrices: tuple[tuple[WeightLayout, int], ...]
     splits: int
     workers: int
-    parts: tuple[tuple[int, bool], ...]
+    outputs: tuple[tuple[int, jnp.dtype], ...]
     limit: float | None
     eps: float
 
@@ -187,7 +190,7 @@ class QuantizedLinearProblem:
         return found
 
 
-def _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret):
+def _problem(tokens, matrices, depth, groups, outputs, limit, eps, interpret):
     """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
     columns, matrices = -(-tokens // TOKENS) * TOKENS, tuple((layout, rows // ROWS) for layout, rows in matrices)
     tiles = sum(tiles for _, tiles in matrices)
@@ -206,7 +209,7 @@ def _problem(tokens, matrices, depth, groups, parts, limit, eps, interpret):
             for places, stage in itertools.product((MULTIPLIERS, 1), stages):
                 stream = SkinnyGemm(own, columns, stage, places)
                 p = QuantizedLinearProblem(
-                    stream, tokens, tiles // groups, matrices, splits, workers, parts, limit, eps
+                    stream, tokens, tiles // groups, matrices, splits, workers, outputs, limit, eps
                 )
                 if stream.stages(p.inbox_bytes + 2048) >= MIN_STAGES:
                     return p
@@ -268,7 +271,7 @@ def _body(p, x, weights, *outs, inbox: Any = None, filled=None, cluster=None, fa
         def rows_of(n):
             # Also of a weight of which the block has none.
             row = jnp.minimum(begin + n, tiles - 1) * (HALF if gated else ROWS)
-            return row, row + (p.parts[0][0] if gated else HALF)
+            return row, row + (p.outputs[0][0] if gated else HALF)
 
         def of_all(function):
             return lambda n, other: function(above + begin + n, other)
@@ -310,12 +313,12 @@ def _body(p, x, weights, *outs, inbox: Any = None, filled=None, cluster=None, fa
 
 
 def _store(p, outs, tile, sums):
-    """Writes 64 rows of the product to the part that they are of, or SwiGLU of them."""
+    """Writes 64 rows of the product to the output that has them, or SwiGLU of them."""
     if p.limit is not None:
         skinny_epilogue.store_swiglu(outs[0], sums, tile, p.limit)
         return
     row, start, sums = tile * ROWS, 0, sums * 2.0**SHIFT
-    for out, (size, _) in zip(outs, p.parts, strict=False):
+    for out, (size, _) in zip(outs, p.outputs, strict=False):
 
         @pl.when((row >= start) & (row < start + size))
         def _(out=out, start=start):

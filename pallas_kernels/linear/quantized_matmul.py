@@ -12,6 +12,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.linear.spec import LinearSpec, kernel_outputs
 from pallas_kernels.matmul import dequant_epilogue
 from pallas_kernels.matmul.dequant_gemm import DequantGemm, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP8, ROWS
@@ -31,62 +32,61 @@ BLOCKS = 2  # of a cluster: 128 rows each
 TOGETHER = 12
 
 
-@cached_trace("parts", "groups", "limit")
+@cached_trace("spec", "swiglu_limit")
 def quantized_matmul(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
     *,
-    parts: tuple[tuple[int, bool], ...],
-    groups: int = 1,
-    limit: float | None = None,
+    spec: LinearSpec,
+    swiglu_limit: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
+    """Computes `x @ weight.T` and splits it into the spec's outputs, or returns the SwiGLU of its two outputs.
 
     Args:
-      x: [T, groups * K] bfloat16.
-      codes: [groups * M, K] uint8, E4M3 bits, K a multiple of 128.
-      scales: [groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
-      parts: (rows, whether sums are rounded to bfloat16) one below the other; rows are multiples of 64.
-      groups: matrices one below the other, each for its K columns of x; M a multiple of 128.
-      limit: None, or of SwiGLU, of two equal parts that are rounded: the gate's rows and those of up, multiples of 128.
+      x: [T, num_groups * K] bfloat16.
+      codes: [num_groups * M, K] uint8, E4M3 bits, K a multiple of 128; M too if there are several groups.
+      scales: [num_groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
+      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
+      swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
+        projection, whose sizes are one multiple of 128.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, rows] float32 or bfloat16 of each part: float32 sums, in an order that depends on the weight's shape alone.
-      With a limit, [T, rows] bfloat16 of `silu(min(gate, limit)) * clip(up, -limit, limit)`.
+      [T, size] of each output: float32 sums, in an order that depends on the weight's shape alone. With a limit, one
+      [T, size] bfloat16 array, `silu(min(gate, limit)) * clip(up, -limit, limit)`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth) = x.shape[0], codes.shape
+    tokens, (rows, depth), groups = x.shape[0], codes.shape, spec.num_groups
+    outputs = kernel_outputs(spec, rows)
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     check_array("codes", codes, jnp.uint8, rows, depth)
     check_array("scales", scales, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
-    sizes = [size for size, _ in parts]
+    sizes = [size for size, _ in outputs]
     check_rules(
         {
-            f"parts of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
+            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
             f"columns in multiples of {SCALED}, got {depth}": depth % SCALED == 0,
             "at least one token": tokens > 0,
-            f"gate and up of a multiple of {SCALED} rows, got {sizes}": limit is None or sizes[0] % SCALED == 0,
+            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
         }
     )
-    assert sum(sizes) == rows
     # Blocks of a cluster have the same inputs.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
     row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
-    workers, gated = MULTIPROCESSORS // blocks, limit is not None
+    workers, gated = MULTIPROCESSORS // blocks, swiglu_limit is not None
     most = MAX_INPUTS - 16 * gated  # leaves registers for scales of both
     gemm = DequantGemm(FP8, depth, _inputs(tokens, row_tiles, workers, most), WARPGROUPS, gated, blocks)
-    outs = parts[:1] if gated else parts
-    p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outs, limit)
+    outputs = outputs[:1] if gated else outputs
+    p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit)
     run = kernel(
         functools.partial(_body, p),
-        out_type=[jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16 if low else jnp.float32) for size, low in outs],
+        out_type=[jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs],
         kernel_name="quantized_matmul",
         grid=(min(p.tiles, 2 if interpret else workers),),
         grid_names=("worker",),
@@ -119,14 +119,14 @@ def _share(tokens, count):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulProblem:
-    """What is static about a call. `parts`: of the output."""
+    """What is static about a call."""
 
     gemm: DequantGemm
     tokens: int
     rows: int
     row_tiles: int
     groups: int
-    parts: tuple[tuple[int, bool], ...]
+    outputs: tuple[tuple[int, jnp.dtype], ...]
     limit: float | None
 
     @property
@@ -170,7 +170,7 @@ def _body(p, x, codes, scales, *outs, staging, **streamed):
         row, token = place(n)
         row, start = row + (block * WARPGROUPS + warpgroup) * p.height, 0
         own = staging.at[warpgroup]
-        for out, (size, _) in zip(outs, p.parts, strict=True):
+        for out, (size, _) in zip(outs, p.outputs, strict=True):
 
             @pl.when((row >= start) & (row < start + size))
             def _(out=out, start=start):

@@ -26,6 +26,8 @@ from collections.abc import Callable
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels.runtime.jax_compat import apply_patches
+
 
 _interpreting = jax.make_user_context(False)
 
@@ -41,6 +43,9 @@ def kernel(body: Callable[..., None], *, interpret: bool, waits_in_body: bool = 
       waits_in_body: the body calls `wait_for_inputs` itself, before anything but reading what no kernel writes.
       options: as for `plgpu.kernel`.
     """
+
+    if not interpret:
+        apply_patches()
 
     def traced(*refs, **scratch):
         with _interpreting(interpret):

@@ -20,8 +20,6 @@ from typing import Any
 import jax
 from jax import export
 
-import pallas_kernels.runtime.jax_compat  # noqa: F401  # kernels are lowered sooner
-
 
 # Its text is Mosaic's own, of the same version of JAX: no stability across versions is needed.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]

@@ -241,7 +241,7 @@ def test_long_reports_are_cut(tmp_path):
 
 
 def test_tensors_of_another_model_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no DeepSeek-V4 weights in any known naming; the tensors are wte"):
+    with pytest.raises(ValueError, match=r"not DeepSeek-V4 weights in any known naming; the tensors are wte"):
         load_checkpoint(write(tmp_path / "x", {"wte": np.zeros(3, np.float32)}))
 
 

@@ -141,7 +141,7 @@ def test_a_full_device_is_named(whole_blocks, monkeypatch, step):
 
     monkeypatch.setattr(jax, step, full)
     with pytest.raises(
-        ValueError, match=r"out of memory at model\.layers\.0\..*, on 2 devices\. Cut .* over more .*CUDA_1"
+        ValueError, match=r"out of memory at model\.layers\.0\..*, on 2 devices\. Shard the model over more .*CUDA_1"
     ):
         load_checkpoint(whole_blocks, mesh=make_mesh({"model": 2}))
 

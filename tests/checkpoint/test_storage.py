@@ -208,7 +208,7 @@ def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
 
 
 def test_unknown_weights_are_refused():
-    with pytest.raises(ValueError, match="weights='fp8' must be stored, bfloat16 or float32"):
+    with pytest.raises(ValueError, match="weights='fp8' must be quantized, bfloat16 or float32"):
         load_checkpoint(FP8, weights="fp8")
 
 

@@ -81,8 +81,8 @@ def test_kernels_multiply_with_the_stored_weights(golden, implementation):
         weight = module.weight.get_value()
         groups = model.config.o_groups if name == "wo_a" else 1
         given = jnp.tile(x, (1, groups * weight.shape[1] // x.shape[1]))
-        parts = ((weight.shape[0], True),)
-        (found,) = ops.linear(given, weight, parts=parts, groups=groups, implementation=implementation)
+        spec = ops.LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
+        (found,) = ops.linear(given, weight, spec, implementation=implementation)
         matrices = tensors[f"layers.1.attn.{name}.weight"].load().astype(np.float64)
         matrices = matrices.reshape(groups, -1, weight.shape[1])
         inputs = np.asarray(given, np.float64).reshape(len(x), groups, -1)

@@ -74,10 +74,6 @@ def compare(implementation, *arrays, run=run):
     # `test_quantized_linear` for single sums.
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
     np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
 def check_shared(implementation, tokens, top_k, number, depth, inner, shared):

@@ -72,9 +72,6 @@ def check_append(implementation, fmt, tokens, heads, **sizes):
 @pytest.mark.parametrize(("fmt", "tokens", "heads"), [("v4", 1, 3), ("per_entry", 15, 1)])
 def test_append_interpreted(fmt, tokens, heads):
     check_append("interpret", fmt, tokens, heads, slots=1 if tokens > 1 else 4)
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

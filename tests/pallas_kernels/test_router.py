@@ -65,9 +65,6 @@ def check(implementation, *arrays):
 @pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (3, 128, True), (33, 384, False)])
 def test_interpreted(tokens, experts, hashed):
     check("interpret", *operands(tokens, 512, experts, hashed=hashed))
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])

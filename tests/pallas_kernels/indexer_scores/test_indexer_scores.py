@@ -81,10 +81,6 @@ def check(view, q, weights, slots, positions, implementation):
         mine = got[t, :visible].astype(np.float64)
         np.testing.assert_array_equal(mine[~valid], -np.inf)
         assert (np.abs(mine - want)[valid] <= BOUND * size[valid]).all()
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
 # slots and positions: a decode step with padding and a request without keys; a long run, in chunks of 8 tokens and a

@@ -53,10 +53,6 @@ def check_plan(plan, scores, lengths, *, interpret=False):
     """As `check`, for a plan that the op chooses only at other shapes."""
     expected = jax.jit(functools.partial(ops.indexer_topk, k=plan.k, implementation="xla"))(scores, lengths)
     same_bytes(expected, _select(plan, interpret)(scores, lengths))
-    if interpret:
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
 ROW = st.tuples(st.sampled_from(sorted(ROWS)), st.sampled_from([0, 1, 16, 17, 18, 511, 640, 1021, 1024]))

@@ -88,10 +88,6 @@ def check(implementation, *args, **new):
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
     padding = (np.asarray(args[-2]) < 0) | (np.asarray(args[-1]) < 0)
     assert not np.asarray(got, np.float32)[padding].any()
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
     return got
 
 
@@ -175,9 +171,6 @@ def test_many_tokens_interpreted(count):
     got = run(args, new_kv)
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
     assert not np.asarray(got, np.float32)[3].any(), "padding gives zeros"
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.parametrize("spare", [0, -1])
@@ -249,9 +242,6 @@ def check_divisible(implementation, args):
 def test_parts_of_two_devices_interpreted(count):
     args = call(FORMATS["v4"], np.random.default_rng(8), [2, -1], [101, -1], rate=4, count=count, **SMALL)
     check_divisible("interpret", args)
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
 
 
 REAL = dict(window=128, ring=135, per_block=32, max_blocks=64)
