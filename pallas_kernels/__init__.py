@@ -10,7 +10,7 @@ from pallas_kernels.experts import experts, grouped_experts
 from pallas_kernels.flush import CompressorOperands, flush
 from pallas_kernels.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
 from pallas_kernels.hyper_connections import hyper_connections
-from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.linear import linear, quantized_linear, quantized_matmul

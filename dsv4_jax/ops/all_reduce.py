@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
+from dsv4_jax.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-MODEL_AXIS = "model"
 # The table that `with_mailboxes` was given, while a program is traced.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 

@@ -1,6 +1,6 @@
-"""Waiting for the other threads of a warpgroup, the other warpgroups of a block and the other blocks of its cluster.
+"""Barriers over a warpgroup, a block and a cluster, by the hardware's own instructions.
 
-Interpreted blocks have no shared memory in common: kernels give them global memory instead, and barriers of Pallas.
+The blocks of an interpreted cluster share no memory: kernels give them global memory and a Pallas barrier instead.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,7 +13,7 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def sync_warpgroup() -> None:
-    """Waits for the warpgroup's other threads, before one of them arrives at a barrier of the cluster."""
+    """Waits for the warpgroup's other threads."""
 
 
 @sync_warpgroup.mosaic
@@ -23,7 +23,7 @@ def _():
 
 @primitive
 def sync_block(barrier) -> None:
-    """Waits for all threads of the block; `barrier`: interpreted, one at which every warpgroup arrives."""
+    """Waits for all threads of the block; the interpreter uses `barrier`, at which every warpgroup arrives."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
@@ -33,7 +33,7 @@ sync_block.mosaic(lambda barrier: mlir.inline(gpu.barrier))
 
 @primitive
 def arrive_cluster(barrier) -> None:
-    """Publishes this thread's writes to threads that call `wait_cluster`; the interpreter uses `barrier`, or None."""
+    """Publishes this thread's writes to threads that call `wait_cluster`; the interpreter uses `barrier` if given."""
     if barrier is not None:
         plgpu.barrier_arrive(barrier)
 
@@ -45,7 +45,7 @@ def _(barrier):
 
 @primitive
 def wait_cluster(barrier) -> None:
-    """Waits until all threads of the cluster arrived."""
+    """Waits until all threads of the cluster have arrived."""
     if barrier is not None:
         plgpu.barrier_wait(barrier)
 
