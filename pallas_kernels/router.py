@@ -285,7 +285,7 @@ def select(
 def _(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
     number = scores_smem.shape[0]
 
-    def look_up(table, token_ids, token, lane):
+    def look_up(token, lane, table, token_ids):
         rows = ir.MemRefType(table.type).shape[0]
         own = thread_ops.load_global(token_ids, token)
         own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(rows - 1)))
@@ -301,7 +301,7 @@ def _(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, to
             if len(selection) == 1:
                 expert = _top_k(thread_ops.shared(biased), lane, number, top_k)
             else:
-                expert = look_up(*selection, token, lane)
+                expert = look_up(token, lane, *selection)
             score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (expert << 2)))
             inside = lane < top_k
             total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))

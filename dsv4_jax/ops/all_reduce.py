@@ -91,7 +91,7 @@ def _all_reduce_kernel(x, table, *, interpret):
     if interpret:
         raise PreferXla("the kernel stores into other GPUs' memory, which has no interpreter")
     if table is None:
-        raise PreferXla("the devices have no mailboxes: they are not GPUs of one process that reach each other's memory")
+        raise PreferXla("no mailboxes: the devices are not GPUs of one process that reach each other's memory")
     if x.size > MAX_VALUES:
         raise PreferXla(f"{x.size} values are added up faster by XLA; the kernel takes up to {MAX_VALUES}")
     return all_reduce_kernel(x, table)

@@ -27,8 +27,8 @@ def experts(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `down_e(w * swiglu(gate_up_e(x)))` over each token's experts e, with routing weights w.
 
-    As in the release, the routing weight enters before the last linear map, which decides where bfloat16 rounds. The sum
-    over a token's experts runs in routing order, whatever else is in the batch. The gradient is that of "xla".
+    As in the release, the routing weight enters before the last linear map, which decides where bfloat16 rounds. The
+    sum over a token's experts runs in routing order, whatever else is in the batch. The gradient is that of "xla".
 
     Args:
       x: [T, D] activations.

@@ -2,9 +2,9 @@
 
 The time is that of the products, or of reading the weights of all experts once. Four launches: sort the pairs of a
 token and an expert by expert (`permutation`), gather their inputs (`gather_inputs`), multiply with gate and up,
-multiply with down. The last two are grouped GEMMs with a persistent grid of one block per SM. Output tiles, of rows of an expert
-and some of its pairs, are in an order in which blocks that run at the same time share weights and inputs. An expert
-without pairs has no tile. The warpgroups have the roles of `dequant_gemm`; those that multiply finish their tiles too.
+multiply with down. The last two are grouped GEMMs with a persistent grid of one block per SM. An output tile has rows of
+an expert and some of its pairs. Blocks that run at the same time share weights and inputs. An expert without pairs has
+no tile. The warpgroups have the roles of `dequant_gemm`; those that multiply finish their tiles too.
 """
 
 import dataclasses
