@@ -14,7 +14,7 @@ from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 from pallas_kernels.indexer_topk import indexer_topk
-from pallas_kernels.linear import linear, quantized_linear, quantized_matmul
+from pallas_kernels.linear import bfloat16_linear, quantized_linear, quantized_matmul
 from pallas_kernels.norm_rope import norm_rope, norm_rope_append
 from pallas_kernels.router import router
 from pallas_kernels.sparse_attention import sparse_attention

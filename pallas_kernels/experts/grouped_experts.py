@@ -18,7 +18,7 @@ from pallas_kernels.experts.expert_operands import check_operands
 from pallas_kernels.experts.gather_inputs import gather_inputs
 from pallas_kernels.experts.permutation import MAX_EXPERTS, sort_by_expert
 from pallas_kernels.matmul import dequant_epilogue
-from pallas_kernels.matmul.dequant_gemm import DequantGemm, OutputTile
+from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -112,13 +112,13 @@ def _launch(gemm, limit, width, tiles, table, x, weight, rows, interpret):
         grid_names=("worker",),
         num_threads=gemm.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=gemm.scratch(),
+        scratch_types=dict(dequant=gemm.scratch()),
         interpret=interpret,
     )
     return run(*tiles, table, x, *weight)
 
 
-def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed):
+def _body(p, count, blocks, table, x, codes, scales, out, *, dequant):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
     tiles = lax.div(count[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
@@ -136,10 +136,10 @@ def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed
     def finish(n, sums):
         block, tile = block_of(n)
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
-        place = column, blocks[1, block], blocks[2, block], staging.at[warpgroup]
+        place = column, blocks[1, block], blocks[2, block], dequant.staging_smem.at[warpgroup]
         if p.gemm.gated:
             dequant_epilogue.store_swiglu(out, sums, *place, p.limit, table, permuted=p.gemm.layout == FP4)
         else:
             dequant_epilogue.store_columns(out, sums, *place, table)
 
-    p.gemm.run(warpgroup, tiles, x, codes, scales, locate=locate, finish=finish, **streamed)
+    p.gemm.run(warpgroup, Operands(tiles, x, codes, scales, locate, finish), dequant)

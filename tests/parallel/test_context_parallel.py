@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def test_the_selection_is_that_of_one_device(k):
     found = sharded_step(FOUR, local, (jax.P("model"), jax.P()), jax.P("model"), parts, jnp.asarray(lengths))
     want = np.asarray(indexer_topk(jnp.asarray(scores), jnp.asarray(lengths), k))
     for device in np.asarray(found):
-        np.testing.assert_array_equal(device, want)
+        chex.assert_trees_all_equal(device, want)
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -85,7 +86,7 @@ def test_attention_is_that_of_one_device(selected, prefill):
     specs = jax.P(None, "model"), jax.P("model"), jax.P(None, "model")
     out = sharded_step(FOUR, local, specs, specs[0], q, sinks, compressed.rows)
     # float32 sums of up to 32 products of values near 1, in another order.
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(out, want, rtol=0, atol=1e-5)
     assert np.abs(np.asarray(want)[:5]).max(axis=(1, 2)).min() > 0.1 and not np.asarray(out)[5].any()
 
 
