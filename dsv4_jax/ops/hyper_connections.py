@@ -29,7 +29,8 @@ def hyper_connections(
     """Applies the post-mapping of one block, then the pre-mapping and the norm of the next.
 
     That is `apply_post`, `mixing_weights`, `apply_pre` and an RMSNorm, with the formulas of section 2.2 of the
-    DeepSeek-V4 report. The new streams and the collapsed ones are rounded before they are used. The gradient is that of "xla".
+    DeepSeek-V4 report. The new streams and the collapsed ones are rounded before they are used. The gradient is that of
+    "xla".
 
     Args:
       streams: [T, h, D] residual streams from before the block.

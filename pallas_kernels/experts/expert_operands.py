@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.quantized_weights import BF16, COLUMNS, FP4, SCALE_BYTES, SCALED, WeightLayout
+from pallas_kernels.matmul.quantized_weights import BF16, FP4, SCALE_BYTES, SCALED, WeightLayout
+from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 

@@ -2,9 +2,9 @@
 
 The time is that of the products, or of reading the weights of all experts once. Four launches: sort the pairs of a
 token and an expert by expert (`permutation`), gather their inputs (`gather_inputs`), multiply with gate and up,
-multiply with down. The last two are grouped GEMMs with a persistent grid of one block per SM. An output tile has rows of
-an expert and some of its pairs. Blocks that run at the same time share weights and inputs. An expert without pairs has
-no tile. The warpgroups have the roles of `dequant_gemm`; those that multiply finish their tiles too.
+multiply with down. The last two are grouped GEMMs with a persistent grid of one block per SM. An output tile has rows
+of an expert and some of its pairs. Blocks that run at the same time share weights and inputs. An expert without pairs
+has no tile. The warpgroups have the roles of `dequant_gemm`; those that multiply finish their tiles too.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_kernels.experts.expert_operands import check_operands
 from pallas_kernels.experts.gather_inputs import gather_inputs
 from pallas_kernels.experts.permutation import MAX_EXPERTS, sort_by_expert
 from pallas_kernels.matmul import dequant_epilogue
-from pallas_kernels.matmul.dequant_gemm import DequantGemm, OutputTile
+from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -138,13 +138,13 @@ def _launch(p, table, x, weight, *, tiles, interpret):
         grid_names=("worker",),
         num_threads=p.gemm.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=p.gemm.scratch(),
+        scratch_types=dict(dequant=p.gemm.scratch()),
         interpret=interpret,
     )
     return run(*tiles, table, x, *weight)
 
 
-def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, y_gmem, *, staging, **scratch):
+def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, y_gmem, *, dequant):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
     tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
@@ -163,11 +163,11 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     def finish(n, sums):
         block, tile = block_and_tile(n)
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
-        place = column, blocks_gmem[1, block], blocks_gmem[2, block], staging.at[warpgroup]
+        place = column, blocks_gmem[1, block], blocks_gmem[2, block], dequant.staging_smem.at[warpgroup]
         if p.gemm.gated:
             permuted = p.gemm.layout == FP4
             dequant_epilogue.store_swiglu(y_gmem, sums, *place, p.limit, table_gmem, permuted=permuted)
         else:
             dequant_epilogue.store_columns(y_gmem, sums, *place, table_gmem)
 
-    p.gemm.run(warpgroup, tiles, x_gmem, codes_gmem, scales_gmem, locate=locate, finish=finish, **scratch)
+    p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)
