@@ -30,18 +30,24 @@ def _lines(found: re.Match[str]) -> str:
     cells = [line.split("|") for line in before.splitlines()[2:]]
     keys = [(op.strip(), shape.strip()) for _, op, shape, *_ in cells]
     texts, numbers, rows = KINDS[kind](runs, keys)
-    caption = dict.fromkeys(_caption(run) for run in runs)
     lines = [" | ".join(texts | numbers), " | ".join(["---"] * len(texts) + ["---:"] * len(numbers))]
     lines += [" | ".join(cell.format_map(row) for cell in (texts | numbers).values()) for row in rows]
     table = "".join(f"| {line} |\n" for line in lines)
-    return f"<!-- table: {kind} {names} -->\n{'; '.join(caption)}:\n\n{table}"
+    return f"<!-- table: {kind} {names} -->\n{_caption(runs)}:\n\n{table}"
 
 
-def _caption(run: Row) -> str:
-    commit = f", commit {run['commit']}" if "commit" in run else ""
-    shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
-    count = math.prod(run.get("mesh", {}).values())
-    return f"{count} x " * (count > 1) + f"{run['device']}, jax {run['jax']}{commit}{shapes}"
+def _caption(runs: list[Row]) -> str:
+    """Names the devices, versions and commits of the runs, each once."""
+    commits: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        count = math.prod(run.get("mesh", {}).values())
+        device = f"{count} x " * (count > 1) + f"{run['device']}, jax {run['jax']}"
+        shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
+        commits.setdefault((device, shapes), []).extend([run["commit"]] if "commit" in run else [])
+    return "; ".join(
+        device + shapes + f", commit {' / '.join(dict.fromkeys(found))}" * bool(found)
+        for (device, shapes), found in commits.items()
+    )
 
 
 # A kind of table: (its files, the keys it has) -> (columns of text, columns of numbers, rows to format them with).

@@ -7,7 +7,7 @@ live rows:
   * window rows from `min_length - window` on,
   * with drafts, residual streams from `min_length - 1` on,
   * compressor rows of the windows that are open at `min_length`; if entries overlap, also the previous window's, in the
-    channels that the next entry pools (docs/dsv4.md, 3.2).
+    channels that the next entry pools (docs/dsv4.md, 3.1).
 
 Other bytes are read as zeros, so that no bytes of an earlier owner leave the cache. On a mesh, ids of slots and blocks
 are global; reads are replicated, and each device writes its own shard.

@@ -32,7 +32,7 @@ class StoredTensor(TensorHeader):
         return self.dtype in _QUANTISED
 
     def load(self) -> np.ndarray:
-        """Returns the values [*shape] as a read-only view of the mapped file.
+        """Returns the values, of `shape`, as a read-only view of the mapped file.
 
         Raises:
             ValueError: the tensor is quantised.

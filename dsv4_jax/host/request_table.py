@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
-from dsv4_jax.parallel.axis_rules import DATA_AXIS, MODEL_AXIS, named_sharding
+from dsv4_jax.mesh_axes import DATA_AXIS, MODEL_AXIS
+from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.summary import Share
 
 

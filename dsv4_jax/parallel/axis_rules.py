@@ -4,10 +4,9 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv4_jax.ops.all_reduce import MODEL_AXIS
+from dsv4_jax.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 
-DATA_AXIS = "data"
 # Mesh axes for each logical axis of a parameter, a pool or a step's input. Other axes are replicated.
 RULES = {
     "heads": (MODEL_AXIS,),  # query heads

@@ -5,14 +5,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh_axes import AXES, DATA_AXIS, MODEL_AXIS
 
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-# Requests are sharded over "data", each layer's heads and experts over "model". Every device along "model" runs the
-# same # tokens. Devices along the last axis are neighbours.
-AXES = ("data", "model")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -58,7 +55,7 @@ def check_mesh(mesh: "Mesh") -> None:
 
 def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_parallel: bool = False) -> None:
     """Raises ValueError with the indivisible fields unless the model can be sharded over a mesh of these sizes."""
-    devices = sizes.get("model", 1)
+    devices = sizes.get(MODEL_AXIS, 1)
     names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]
     names += ["n_routed_experts"] * expert_parallel
     sharded = {name: getattr(config, name) for name in names}
@@ -79,7 +76,7 @@ def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num
     """
     if not context_parallel:
         return 1
-    if (devices := sizes.get("model", 1)) == 1:
+    if (devices := sizes.get(MODEL_AXIS, 1)) == 1:
         raise ValueError(f"{context_parallel=} needs a mesh with more than one device along the axis model")
     if num_blocks % (every := math.prod(sizes.values())):
         raise ValueError(f"{context_parallel=}: the mesh's {every} devices do not divide {num_blocks=}")
@@ -88,7 +85,7 @@ def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num
 
 def check_divisible(sizes: Mapping[str, int], **counts: int) -> None:
     """Raises ValueError with the indivisible counts unless the mesh's axis "data" divides them all."""
-    shards = sizes.get("data", 1)
+    shards = sizes.get(DATA_AXIS, 1)
     if odd := {name: count for name, count in counts.items() if count % shards}:
         listed = ", ".join(f"{name}={count}" for name, count in odd.items())
         raise ValueError(f"mesh axis data={shards} does not divide {listed}: give multiples of {shards}")

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dsv4_jax.mesh_axes import DATA_AXIS
 from dsv4_jax.ops import with_mailboxes
-from dsv4_jax.parallel.axis_rules import DATA_AXIS
 
 
 def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
