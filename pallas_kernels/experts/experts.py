@@ -26,9 +26,10 @@ from jax import lax
 from pallas_kernels.experts import pair_groups, tile_counters
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
 from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
+from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, WeightLayout
 from pallas_kernels.matmul.routing import FIRST_PAIR, WORDS, counts_size, most_blocks
-from pallas_kernels.matmul.skinny_gemm import FINISHES, Product, SkinnyGemm
+from pallas_kernels.matmul.skinny_gemm import EPILOGUE, Product, SkinnyGemm
+from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
@@ -261,7 +262,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
         first_group = lax.div(first, jnp.int32(p.tiles[i]))
         ranges.append(((first, end - first, first_group), (shared_first, shared_end - shared_first)))
 
-    @pl.when(warpgroup == FINISHES)
+    @pl.when(warpgroup == EPILOGUE)
     def _():
         for ((_, _, first_group), _), own in zip(ranges, tables_smem, strict=True):
             pair_groups.load_groups(routing.groups, first_group, own)
@@ -269,7 +270,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
     barriers.sync_block(groups_ready)
     if factors_smem is not None:
         load_weights = functools.partial(pair_groups.load_weights, routing.weights, tables_smem[0], factors_smem)
-        pl.when(warpgroup == FINISHES)(load_weights)
+        pl.when(warpgroup == EPILOGUE)(load_weights)
 
     order, products = TileOrder(p, routing, outs[-1], scratch_smem), []
     for n, (i, (own, shared)) in enumerate(zip(p.maps, ranges, strict=True)):
@@ -277,7 +278,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
         products.append(_routed_product(order, i, own, tables, sources[0], outs[n][0], matrices[i]))
         if p.shared:
             products.append(_shared_product(order, i, shared, sources[1], outs[n][1], shared_matrices[i]))
-    p.gemm.run(warpgroup, products, **skinny)
+    p.gemm.run(warpgroup, products, skinny)
 
 
 @dataclasses.dataclass(frozen=True)

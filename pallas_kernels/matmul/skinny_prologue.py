@@ -7,7 +7,8 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.matmul.quantized_weights import COLUMNS, MULTIPLIERS, UNIT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import WeightLayout
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.mgpu.unpack import fp8_pairs, halves
