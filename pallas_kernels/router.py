@@ -67,10 +67,9 @@ def router(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      experts: [T, top_k] int32.
-      weights: [T, top_k] float32, the experts' scores, without the bias, scaled to their sum.
-      permutation: (table, counts) of the pairs of a token and an expert, see `group_pairs`; None for more than 8
-        tokens.
+      (experts [T, top_k] int32, weights [T, top_k] float32, permutation). The weights are the experts' scores, without
+      the bias, scaled to their sum. The permutation is the (table, counts) of the pairs of a token and an expert, see
+      `group_pairs`; None for more than 8 tokens.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.
