@@ -16,7 +16,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.matmul.routing import WORDS, counts_size, group_pairs, most_blocks, scratch_words
+from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
@@ -104,8 +104,9 @@ def router(
     )
     together = tokens <= MAX_GROUPED_TOKENS
     if together:
-        blocks = most_blocks(tokens * chosen, experts)
-        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, counts_size(blocks, depth))]
+        groups = max_groups(tokens * chosen, experts)
+        table_sizes = groups * GROUP_WORDS, counts_size(groups, depth)
+        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in table_sizes]
         scratch |= dict(
             sizes=plgpu.SMEM((scratch_words(experts),), jnp.int32),
             selected=plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None,
