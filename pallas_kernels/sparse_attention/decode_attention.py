@@ -10,9 +10,9 @@ same rows form a cluster, in which each dequantises half of every tile for both.
     1 add       sums of columns 256 .. 511                    keys_full, weights_full    weights_empty, keys_empty
     2 load      dequantises rows to shared memory             keys_empty                 keys_full
 
-`score` computes the weights of the next tile while `add` still works on this one. With KV splits a block stores its
-sums and softmax statistics for `combine`. The place of a row in the sums depends on the shapes of the arguments and on
-the token's own position, never on another token.
+`score` computes the weights of the next tile while `add` still works on this one. After the last tile it passes the
+final factors to `add` (`scale_full`); with KV splits both store their sums for `combine` instead. The place of a row in
+the sums depends on the shapes of the arguments and on the token's own position, never on another token.
 """
 
 import dataclasses
@@ -57,8 +57,9 @@ class Config:
 
     @classmethod
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
-        """The most splits for which all blocks of an H100 run at once, none is empty and combining them pays."""
+        """The most splits with which all blocks of an H100 run at once and none is empty."""
         tiles = problem.max_tiles
+        # More than 66 splits cost more to combine than they save.
         max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * head_groups(heads)), 66))
         return cls(-(-tiles // -(-tiles // max_splits)))
 
@@ -77,18 +78,13 @@ def decode_attention(
     splits: int | None,
     interpret: bool,
 ) -> Any:
-    """Launches the kernel on checked arguments.
+    """Launches the kernel on checked arguments, for the result of `attention_sums`, or of `sparse_attention`.
 
     Args:
-      problem: the rows that the tokens attend to.
-      q: [T, H, 512] bfloat16.
+      problem, q, interpret: the arguments of both.
       sinks: [H rounded up to a multiple of 64] float32; None with splits.
       angles: (cos, sin) [T, P] float32 of the inverse rotation of results, or None.
       splits: number of KV splits whose sums are returned, or None for finished attention.
-      interpret: run on the CPU, interpreted, with the race detector on.
-
-    Returns:
-      What `sparse_attention` returns, or with `splits` what `attention_sums` returns.
     """
     tokens, heads, _ = q.shape
     groups = head_groups(heads)

@@ -322,7 +322,8 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             if has_last:
                 pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
             values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
-            # From registers: both products need the weights, and the keys alone take all of shared memory's bandwidth.
+            # Both products need the weights. They are kept in registers, since the values take all of shared memory's
+            # bandwidth.
             weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
             sums = wgmma.multiply_add_all(sums, weights, values_smem)
             pl.when(t < tiles - 1)(lambda: release_keys(first + t))
