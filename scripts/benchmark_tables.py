@@ -138,16 +138,18 @@ def steps(runs: list[Row], keys: list[Key]) -> Table:
         "floor ms": "{floor_milliseconds:.2f}",
         "% of floor": "{percent_of_floor:.0f}",
         "projections": "{kernel_milliseconds[projections]:.2f}",
-        "append, flush": "{kernel_milliseconds[append + flush]:.2f}",
+        "append, flush": "{kernel_milliseconds[compressor]:.2f}",
         "indexer": "{kernel_milliseconds[indexer]:.2f}",
-        "top-k": "{kernel_milliseconds[top-k]:.2f}",
+        "top-k": "{kernel_milliseconds[topk]:.2f}",
         "attention": "{kernel_milliseconds[attention]:.2f}",
-        "rest": "{kernel_milliseconds[rest]:.2f}",
+        "rest": "{rest:.2f}",
         "gaps": "{gap_milliseconds:.2f}",
     }
 
     def row(row: Row) -> Row:
-        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "")
+        kinds = row["kernel_milliseconds"]
+        rest = kinds["rest"] + kinds.get("norm_rope", 0.0)
+        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "", rest=rest)
 
     return {}, numbers, [row(found) for run in runs for found in run["results"]]
 
@@ -162,11 +164,11 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
         "floor us": "{floor:.0f}",
         "launches": "{launches:.0f}",
         "gaps": "{gaps:.0f}",
-        "hyper-connections": "{hyper-connections:.1f}",
+        "hyper-connections": "{hyper_connections:.1f}",
         "router": "{router:.1f}",
         "experts": "{experts:.1f}",
         "projections": "{projections:.1f}",
-        "append, flush": "{append + flush:.1f}",
+        "append, flush": "{compressor:.1f}",
         "indexer, top-k": "{indexed:.1f}",
         "attention": "{attention:.1f}",
         "rest": "{rest:.1f}",
@@ -181,8 +183,9 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
             layer=share * row["milliseconds"],
             floor=share * row["floor_milliseconds"],
             gaps=share * row["gap_milliseconds"],
-            indexed=kinds["indexer"] + kinds["top-k"],
-            rest=kinds["rest"] + kinds.get("norm + rotation", 0.0),
+            experts=kinds["experts"] + kinds.get("shared_expert", 0.0),
+            indexed=kinds["indexer"] + kinds["topk"],
+            rest=kinds["rest"] + kinds.get("norm_rope", 0.0),
             launches=row["launches"] / row["layers"],
         )
         return row | kinds | whole
@@ -203,9 +206,9 @@ def prefill(runs: list[Row], keys: list[Key]) -> Table:
         "projections": "{projections:.2f}",
         "attention": "{attention:.2f}",
         "indexer": "{indexer:.2f}",
-        "top-k": "{top-k:.2f}",
-        "norm + rotation": "{norm + rotation:.2f}",
-        "append, flush": "{append + flush:.2f}",
+        "top-k": "{topk:.2f}",
+        "norm + rotation": "{norm_rope:.2f}",
+        "append, flush": "{compressor:.2f}",
         "rest": "{rest:.2f}",
     }
 
