@@ -16,8 +16,8 @@ class Batch(Summarised):
 
     Tokens of one request stand side by side, at consecutive ascending positions. -1 is padding everywhere. JAX takes an
     index of -1 for the last row, also with `mode="drop"` or "clip": before you index with one of these arrays, raise -1
-    to 0 to read, or replace it by the length of the axis to write nothing. `dsv4_jax.decode.last_tokens` does this to
-    find each request's last token.
+    to 0 to read, or replace it by the length of the axis to write nothing. `dsv4_jax.decode.last_token_indices` does
+    this to find each request's last token.
 
     Attributes:
       token_ids: [T] int32.
