@@ -1,17 +1,42 @@
 """Sphinx: API pages from docstrings, guides in MyST, notebooks with the outputs they were committed with."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 
 
-# Pages must lie below this folder: notebooks and benchmarks are copied beside it (git ignores the copies), so that the
-# links between them hold.
+# Sphinx wants its pages below this folder, so notebooks and benchmarks are copied into it (git ignores the copies).
 HERE = Path(__file__).parent
-for folder, pattern in (("notebooks", "*.ipynb"), ("benchmarks", "*")):
+COPIED = {"notebooks": "*.ipynb", "benchmarks": "*"}
+for folder, pattern in COPIED.items():
     shutil.rmtree(HERE / folder, ignore_errors=True)
     (HERE / folder).mkdir()
     for file in (HERE.parent / folder).glob(pattern):
         shutil.copy2(file, HERE / folder)
+
+
+def adapt_links(app, docname: str, source: list[str]) -> None:
+    """Rewrites links that hold in a checkout, so that they lead to the copies where there is one."""
+    page = HERE / docname
+    original = HERE.parent / docname if docname.startswith(tuple(COPIED)) else page
+
+    def adapt(link: re.Match[str]) -> str:
+        target = (original.parent / link[1]).resolve()
+        if not target.exists():
+            return link[0]
+        path = target.relative_to(HERE.parent)
+        built = HERE / path if path.parts[0] in COPIED else target
+        file = "" if built.is_relative_to(HERE) else "path:"  # a file to download, not a page
+        return f"]({file}{os.path.relpath(built, page.parent)}"
+
+    source[0] = re.sub(r"\]\(([^)#:\s]+)", adapt, source[0])
+
+
+def setup(app) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", adapt_links)
+
 
 project = "dsv4_jax"
 author = "the dsv4_jax developers"

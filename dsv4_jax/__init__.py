@@ -1,8 +1,8 @@
 """DeepSeek-V4's KV cache and sparse-attention decode for JAX.
 
-The names a user needs are listed in `__init__.pyi`; each package below has the rest: config, quant (what the bytes
-mean), ops, cache, nn (the model), checkpoint, host (slots and blocks), decode, engine (many requests), bench, cli.
-A name is imported when it is first used, so that `import dsv4_jax` alone does not import JAX.
+`__init__.pyi` lists the public names. Subpackages: config, quant (byte formats), ops, cache, nn (the model), parallel,
+checkpoint, host (slots and blocks), decode, engine (many requests), serve, bench, cli. A name is imported on first use,
+so `import dsv4_jax` alone does not import JAX.
 """
 
 import lazy_loader

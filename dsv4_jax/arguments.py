@@ -1,4 +1,4 @@
-"""Checks of plain arguments, with one wording."""
+"""Validators of plain arguments, with uniform messages."""
 
 import numbers
 import operator
@@ -6,16 +6,16 @@ from typing import Any
 
 
 def check_whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """A whole number as an int.
+    """Returns a whole number as an int.
 
     Args:
-      name: how errors call it.
-      value: what should be one: an int or a scalar of NumPy or JAX.
-      least, most: the range; None = no limit.
+      name: name of the argument in errors.
+      value: an int, or an integer scalar of NumPy or JAX.
+      least, most: inclusive range; None = no limit.
 
     Raises:
-      TypeError: it is no whole number.
-      ValueError: it is out of range.
+      TypeError: the value is not a whole number.
+      ValueError: the value is out of range.
     """
     try:
         number = operator.index(value)
@@ -31,7 +31,7 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
 
 
 def check_real(name: str, value: Any) -> float:
-    """A real number as a float; TypeError if `value` is none. Its range is the caller's to check."""
+    """Returns a real number as a float; raises TypeError for other values. The caller checks the range."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number")
     return float(value)

@@ -36,8 +36,8 @@ class RopeScaling:
     """YaRN's parameters (Peng et al. 2023), without an attention factor: DeepSeek-V4 uses none.
 
     Attributes:
-        factor: how many times the context was stretched.
-        original_max_position_embeddings: context before stretching, in tokens.
+        factor: factor by which the context was extended.
+        original_max_position_embeddings: context length before the extension, in tokens.
         beta_fast: pairs that turn more often than this over the original context keep their frequency.
         beta_slow: pairs that turn less often than this get their frequency divided by `factor`.
     """
@@ -62,9 +62,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DSV4Config:
-    """What decides a DeepSeek-V4 model's shapes and formulas; immutable and hashable (a static jit argument).
+    """The configuration of a DeepSeek-V4 model; immutable and hashable (a static jit argument).
 
-    Field names are those of config.json. `layer_types` holds one of `SLIDING`, `CSA`, `HCA` for each layer,
+    Fields are named as in config.json. `layer_types` holds one of `SLIDING`, `CSA`, `HCA` for each layer,
     `mlp_layer_types` "hash_moe" or "moe". `compress_rate_csa` and `compress_rate_hca` are tokens per compressed entry;
     `compress_rate_hca` is 0 when no layer is HCA. `rope_theta` (plain) serves sliding layers, `compress_rope_theta`
     with `rope_scaling` (None = no YaRN) the compressed ones. `eos_token_id` is a tuple, empty if there is none.
@@ -141,12 +141,12 @@ class DSV4Config:
 
     @property
     def nope_head_dim(self) -> int:
-        """Channels of a head that RoPE leaves alone (the first ones)."""
+        """The number of leading channels of a head without RoPE."""
         return self.head_dim - self.qk_rope_head_dim
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer stores and reads, in their order: the only place that knows kinds of layers by name.
+        """The specs of all layers in order. Only this property knows kinds of layers by name.
 
         The layer of the multi-token-prediction block, which has a window only, is the last one.
         """
@@ -175,15 +175,15 @@ class DSV4Config:
         return tuple(specs)
 
     def compress_rate(self, layer: int) -> int:
-        """Tokens per compressed entry of a layer; 0 on sliding layers."""
+        """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""
         return self.layers[layer].compress_rate
 
     def is_hashed(self, layer: int) -> bool:
-        """Whether a layer looks its experts up by token id; the multi-token-prediction block never does."""
+        """Whether a layer looks up its experts by token id; the multi-token-prediction block never does."""
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
 
     def inv_freq(self, layer: int) -> "np.ndarray":
-        """RoPE's angle per position for each pair of channels, float32 `[qk_rope_head_dim // 2]`.
+        """Returns RoPE's angle per position for each pair of channels, [qk_rope_head_dim // 2] float32.
 
         Sliding layers: plain `rope_theta`. Compressed layers: `compress_rope_theta`, YaRN interpolated. The order of
         the float32 operations is the release's (`precompute_freqs_cis`), so the values equal its table bit for bit.
@@ -216,12 +216,13 @@ class DSV4Config:
 
         Args:
             source: a folder that holds config.json, the file itself, or its parsed content.
-            mtp: whether to have the multi-token-prediction block, too, which makes drafts. It takes the memory of one
-                more layer, so it is left out by default.
+            mtp: whether to include the multi-token-prediction block, which makes drafts and takes the memory of one
+                more layer.
 
         Raises:
-            ValueError: no such file, not JSON, another model, missing fields (all named at once; nothing that decides
-                layout is defaulted), two spellings that disagree, an impossible value, or `mtp` of a model without it.
+            ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
+                fields that decide layout have no default), has two spellings that disagree or an impossible value, or
+                `mtp` is given for a model without the block.
         """
         fields = read_fields(source if isinstance(source, dict) else read_json(Path(source)), mtp=mtp)
         scaling = fields.pop("rope_scaling")

@@ -19,10 +19,10 @@ INTEGERS = (
     "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "hc_mult",
     "hc_sinkhorn_iters", "max_position_embeddings",
 )  # fmt: skip
-# Far beyond any model: what tensors are counted by, and sizes of arrays and loops that no weight's shape confirms.
+# Upper bounds, far beyond any model, for counts and sizes that no weight's shape confirms.
 _MOST = {"n_routed_experts": 2**16, "index_topk": 2**20, "sliding_window": 2**20, "hc_sinkhorn_iters": 2**16}
 REALS = ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps")
-# Facts that have two spellings: the release's first, then transformers'.
+# Pairs of spellings: the release's, then transformers'.
 _SPELLINGS = (
     ("compress_ratios", "layer_types"), ("compress_ratios", "compress_rates"), ("num_hash_layers", "mlp_layer_types"),
     ("qk_rope_head_dim", "partial_rotary_factor"), ("rope_scaling", "rope_parameters"),
@@ -125,7 +125,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a config.json, or of the one in a folder; ValueError if it cannot be read or is no object."""
+    """Reads a config.json, or that of a folder; raises ValueError if it cannot be read or is not an object."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_bytes())
@@ -137,12 +137,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
-    """`mlp_layer_types` of a model whose first layers are hashed."""
+    """Returns `mlp_layer_types` for a model whose first layers are hash layers."""
     return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
 
 
 def _read_ratios(ratios: Any, layers: int) -> tuple[tuple[str, ...], int]:
-    """Layer types and the HCA rate from the release's list; its tail belongs to multi-token prediction."""
+    """Returns layer types and the HCA rate from the release's list; its tail belongs to multi-token prediction."""
     check(isinstance(ratios, list | tuple), f"compress_ratios is {ratios!r}; it must be a list of integers.")
     check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries; num_hidden_layers is {layers}.")
     used = [check_integer(f"compress_ratios[{i}]", ratio, least=0) for i, ratio in enumerate(ratios[:layers])]

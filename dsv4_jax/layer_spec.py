@@ -1,27 +1,26 @@
-"""What one layer keeps in the cache and reads from it, as data."""
+"""The spec of a layer: its pools in the cache and the entries that it reads, as data."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer's part of the cache. `DSV4Config.layers` makes them; nothing else asks what kind of layer it is.
+    """Describes one layer's use of the cache. `DSV4Config.layers` makes specs; no other code asks for a kind of layer.
 
     Reading and owning are separate: a layer may attend to entries, and score keys, that an earlier layer stores.
 
     Attributes:
-      layer: its number in the model.
-      ring: its row on axis 0 of the sliding-window rings.
-      compress_rate: tokens that an entry it attends to stands for; 0 = it attends to its window only.
-      overlap: an entry pools its own window and the one before it.
-      group: name of the pool group that holds the entries it attends to; None without entries.
-      index: which row on axis 0 of that group's pools.
-      owner: it stores these entries itself: it has a compressor.
-      keys: an index key is stored beside each of these entries.
-      key_compressor: these keys are pooled by a compressor of their own; otherwise they are made from the vectors that
-        are pooled for the entries.
-      selection: the layer whose selection of entries it attends to: its own number if it scores keys itself, or an
-        earlier one's; None = it attends to every visible entry.
+      layer: number of the layer in the model.
+      ring: the layer's row on axis 0 of the sliding-window rings.
+      compress_rate: number of tokens per entry that the layer attends to; 0 = window only.
+      overlap: whether an entry pools its own window and the previous one.
+      group: name of the pool group with the layer's entries; None without entries.
+      index: the layer's row on axis 0 of that group's pools.
+      owner: whether the layer stores these entries itself, with a compressor.
+      keys: whether an index key is stored beside each entry.
+      key_compressor: whether a separate compressor pools the keys; otherwise keys are made from the entries' vectors.
+      selection: number of the layer whose top-k selection is attended to: this layer, or an earlier one. None = all
+        visible entries.
     """
 
     layer: int
@@ -37,5 +36,5 @@ class LayerSpec:
 
     @property
     def selects(self) -> bool:
-        """Whether it scores keys and selects entries itself."""
+        """Whether the layer scores keys and selects entries itself."""
         return self.selection == self.layer

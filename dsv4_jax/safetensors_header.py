@@ -1,4 +1,4 @@
-"""The header of a safetensors file: names, types and places of its tensors.
+"""The header of a safetensors file: names, dtypes and offsets of its tensors.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little-endian, a JSON header of
 name -> {dtype, shape, data_offsets}, then the data without gaps. It is read and written here because the safetensors
@@ -27,12 +27,12 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
-_MAX_SIZE = 2**48  # of an axis; numpy cannot represent much more, even where another axis is 0
+_MAX_SIZE = 2**48  # largest axis; numpy cannot represent much more, even if another axis is 0
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorHeader:
-    """One tensor's line of the header: its name, its dtype (a key of `DTYPES`) and its shape."""
+    """A tensor's entry in the header: name, dtype (a key of `DTYPES`) and shape."""
 
     name: str
     dtype: str
@@ -44,7 +44,7 @@ class TensorHeader:
 
 
 def write_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the data of tensors that lie one after the other."""
+    """Returns the bytes that precede the data of consecutive tensors."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for tensor in tensors:
@@ -56,11 +56,18 @@ def write_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -
 
 
 def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHeader, np.ndarray]], dict[str, Any]]:
-    """({name: (header, its bytes as a view of `file`)}, metadata) of a whole file [bytes] uint8, which may be mapped.
+    """Parses a whole file, [bytes] uint8, which may be memory-mapped.
+
+    Args:
+        file: contents of the file.
+        name: name of the file in errors.
+
+    Returns:
+        ({name: (header, bytes as a view of `file`)}, metadata).
 
     Raises:
-        ValueError: the header is cut off, absurdly long, no JSON, or says what the data contradicts (offsets out of
-            range, overlapping, with gaps, of another size than shape and dtype need); `name` is the file's in messages.
+        ValueError: the header is truncated, too long, not JSON, or contradicts the data: offsets out of range,
+            overlapping, with gaps, or of another size than shape and dtype need.
     """
     if len(file) < 8:
         raise ValueError(f"{name} has {len(file)} bytes; a safetensors file starts with 8 bytes of header length.")
@@ -85,7 +92,7 @@ def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHead
 
 
 def parse_json(name: str, content: bytes) -> dict[str, Any]:
-    """The JSON object in a file; a ValueError that begins with `name` if it is none, or has a key twice."""
+    """Parses a JSON object; raises ValueError, with `name` first, for other content or duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Parsing and formatting of memory sizes."""
 
 import re
 
@@ -12,7 +12,7 @@ _CASELESS = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of an amount of memory.
+    """Parses an amount of memory to bytes.
 
     Args:
       size: a number of bytes, or text with a unit, such as "80GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096B".
@@ -43,7 +43,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def readable_bytes(count: int) -> str:
-    """`count` bytes in the largest fitting binary unit: "584 B", "14.71 MiB"."""
+    """Formats `count` bytes in the largest fitting binary unit: "584 B", "14.71 MiB"."""
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)

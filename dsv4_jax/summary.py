@@ -1,4 +1,4 @@
-"""How objects show themselves: in a line, and in a notebook as a table. Neither reads an array's values."""
+"""Reprs for terminals (one line) and notebooks (a table). Neither reads an array's values."""
 
 import dataclasses
 import html
@@ -10,12 +10,12 @@ MAX_ROWS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A part of a whole, shown with a bar.
+    """A used amount of a total, shown with a bar.
 
     Attributes:
-      used: the part.
-      total: the whole.
-      note: what else to say.
+      used: used amount.
+      total: total amount.
+      note: text after the numbers.
     """
 
     used: int
@@ -28,11 +28,11 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What an object says about itself.
+    """The contents of an object's repr.
 
     Attributes:
-      words: the parts of its line.
-      rows: {name: value} of its table; only the first `MAX_ROWS` are shown.
+      words: items of the line.
+      rows: {name: value} of the table; only the first `MAX_ROWS` are shown.
     """
 
     words: tuple[str, ...]
@@ -40,7 +40,7 @@ class Summary:
 
 
 class Summarised:
-    """A class whose objects show themselves by their `_summary()`."""
+    """A base class with a repr from `_summary()`."""
 
     def _summary(self) -> Summary:
         raise NotImplementedError

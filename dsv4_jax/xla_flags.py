@@ -1,10 +1,10 @@
-"""XLA's options for programs that decode; benchmarks/README.md, "Decode steps", has what was measured."""
+"""XLA flags for decoding; measurements are in benchmarks/README.md, "Decode steps"."""
 
 import os
 
 
-# XLA counts a donated cache three times, finds too little memory, and computes projections again that it could keep:
-# compiled for an H100, a step of 8 requests of a million tokens had 252 products instead of 172.
+# XLA counts a donated cache three times, concludes that memory is short, and rematerializes projections. Compiled for
+# an # H100, a step with 8 requests of a million tokens had 252 products instead of 172.
 FLAGS = {"xla_disable_hlo_passes": "rematerialization"}
 
 

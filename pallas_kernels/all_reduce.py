@@ -1,6 +1,8 @@
-"""Sum over the GPUs of one process: each stores its values into the memory of all others, and adds up what came.
+"""All-reduce over the GPUs of one process: y = sum of x over the GPUs, in float32, in the order of their ranks.
 
-How they find each other is said in `mgpu.mailbox`.
+The grid has up to 128 blocks of one warpgroup. A thread exchanges units of 8 values with the same thread of the same
+block on every other GPU: it stores its values into all mailboxes, waits for those of all GPUs, adds them up and stores
+the sum. `mgpu.mailbox` describes the protocol. Blocks of one GPU do not wait for each other.
 """
 
 import functools
@@ -24,29 +26,25 @@ MAX_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
 
 @cached_trace()
 def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """The sum over the GPUs that `table` names, in their order in float32 and rounded once: the same bits on all.
+    """Returns the sum of x over the GPUs that `table` names: float32 sums in the order of ranks, rounded once.
 
-    Every GPU has to call it, with values of the same shape, as often and in the same order.
+    All GPUs get the same bits. Every GPU has to make the same calls in the same order, with values of the same shape.
 
     Args:
       x: [...] bfloat16, a multiple of 8 and at most 524,288 values.
-      table, interpret: as for `mailbox.check_table`.
+      table: [2 * (2 + GPUs)] uint32, see `mailbox.check_table`.
+      interpret: must be False; the interpreter knows one GPU.
 
     Returns:
       [...] bfloat16.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take this shape or dtype.
     """
     check_array("x", x, jnp.bfloat16, *x.shape)
     ranks = mailbox.check_table(table, interpret=interpret)
-    check_rules(
-        {
-            f"a multiple of {UNIT} values up to {MAX_VALUES}, got {x.size}": (
-                0 < x.size <= MAX_VALUES and x.size % UNIT == 0
-            ),
-        }
-    )
+    valid_size = 0 < x.size <= MAX_VALUES and x.size % UNIT == 0
+    check_rules({f"a multiple of {UNIT} values up to {MAX_VALUES}, got {x.size}": valid_size})
     units = x.size // UNIT
     blocks = min(BLOCKS, math.ceil(units / THREADS))
     run = kernel(
@@ -60,19 +58,24 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
     return run(x, table)
 
 
-def _body(x, table, out, *, units, blocks, ranks):
-    def emit(block, x, table, out):
+def _body(x_gmem, table_gmem, y_gmem, *, units, blocks, ranks):
+    def emit(block, x_gmem, table_gmem, y_gmem):
         block, thread = U32(mlir.scalar(block)), U32(mlir.thread())
-        x, out = map(mlir.global_pointer, (x, out))
+        x, y = map(mlir.global_pointer, (x_gmem, y_gmem))
 
-        def step(i):
+        def unit_of_round(i):
             unit = (block + i * blocks) * THREADS + thread
 
-            def at(pointer):
+            def address(pointer):
                 return mlir.at(pointer, mlir.to_i64((unit * (2 * UNIT)).value))
 
-            return unit < units, lambda: words.load_four(at(x)), lambda four: words.store_four(at(out), four)
+            return mailbox.Unit(
+                active=unit < units,
+                load=lambda: words.load_four(address(x)),
+                store=lambda total: words.store_four(address(y), total),
+            )
 
-        mailbox.exchange(block, table, [step(i) for i in range(math.ceil(units / (blocks * THREADS)))], ranks=ranks)
+        rounds = math.ceil(units / (blocks * THREADS))
+        mailbox.exchange(block, table_gmem, [unit_of_round(i) for i in range(rounds)], ranks=ranks)
 
-    mlir.inline(emit, lax.axis_index("block"), x, table, out)
+    mlir.inline(emit, lax.axis_index("block"), x_gmem, table_gmem, y_gmem)

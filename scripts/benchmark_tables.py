@@ -1,7 +1,7 @@
-"""Writes the tables of README.md and benchmarks/README.md anew, from the files in benchmarks.
+"""Writes the tables of README.md and benchmarks/README.md from the files in benchmarks.
 
-A comment above a table says what it has: <!-- table: KIND FILE ... -->. The line below it names the device. Tables of
-the kinds `chosen`, `peers` and `beside` keep the cases that they have, others have every case of their files.
+A comment above a table names its kind and files: <!-- table: KIND FILE ... -->. The line below names the device. Tables
+of the kinds `chosen`, `peers` and `beside` keep their cases; other tables have every case of their files.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from benchmark_claims import wrong_claims
 
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ Key = tuple[str, str]  # of an op's case: op and shape
 
 
 def rewrite(text: str) -> str:
-    """The page with the lines between each such comment and the end of its table replaced."""
+    """Returns the page with new tables below such comments."""
     return re.sub(r"^<!-- table: (\w+) (.+) -->\n[^|]*((?:^\|.*\n)+)", _lines, text, flags=re.MULTILINE)
 
 
@@ -30,18 +31,24 @@ def _lines(found: re.Match[str]) -> str:
     cells = [line.split("|") for line in before.splitlines()[2:]]
     keys = [(op.strip(), shape.strip()) for _, op, shape, *_ in cells]
     texts, numbers, rows = KINDS[kind](runs, keys)
-    caption = dict.fromkeys(_caption(run) for run in runs)
     lines = [" | ".join(texts | numbers), " | ".join(["---"] * len(texts) + ["---:"] * len(numbers))]
     lines += [" | ".join(cell.format_map(row) for cell in (texts | numbers).values()) for row in rows]
     table = "".join(f"| {line} |\n" for line in lines)
-    return f"<!-- table: {kind} {names} -->\n{'; '.join(caption)}:\n\n{table}"
+    return f"<!-- table: {kind} {names} -->\n{_caption(runs)}:\n\n{table}"
 
 
-def _caption(run: Row) -> str:
-    commit = f", commit {run['commit']}" if "commit" in run else ""
-    shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
-    count = math.prod(run.get("mesh", {}).values())
-    return f"{count} x " * (count > 1) + f"{run['device']}, jax {run['jax']}{commit}{shapes}"
+def _caption(runs: list[Row]) -> str:
+    """Names the devices, versions and commits of the runs, each once."""
+    commits: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        count = math.prod(run.get("mesh", {}).values())
+        device = f"{count} x " * (count > 1) + f"{run['device']}, jax {run['jax']}"
+        shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
+        commits.setdefault((device, shapes), []).extend([run["commit"]] if "commit" in run else [])
+    return "; ".join(
+        device + shapes + f", commit {' / '.join(dict.fromkeys(found))}" * bool(found)
+        for (device, shapes), found in commits.items()
+    )
 
 
 # A kind of table: (its files, the keys it has) -> (columns of text, columns of numbers, rows to format them with).
@@ -51,7 +58,7 @@ OP = {"op": "{op}", "shape": "{shape}"}
 
 
 def ops(runs: list[Row], keys: list[Key]) -> Table:
-    """Every case of a run of `dsv4-jax bench`; older files rate all cases against a copy."""
+    """Every case of a run of `dsv4-jax bench ops`; older files rate all cases against a copy."""
     numbers = {
         "us": "{microseconds:,.2f}",
         "GB/s": "{gigabytes_per_second:,.0f}",
@@ -132,16 +139,18 @@ def steps(runs: list[Row], keys: list[Key]) -> Table:
         "floor ms": "{floor_milliseconds:.2f}",
         "% of floor": "{percent_of_floor:.0f}",
         "projections": "{kernel_milliseconds[projections]:.2f}",
-        "append, flush": "{kernel_milliseconds[append + flush]:.2f}",
+        "append, flush": "{kernel_milliseconds[compressor]:.2f}",
         "indexer": "{kernel_milliseconds[indexer]:.2f}",
-        "top-k": "{kernel_milliseconds[top-k]:.2f}",
+        "top-k": "{kernel_milliseconds[topk]:.2f}",
         "attention": "{kernel_milliseconds[attention]:.2f}",
-        "rest": "{kernel_milliseconds[rest]:.2f}",
+        "rest": "{rest:.2f}",
         "gaps": "{gap_milliseconds:.2f}",
     }
 
     def row(row: Row) -> Row:
-        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "")
+        kinds = row["kernel_milliseconds"]
+        rest = kinds["rest"] + kinds.get("norm_rope", 0.0)
+        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "", rest=rest)
 
     return {}, numbers, [row(found) for run in runs for found in run["results"]]
 
@@ -156,11 +165,11 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
         "floor us": "{floor:.0f}",
         "launches": "{launches:.0f}",
         "gaps": "{gaps:.0f}",
-        "hyper-connections": "{hyper-connections:.1f}",
+        "hyper-connections": "{hyper_connections:.1f}",
         "router": "{router:.1f}",
         "experts": "{experts:.1f}",
         "projections": "{projections:.1f}",
-        "append, flush": "{append + flush:.1f}",
+        "append, flush": "{compressor:.1f}",
         "indexer, top-k": "{indexed:.1f}",
         "attention": "{attention:.1f}",
         "rest": "{rest:.1f}",
@@ -175,8 +184,9 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
             layer=share * row["milliseconds"],
             floor=share * row["floor_milliseconds"],
             gaps=share * row["gap_milliseconds"],
-            indexed=kinds["indexer"] + kinds["top-k"],
-            rest=kinds["rest"] + kinds.get("norm + rotation", 0.0),
+            experts=kinds["experts"] + kinds.get("shared_expert", 0.0),
+            indexed=kinds["indexer"] + kinds["topk"],
+            rest=kinds["rest"] + kinds.get("norm_rope", 0.0),
             launches=row["launches"] / row["layers"],
         )
         return row | kinds | whole
@@ -197,9 +207,9 @@ def prefill(runs: list[Row], keys: list[Key]) -> Table:
         "projections": "{projections:.2f}",
         "attention": "{attention:.2f}",
         "indexer": "{indexer:.2f}",
-        "top-k": "{top-k:.2f}",
-        "norm + rotation": "{norm + rotation:.2f}",
-        "append, flush": "{append + flush:.2f}",
+        "top-k": "{topk:.2f}",
+        "norm + rotation": "{norm_rope:.2f}",
+        "append, flush": "{compressor:.2f}",
         "rest": "{rest:.2f}",
     }
 
@@ -260,10 +270,21 @@ KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 
 
-def main() -> None:
-    """Rewrites the tables."""
+def main(check: bool = False) -> None:
+    """Rewrites the tables, after checking that the files support the pages' claims.
+
+    Args:
+      check: change nothing, and fail if a table is stale.
+    """
+    problems = [f"not so: {claim}" for claim in wrong_claims()]
     for page in PAGES:
-        page.write_text(rewrite(page.read_text()))
+        text = page.read_text()
+        if check and rewrite(text) != text:
+            problems.append(f"{page}: a table is stale, run: python scripts/benchmark_tables.py")
+        elif not check:
+            page.write_text(rewrite(text))
+    if problems:
+        raise SystemExit("\n".join(problems))
 
 
 if __name__ == "__main__":

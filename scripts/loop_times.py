@@ -27,12 +27,12 @@ def loop_times(
     passes: int = 128,
     report: Path | None = None,
 ) -> None:
-    """Prints the time of a call of each case of `dsv4-jax bench`. Kernels may start while the one before ends.
+    """Prints the time of a call of each case of `dsv4-jax bench ops`. Kernels may start while the one before ends.
 
     XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=SERIALIZE keeps a pass in one chain.
 
     Args:
-      names: of ops, as `dsv4-jax bench` takes them.
+      names: names of ops, as for `dsv4-jax bench ops`.
       only: cases whose op or shape contains one of these; none: all.
       shapes: of which model.
       calls: with inputs of their own, in a pass.

@@ -18,6 +18,8 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.races import race_checked  # noqa: E402
+
 
 # A machine with eight devices: arrays of one of them keep their kernels, and tests of meshes use more.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -30,6 +32,13 @@ def forget_programs():
     """Files share few programs: without this a worker grows to several GB, and slows down."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def interpreted_kernels_do_not_race():
+    """Every kernel that a test interprets is checked for races."""
+    with race_checked():
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench experts`."""
+"""The cases of `dsv4-jax bench ops experts`."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench indexer`."""
+"""The cases of `dsv4-jax bench ops indexer`."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench linear`."""
+"""The cases of `dsv4-jax bench ops linear`."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from dsv4_jax.bench.cases import Case, close, normal
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn.attention import Attention
+from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
 
 
@@ -25,50 +26,52 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     if small:  # the packaged model's shapes
         schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
     config = schema.config
-    shapes = {}
+    maps = {}
     attentions = {
         group.name.upper(): nnx.eval_shape(functools.partial(_attention, config, group.layers[0]))
         for group in schema.groups.values()
     }
     for group, attention in attentions.items():
-        for source, maps in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
-            linears = list(maps.separate(attention).values())
-            parts = tuple((linear.weight.shape[0], linear.rounded) for linear in linears)
-            shapes[f"{group}, of {source}"] = parts, linears[0].weight.shape[1], 1
+        for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
+            linears = list(fused.separate(attention).values())
+            sizes = tuple(linear.weight.shape[0] for linear in linears)
+            dtypes = tuple(jnp.bfloat16 if linear.rounded else jnp.float32 for linear in linears)
+            maps[f"{group}, of {source}"] = LinearSpec(sizes, dtypes), (sum(sizes), linears[0].weight.shape[1])
     _, attention = attentions.popitem()  # all groups have the same output projections
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
-        rows, depth = getattr(attention, f"{name}_proj").weight.shape
-        shapes[name] = ((rows, True),), depth, groups
-    for name, shape in shapes.items():
+        spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
+        maps[name] = spec, getattr(attention, f"{name}_proj").weight.shape
+    for name, (spec, shape) in maps.items():
         for tokens in (2,) if small else _TOKENS:
-            yield _linear_case(name, *shape, tokens)
+            yield _linear_case(name, spec, shape, tokens)
     for name in ("q_b", "o_b"):
-        rows, depth = getattr(attention, f"{name}_proj").weight.shape
+        spec, shape = LinearSpec(output_dtype=jnp.bfloat16), getattr(attention, f"{name}_proj").weight.shape
         for tokens in (2,) if small else (1, *_TOKENS, 2048):
-            yield _linear_case(f"{name} in FP8", ((rows, True),), depth, 1, tokens, stored=True)
+            yield _linear_case(f"{name} in FP8", spec, shape, tokens, quantized=True)
 
 
-def _linear_case(name, parts, depth, groups, tokens, *, stored=False):
-    rows = sum(size for size, _ in parts)
-    size = (1 if stored else 2) * rows * depth
+def _linear_case(name, spec, shape, tokens, *, quantized=False):
+    rows, depth = shape
+    channels = spec.num_groups * depth
+    size = (1 if quantized else 2) * rows * depth
 
     def weight(rng):
-        if not stored:
-            return normal(rng, (rows, depth), jnp.bfloat16)
-        codes = encode_e4m3(normal(rng, (rows, depth), jnp.float32))
+        if not quantized:
+            return normal(rng, shape, jnp.bfloat16)
+        codes = encode_e4m3(normal(rng, shape, jnp.float32))
         scale = jnp.asarray(rng.integers(118, 123, (-(-rows // WEIGHT_BLOCK), -(-depth // WEIGHT_BLOCK))), jnp.uint8)
         return QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
 
     def make(rng, calls):
         count = min(calls, max(2, (1 << 30) // size))
         weights = [weight(rng) for _ in range(count)]
-        xs = [normal(rng, (tokens, groups * depth), jnp.bfloat16) for _ in range(calls)]
+        xs = [normal(rng, (tokens, channels), jnp.bfloat16) for _ in range(calls)]
         return None, [(x, weights[i % count]) for i, x in enumerate(xs)]
 
     def call(_, x, weight, *, implementation):
-        return ops.linear(x, weight, parts=parts, groups=groups, implementation=implementation)
+        return ops.linear(x, weight, spec, implementation=implementation)
 
-    nbytes = size + tokens * (2 * groups * depth + sum((2 if rounded else 4) * rows for rows, rounded in parts))
+    nbytes = size + tokens * (2 * channels + sum(dtype.itemsize * size for size, dtype in spec.outputs(rows)))
     flops = 2 * tokens * rows * depth
     return Case("linear", f"{name}, T={tokens}", nbytes, make, call, flops=flops, reads=True, agree=_AGREE)
 

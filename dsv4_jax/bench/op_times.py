@@ -1,7 +1,8 @@
-"""`dsv4-jax bench` of single ops: times of their cases, beside XLA's."""
+"""`dsv4-jax bench ops`: times of single ops, beside XLA's."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
-# By the names that the command takes: (schema, small) -> cases. Of the schema, model and format matter but no sizes;
-# small: only shapes that a CPU finishes soon.
+# Names of `dsv4-jax bench ops` -> (schema, small) -> cases. The schema gives model and format, its sizes do not matter;
+# if `small`, the shapes are small enough for a CPU.
 CASES: dict[str, Callable[[CacheSchema, bool], Iterator[Case]]] = dict(
     append=append_cases,
     flush=flush_cases,
@@ -34,16 +35,15 @@ CASES: dict[str, Callable[[CacheSchema, bool], Iterator[Case]]] = dict(
     router=router_cases,
 )
 
-
-# The cases that `dsv4-jax bench layer` times, by what their op and shape contain: weights as released, a decode step's
-# calls, a prefill's products. Of the other ops all cases, of gathers none: they are no part of a layer.
-LAYER_PARTS = dict(
+# Patterns of the cases that belong to a layer: weights as released, calls of a decode step, products of a prefill.
+# An op without a pattern belongs to it with all its cases.
+_LAYER_CASES = dict(
     append=r"norm_rope.*heads",
     flush="all close",
     indexer=r"query|scores \+ top-k",
     attention=r"\d$",
     linear="FP8",
-    gather="$^",
+    gather="$^",  # none
 )
 
 
@@ -55,13 +55,18 @@ def run(
     *,
     only: Sequence[str],
     calls: int,
-    parts: bool = False,
+    patterns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
-    """Times every case of `CASES[name]`, prints a line for each as it comes, and yields its result.
+    """Times every case of the named ops, prints a line for each as it comes, and yields its result.
 
-    `only` and `calls` are those of `BenchCommand`; without a GPU, `calls` is at most 4. `parts`: only the cases that
-    `LAYER_PARTS` names. `report`, which has device,
-    model and format, also gets the clock and the rates of a copy and of a matrix product.
+    Args:
+      config: the model.
+      kv_format: format of the cache.
+      names: keys of `CASES`.
+      report: has device, model and format; the clock and the rates of a copy, a read and a matrix product are added.
+      only: texts, one of which a case's op or shape contains; empty for all cases.
+      calls: number of calls of a case; without a GPU at most 4.
+      patterns: name -> regular expression that a case's op and shape must match.
     """
     gpu = jax.default_backend() == "gpu"
     report["clock"] = "kernel time, CUPTI, median" if gpu else "wall clock, median"
@@ -78,13 +83,18 @@ def run(
     for name in dict.fromkeys(names):
         for case in CASES[name](schema, not gpu):
             label = f"{case.op} {case.shape}"
-            if only and not any(text in label for text in only):
-                continue
-            if parts and not re.search(LAYER_PARTS.get(name, ""), label):
+            if (only and not any(text in label for text in only)) or not re.search(patterns.get(name, ""), label):
                 continue
             row = _measure(case, calls if gpu else min(calls, 4), copy, read, matmul)
             print(_ROW.format(**row), flush=True)
             yield row
+
+
+def run_layer(
+    config: DSV4Config, kv_format: KVFormat, report: dict[str, Any], *, only: Sequence[str], calls: int
+) -> Iterator[dict[str, Any]]:
+    """Times the cases that belong to a layer, see `run`."""
+    return run(config, kv_format, list(CASES), report, only=only, calls=calls, patterns=_LAYER_CASES)
 
 
 def _measure(case: Case, calls: int, copy: float, read: float, matmul: float) -> dict[str, Any]:

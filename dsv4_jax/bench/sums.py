@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv4_jax import ops
-from dsv4_jax.ops.all_reduce import MODEL_AXIS
+from dsv4_jax.mesh_axes import MODEL_AXIS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
 

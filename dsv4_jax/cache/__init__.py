@@ -1,6 +1,6 @@
-"""The cache: geometry, pools, one layer's handle and a step's inputs."""
+"""The cache: its geometry, its pools, the handle of a layer and the inputs of a step."""
 
-import dsv4_jax.cache.serialization  # Flax knows the types of a cache from here on
+import dsv4_jax.cache.serialization  # registers the cache's types with Flax
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.checksums import checksum_blocks, checksum_rows
 from dsv4_jax.cache.handle import LayerCacheHandle

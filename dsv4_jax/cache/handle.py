@@ -1,4 +1,4 @@
-"""One layer's cache for one step, as attention code sees it."""
+"""The handle through which attention code reads and writes one layer of the cache."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
-from dsv4_jax.ops.context_parallel import select_of_parts
+from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.summary import Summarised, Summary
 
@@ -21,13 +21,13 @@ from dsv4_jax.summary import Summarised, Summary
 class LayerCacheHandle(Summarised):
     """Reads and writes one layer for the tokens of one batch; immutable, allocates nothing.
 
-    Methods that write return a new handle; `handle.cache` is the updated cache. A token's own window row and the
-    entries it closes are visible to itself: write before you attend.
+    Methods that write return a new handle; `handle.cache` is the updated cache. A token sees its own window row and the
+    entries that it closes, so write before you attend. All methods raise ValueError for arguments of another shape.
 
     Attributes:
-      batch: the step's inputs.
-      pending: [T, head_dim] window rows of a prefill step that are not in the ring yet, else None.
-      spec: what the layer stores and reads (static).
+      batch: inputs of the step.
+      pending: [T, head_dim] window rows of a prefill step that are not in the ring yet, or None.
+      spec: spec of the layer (static).
     """
 
     _cache: Any
@@ -37,7 +37,7 @@ class LayerCacheHandle(Summarised):
 
     @property
     def cache(self) -> Any:
-        """The KVCache with everything written through this handle."""
+        """The `KVCache` with all writes of this handle."""
         return self._commit()._cache
 
     def _summary(self) -> Summary:
@@ -55,10 +55,7 @@ class LayerCacheHandle(Summarised):
         """Stores the tokens' window rows.
 
         Args:
-          kv: [T, head_dim] after norm and RoPE, model dtype. Padding tokens write nothing.
-
-        Raises:
-          ValueError: it has another shape, as for all arguments of all methods.
+          kv: [T, head_dim] in the model's dtype, after norm and RoPE. Padding tokens write nothing.
         """
         self._check_shape("kv", kv, self._cache.schema.window_codec.dim)
         handle = dataclasses.replace(self, pending=kv)
@@ -73,17 +70,17 @@ class LayerCacheHandle(Summarised):
         *,
         eps: float,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
-        """Norms and rotates queries and window rows (see `ops.norm_rope`), and stores the rows.
+        """Normalizes and rotates queries and window rows (see `ops.norm_rope`), and stores the rows.
 
         Args:
-          q: [T, heads, head_dim] in the model's dtype; on a mesh those of this device.
-          kv: [T, head_dim] likewise. Padding tokens write nothing.
-          weight: [head_dim] float32, of the rows' norm.
-          inv_freq: [P] radians per token.
-          eps: added to the mean square.
+          q: [T, heads, head_dim] in the model's dtype, queries of this device's heads.
+          kv: [T, head_dim] in the model's dtype, window rows. Padding tokens write nothing.
+          weight: [head_dim] float32, norm weight of the rows.
+          inv_freq: [P] rotation in radians per token.
+          eps: constant that is added to the mean square.
 
         Returns:
-          (queries in their dtype, the handle to go on with).
+          (queries in q's dtype, new handle).
         """
         batch, dim = self.batch, self._cache.schema.window_codec.dim
         self._check_shape("q", q, None, dim)
@@ -102,13 +99,13 @@ class LayerCacheHandle(Summarised):
         weights: CompressorWeights,
         index: tuple[Float[Array, "T index"], Float[Array, "T index"], CompressorWeights] | None = None,
     ) -> "LayerCacheHandle":
-        """Feeds the tokens to the compressor; windows that close become entries (see `ops.flush`).
+        """Feeds the tokens to the compressor and stores an entry for each window that closes (see `ops.flush`).
 
         Args:
-          kv: [T, head_dim], or [T, 2 * head_dim] where entries overlap, float32 projections.
-          gate: the same shape, pooling logits without position bias.
+          kv: [T, head_dim] float32 projections, or [T, 2 * head_dim] if entries overlap.
+          gate: pooling logits without position bias, of kv's shape.
           weights: the compressor's other parameters.
-          index: the same three of the keys' compressor, if the layer has one.
+          index: (kv, gate, weights) of the keys' compressor, if the layer has one.
 
         Raises:
           ValueError: the layer stores no entries, or `index` is missing or superfluous.
@@ -147,11 +144,11 @@ class LayerCacheHandle(Summarised):
         """The first half of `flush`, for models that make index keys from the pooled vectors (see `ops.pool_windows`).
 
         Args:
-          kv, gate, weights: as for `flush`; no gate is needed where a window is one token.
-          keys: they are those of the keys' compressor.
+          kv, gate, weights: as for `flush`; windows of one token need no gate.
+          keys: whether they belong to the keys' compressor.
 
         Returns:
-          (the windows that the tokens close, normed and not rotated, the handle to go on with).
+          (closed windows, normalized and not rotated; new handle).
         """
         self._require("pool_windows", "stores entries", self.spec.owner)
         self._check_windows("", kv, gate, weights, keys=keys)
@@ -166,40 +163,40 @@ class LayerCacheHandle(Summarised):
         return self._with_group(entries=ops.write_entries(self.read_classical_view(), closed, inv_freq).rows)
 
     def write_keys(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
-        """The same for the index keys of these windows: `closed.values` are [n, index_head_dim]."""
+        """Rotates and stores the index keys of closed windows, whose values are [n, index_head_dim]."""
         self._require("write_keys", "stores index keys", self.spec.owner and self.spec.keys)
         return self._with_group(keys=ops.write_entries(self.read_indexer_view(), closed, inv_freq).rows)
 
     # --- reads ---
 
     def gather_swa_kv(self) -> tuple[Float[Array, "T W D"], Bool[Array, "T W"]]:
-        """Each token's window, oldest first: (kv [T, W, head_dim] model dtype, valid [T, W])."""
+        """Reads each token's window, oldest row first: (kv [T, W, head_dim] in the model's dtype, valid [T, W])."""
         return ops.gather_swa_kv(
             self.read_swa_view(), self.batch.slots, self.batch.positions, new_kv=self.pending, dtype=self._dtype
         )
 
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
-        """Entries by number, -1 = none: (kv [T, K, head_dim] model dtype, valid [T, K])."""
+        """Reads entries by index, -1 = none: (kv [T, K, head_dim] in the model's dtype, valid [T, K])."""
         self._check_shape("indices", indices, None)
         rows = ops.gather_compressed_kv(self.read_classical_view(), indices, self.batch.slots, dtype=self._dtype)
-        return self._of_all_parts(rows)
+        return self._reduce_rows(rows)
 
     def gather_all_compressed_kv(self) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
-        """All entries visible to each token: (kv [T, E, head_dim] model dtype, valid [T, E])."""
+        """Reads all visible entries of each token: (kv [T, E, head_dim] in the model's dtype, valid [T, E])."""
         batch, view = self.batch, self.read_classical_view()
-        return self._of_all_parts(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
+        return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
     def indexer_scores(
         self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
     ) -> Float[Array, "T E"]:
-        """[T, E] float32 scores of every entry for every token (see `ops.indexer_scores`).
+        """Computes the index scores of all entries, [T, E] float32 (see `ops.indexer_scores`).
 
-        Where the context is split, -inf for entries of other devices.
+        With context parallelism, entries of other devices score -inf.
 
         Args:
-          q: [T, index heads, index_head_dim].
-          weights: [T, index heads] float32.
-          inv_freq: [P] radians per token, by which q is rotated first; None: q comes after RoPE.
+          q: [T, index heads, index_head_dim] index queries.
+          weights: [T, index heads] float32 head weights.
+          inv_freq: [P] rotation of q in radians per token; None if q is rotated already.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
@@ -207,12 +204,12 @@ class LayerCacheHandle(Summarised):
         return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
-        """[T, index_topk] int32 best entries of each token, ascending, -1 at the end (see `ops.indexer_topk`)."""
-        topk = select_of_parts if self._is_split else ops.indexer_topk
+        """Selects each token's best entries, [T, index_topk] int32 ascending, then -1 (see `ops.indexer_topk`)."""
+        topk = topk_of_shards if self._is_sharded else ops.indexer_topk
         return topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
 
     def valid_lengths(self) -> Int[Array, "T"]:
-        """[T] int32 compressed entries visible to each token: `(position + 1) // rate`."""
+        """Returns the number of visible entries of each token, `(position + 1) // rate`, [T] int32."""
         self._require("valid_lengths", "attends to entries", self.spec.group is not None)
         return ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
 
@@ -223,64 +220,63 @@ class LayerCacheHandle(Summarised):
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
-        """Attention over the window and the compressed entries (see `ops.sparse_attention`).
+        """Attends to the window and to compressed entries (see `ops.sparse_attention`).
 
         Args:
-          q: [T, heads, head_dim] after norm and RoPE, model dtype; on a mesh those of this device.
-          sinks: [heads] float32.
-          indices: entries of each token, or None for all visible ones (none, in a layer without entries).
-          inv_freq: [P] radians per token of the inverse RoPE, or None for none.
+          q: [T, heads, head_dim] in the model's dtype, queries of this device's heads after norm and RoPE.
+          sinks: [heads] float32 sink logits.
+          indices: [T, K] entries of each token, -1 = none; None = all visible entries.
+          inv_freq: [P] inverse rotation of the output in radians per token; None = no rotation.
 
         Returns:
-          (out [T, heads, head_dim] in q's dtype, the handle to go on with).
+          (output [T, heads, head_dim] in q's dtype, new handle).
         """
         self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
         if indices is not None:
             self._check_shape("indices", indices, None)
-        window, request = self.read_swa_view(), (indices, self.batch.slots, self.batch.positions)
         compressed = None if self.spec.group is None else self.read_classical_view()
-        split = compressed is not None and self._is_split
-        options = dict(new_kv=self.pending, inv_freq=inv_freq, context_parallel=split)
-        out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
+        kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
+        options = dict(inv_freq=inv_freq, context_parallel=compressed is not None and self._is_sharded)
+        out = ops.sparse_attention(q, sinks, kv, self.batch.slots, self.batch.positions, **options)
         if self.pending is None:
             return out, self
-        # The ring is read above and written by the commit: tie the order down, or XLA copies the rings for the read.
+        # Fixes the order of the read above and the commit's write; otherwise XLA copies the rings.
         out, pending = jax.lax.optimization_barrier((out, self.pending))
         return out, dataclasses.replace(self, pending=pending)._commit()
 
     # --- views ---
 
     def read_swa_view(self) -> SWAView:
-        """The layer's rings."""
+        """Returns a view of the layer's window rings."""
         schema = self._cache.schema
         return SWAView(self._cache.swa, self.spec.ring, schema.config.sliding_window, schema.window_codec)
 
     def read_classical_view(self) -> ClassicalView:
-        """The entries that the layer attends to, behind the block table."""
+        """Returns a view of the layer's entries through the block table."""
         self._require("read_classical_view", "attends to entries", self.spec.group is not None)
         return ClassicalView(self._group.entries, *self._paging(), self._group_spec.entry)
 
     def read_indexer_view(self) -> IndexerView:
-        """The index keys of these entries, behind the block table."""
+        """Returns a view of the entries' index keys through the block table."""
         self._require("read_indexer_view", "has index keys", self.spec.keys)
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
 
     def _paging(self):
         table = self._cache.block_table
-        if self._is_split:
+        if self._is_sharded:
             table = to_local_ids(table, "context", jax.tree.leaves(self._group.paged)[0].shape[1])
         return self.spec.index, table, self.spec.compress_rate
 
-    def _of_all_parts(self, rows):
-        """(kv, valid) of what any device has."""
-        if not self._is_split:
+    def _reduce_rows(self, rows):
+        """All-reduces (kv, valid): a row is valid if some device holds it."""
+        if not self._is_sharded:
             return rows
         kv, valid = rows
         return all_reduce_bits((jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid), "context")
 
     @property
-    def _is_split(self):
-        """Whether other devices have some of the blocks."""
+    def _is_sharded(self):
+        """Whether blocks are sharded over devices here."""
         return self._cache.schema.context_parallel and is_sharded("context")
 
     def _state_view(self, *, keys=False):
@@ -312,7 +308,7 @@ class LayerCacheHandle(Summarised):
             raise ValueError(f"{name} has shape {list(x.shape)}, layer {self.spec.layer} takes [{wanted}] in this step")
 
     def _check_windows(self, prefix, kv, gate, weights, *, keys=False):
-        """The same for what is pooled to entries, or to index keys."""
+        """Raises ValueError unless the inputs of a compressor have its shapes."""
         spec = self._group_spec
         dim = (spec.key if keys else spec.entry).dim
         width = dim * (1 + spec.overlap)
@@ -328,8 +324,8 @@ class LayerCacheHandle(Summarised):
         state = dataclasses.replace(getattr(self._group, name), kv=view.kv, gate=view.gate)
         return self._with_group(**{name: state})
 
-    def _with_group(self, **parts):
-        group = dataclasses.replace(self._group, **parts)
+    def _with_group(self, **pools):
+        group = dataclasses.replace(self._group, **pools)
         groups = self._cache.groups | {self.spec.group: group}
         return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, groups=groups))
 

@@ -1,4 +1,4 @@
-"""What a model needs of a cache: `KVCache` is one, and so is any object with these methods."""
+"""The interface that a model needs from a cache; `KVCache` implements it, and other classes may."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ from dsv4_jax.ops import CompressorWeights
 
 @runtime_checkable
 class CacheHandle(Protocol):
-    """One layer's cache for one step, as attention code uses it; `LayerCacheHandle` says what each method does."""
+    """The interface of one layer's cache in one step; `LayerCacheHandle` documents the methods."""
 
     @property
     def batch(self) -> Batch: ...
@@ -51,7 +51,7 @@ class CacheHandle(Protocol):
 
 @runtime_checkable
 class StepCache(Protocol):
-    """The cache of a whole model for one step; `KVCache` says what each method does."""
+    """The interface of a whole model's cache in one step; `KVCache` documents the methods."""
 
     def begin_step(self, batch: Batch) -> Any: ...
 

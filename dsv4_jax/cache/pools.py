@@ -27,11 +27,11 @@ from dsv4_jax.summary import Summarised, Summary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressorState:
-    """What recent tokens bring to windows still open; row `position % ring`.
+    """Projections of recent tokens for windows that are still open; row `position % ring`.
 
     Attributes:
       kv: [layers, slots, ring, width] float32.
-      gate: the same shape; -inf where never written.
+      gate: [layers, slots, ring, width] float32; -inf where never written.
     """
 
     kv: Any
@@ -41,12 +41,12 @@ class CompressorState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PoolGroup:
-    """What the layers of one `GroupSpec` store, stacked on axis 0.
+    """The pools of one `GroupSpec`, layers stacked on axis 0.
 
     Attributes:
-      entries: Rows [layers, blocks, entries a block, ...].
-      keys: IndexRows [layers, blocks, entries a block, ...], or None.
-      state: CompressorState of the entries' compressor, or None where windows are single tokens.
+      entries: Rows [layers, blocks, entries per block, ...].
+      keys: IndexRows [layers, blocks, entries per block, ...], or None.
+      state: CompressorState of the entries' compressor; None if windows are single tokens.
       key_state: CompressorState of the keys' compressor, or None.
     """
 
@@ -57,24 +57,24 @@ class PoolGroup:
 
     @property
     def paged(self) -> "PoolGroup":
-        """The pools that are paged in blocks, alone."""
+        """The group with only the pools that are paged in blocks."""
         return PoolGroup(self.entries, self.keys)
 
     @property
     def by_slot(self) -> "PoolGroup":
-        """The states, which a request has in its slot, alone."""
+        """The group with only the states, which are addressed by slot."""
         return PoolGroup(state=self.state, key_state=self.key_state)
 
     def like(self, other: "PoolGroup") -> "PoolGroup":
-        """The parts that `other` has, alone."""
+        """Returns the group with only the fields that are set in `other`."""
         return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
 
     def replace(self, new: "PoolGroup") -> "PoolGroup":
-        """The group with the parts that `new` has."""
+        """Returns the group with the fields that are set in `new` replaced."""
         return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
 
     def map_states(self, change: Callable[[CompressorState], CompressorState]) -> "PoolGroup":
-        """The group with changed states."""
+        """Returns the group with `change` applied to each state."""
         states = {name: state for name, state in vars(self.by_slot).items() if state is not None}
         return dataclasses.replace(self, **{name: change(state) for name, state in states.items()})
 
@@ -85,15 +85,15 @@ class KVCache(Summarised):
     """The whole cache of a model. Donate it to the step and keep what the step returns.
 
     Attributes:
-      groups: PoolGroup by name, as in `CacheSchema.groups`; "csa" and "hca" of DeepSeek-V4.
-      swa: Rows [rings, slots, ring, ...], the sliding windows; a token's row is `position % ring`.
-      streams: [1, slots, ring, streams * hidden] in the model's dtype, the residual streams of the last tokens, which
-        drafts begin with; None where nothing makes drafts.
-      block_table: [slots, max_blocks] int32, -1 = none; one table for all pools of all layers.
-      lengths: [slots] int32 tokens held.
-      schema: the geometry (static).
-      mailboxes: where the GPUs of a mesh leave each other what they add up, see `parallel.mailboxes`; None where there
-        are none. It is no part of what the cache holds.
+      groups: {name: PoolGroup}, as in `CacheSchema.groups`; DeepSeek-V4 has "csa" and "hca".
+      swa: Rows [rings, slots, ring, ...], sliding windows; a token's row is `position % ring`.
+      streams: [1, slots, ring, streams * hidden] in the model's dtype, residual streams of the last tokens, from which
+        drafts start; None without drafts.
+      block_table: [slots, max_blocks] int32, block ids, -1 = none; one table for all pools of all layers.
+      lengths: [slots] int32, number of tokens in each slot.
+      schema: geometry of the cache (static).
+      mailboxes: addresses of the buffers for all-reduce between GPUs (see `parallel.mailboxes`), or None. They hold
+        none of the cache's contents.
     """
 
     groups: dict[str, PoolGroup]
@@ -106,7 +106,7 @@ class KVCache(Summarised):
 
     @classmethod
     def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
-        """The cache with `jax.ShapeDtypeStruct` leaves: shapes and bytes without memory, and places on a mesh."""
+        """Makes a cache with `jax.ShapeDtypeStruct` leaves, which have shardings if a mesh is given."""
 
         def state(struct):
             return None if struct is None else CompressorState(struct, struct)
@@ -133,11 +133,11 @@ class KVCache(Summarised):
 
     @classmethod
     def zeros(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
-        """An empty cache, on the default device or on a mesh: zeros, gates at -inf, no block in the table."""
+        """Makes an empty cache on the default device or a mesh: zeros, gates at -inf, no block in the table."""
         abstract = cls.abstract(schema, mesh)
 
         def full(struct, value):
-            # With a dtype of its own: a weakly typed array would be another program's argument than the next step's.
+            # The dtype is explicit: a weakly typed array would cause a second compilation.
             return jnp.full(struct.shape, value, struct.dtype, device=struct.sharding)
 
         def empty(struct):
@@ -149,11 +149,11 @@ class KVCache(Summarised):
         return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
     def shardings(self, mesh: Mesh) -> "KVCache":
-        """Where each array belongs on a mesh: the cache with `NamedSharding` leaves, as `jax.device_put` takes them."""
+        """Returns the cache with `NamedSharding` leaves, for `jax.device_put`."""
         by_slot, paged = (None, "slots"), (None, self.schema.block_axis)
 
         def place(axes, tree):
-            # Of full length, as steps return them: a shorter one would be another program's argument.
+            # Specs have full length, as in the results of a step: a shorter one would cause a second compilation.
             return jax.tree.map(lambda x: named_sharding((*axes, *[None] * (x.ndim - len(axes))), mesh), tree)
 
         groups = {
@@ -172,7 +172,7 @@ class KVCache(Summarised):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The size of all arrays in bytes."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     def _summary(self) -> Summary:
@@ -182,26 +182,26 @@ class KVCache(Summarised):
         return Summary(self.schema.words() + gone, rows)
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
-        """The cache with the parts of its groups that `new` has."""
+        """Returns the cache with the group fields that are set in `new` replaced."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
 
     def handle(self, layer: int, batch: Batch) -> LayerCacheHandle:
-        """One layer's view for one step, of the cache that `begin_step` returned; allocates nothing.
+        """Returns one layer's view of the cache for one step, after `begin_step`; allocates nothing.
 
         Raises:
-          TypeError: `layer` is no whole number.
-          ValueError: there is no such layer, or the batch is of a manager of another cache.
+          TypeError: `layer` is not a whole number.
+          ValueError: there is no such layer, or the batch belongs to another cache.
         """
         check_whole("layer", layer, 0, len(self.schema.layers) - 1)
         self._check_batch(batch)
         return LayerCacheHandle(_cache=self, batch=batch, pending=None, spec=self.schema.layers[layer])
 
     def begin_step(self, batch: Batch) -> "KVCache":
-        """Applies what the host decided for this step: new requests, new blocks, new lengths.
+        """Applies the host's decisions for this step: new requests, new blocks, new lengths.
 
         Raises:
-          ValueError: the batch is of a manager of another cache.
+          ValueError: the batch belongs to another cache.
         """
         self._check_batch(batch)
         slots = self.block_table.shape[0]
@@ -223,9 +223,9 @@ class KVCache(Summarised):
             raise ValueError(f"the batch is of a manager of another cache: {found}")
 
     def reset_slots(self, slots: Int[Array, "n"]) -> "KVCache":
-        """Wipes slots ([n] int32): no blocks, length 0, rings and states as in an empty cache. -1 wipes nothing.
+        """Resets slots ([n] int32; -1 = none) to no blocks, length 0, and empty rings and states.
 
-        Steps do not need it: rows are addressed by position, so a new request never reads a row it has not written.
+        Steps do not need this: rows are addressed by position, so a new request reads only rows that it has written.
         """
         slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
@@ -246,5 +246,5 @@ class KVCache(Summarised):
 
 
 def init_cache(schema: CacheSchema) -> KVCache:
-    """An empty cache for a schema; the same as `KVCache.zeros`."""
+    """Makes an empty cache for a schema, like `KVCache.zeros`."""
     return KVCache.zeros(schema)

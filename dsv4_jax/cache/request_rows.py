@@ -1,13 +1,16 @@
-"""Moving a request's bytes: into another slot, out of the cache and back. Jitted functions of fixed shapes.
+"""Jitted functions of fixed shapes that move a request's bytes: to another slot, out of the cache and back.
 
-A byte that a later step can still read is live. Of a request of `length` tokens that may be rewound to `min_length`,
-these are the entries up to `length`, the window rows from `min_length` - window on, where there are drafts the residual
-streams from `min_length` - 1 on, and the compressor rows of the windows that are open at `min_length`; where entries
-overlap also, in the channels that the next window pools, of the one before (dsv4.md 3.2). What is not live is read as
-zeros: nothing of an earlier owner leaves the cache.
+A byte is live if a later step can read it. A request of `length` tokens that may be rewound to `min_length` has these
+live rows:
 
-On a mesh slots and blocks are numbered through over its parts. What is read comes to all devices; each writes what is
-its own.
+  * entries up to `length`,
+  * window rows from `min_length - window` on,
+  * with drafts, residual streams from `min_length - 1` on,
+  * compressor rows of the windows that are open at `min_length`; if entries overlap, also the previous window's, in the
+    channels that the next entry pools (docs/dsv4.md, 3.1).
+
+Other bytes are read as zeros, so that no bytes of an earlier owner leave the cache. On a mesh, ids of slots and blocks
+are global; reads are replicated, and each device writes its own shard.
 """
 
 import dataclasses
@@ -27,12 +30,12 @@ from dsv4_jax.quant import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RequestRows:
-    """What a request keeps in its slot, rows in the order of their positions, the newest last.
+    """The rows of a request's slot in the order of their positions, the newest last.
 
     Attributes:
-      swa: Rows [rings, n, ...].
-      streams: [1, n, width], or None.
-      groups: PoolGroup by name of which only the states are there: CompressorState [layers, n, width].
+      swa: Rows [rings, n, ...], window rows.
+      streams: [1, n, width] residual streams, or None.
+      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width].
     """
 
     swa: Rows
@@ -45,25 +48,25 @@ class RequestRows:
 def read_request(
     cache: KVCache, slot: Int[Array, ""], length: Int[Array, ""], min_length: Int[Array, ""], *, boundary: bool = False
 ) -> RequestRows:
-    """The live rows of a slot; the cache is only read.
+    """Reads the live rows of a slot.
 
     Args:
       cache: the cache.
-      slot: scalar.
-      length: scalar, tokens up to which to read.
-      min_length: scalar, the shortest length the request may be rewound to.
-      boundary: `length` = `min_length` is a multiple of every compression rate: only the rows that are live then, which
-        are the last window's, the last streams and, of entries that overlap, the first half of the channels of the last
-        `compress_rate` rows (static).
+      slot: scalar, slot of the request.
+      length: scalar, number of tokens up to which rows are read.
+      min_length: scalar, the shortest length that the request may be rewound to.
+      boundary: whether `length` equals `min_length` and is a multiple of every compression rate. Then only a few rows
+        are live and read: the last window, the last streams and, if entries overlap, the first half of the channels of
+        the last `compress_rate` compressor rows (static).
 
     Returns:
-      RequestRows of as many rows as the rings have, zeros where not live, or of the boundary's few.
+      RequestRows with the rings' number of rows, zeros where not live, or with the few rows of a boundary.
     """
-    schema, slot = cache.schema, _own_slots(cache, slot)
+    schema, slot = cache.schema, _local_slots(cache, slot)
     window = schema.config.sliding_window
-    rows, _ = _newest(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
+    rows, _ = _newest_rows(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
     count = 1 if boundary else schema.max_query_tokens
-    streams, _ = _newest(cache.streams, slot, length, count, min_length - 1)
+    streams, _ = _newest_rows(cache.streams, slot, length, count, min_length - 1)
     groups = {}
     for name, spec in schema.groups.items():
         rate, overlap = spec.compress_rate, spec.overlap
@@ -72,11 +75,11 @@ def read_request(
         if boundary and not overlap:
             continue
         count = rate if boundary else schema.state_ring(name)
-        states, positions = _newest(cache.groups[name].by_slot, slot, length, count, opened - rate * overlap)
+        states, positions = _newest_rows(cache.groups[name].by_slot, slot, length, count, opened - rate * overlap)
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
-            # Of the window before the open one only these channels are pooled again.
+            # The next entry pools only these channels of the window before the open one.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, groups), "slots")
@@ -96,16 +99,16 @@ def write_request(
     table_row: Int[Array, "blocks"],
     rows: RequestRows | None,
 ) -> KVCache:
-    """The cache after a slot has taken over rows, blocks and length.
+    """Writes rows, blocks and length of a request to a slot.
 
     Args:
       cache: the cache; donated.
-      slot: scalar.
+      slot: scalar, the slot to write.
       length: scalar, the position after the newest row.
       table_row: [max_blocks] the slot's row of the block table; -1 = none.
-      rows: what `read_request` gave; None leaves the slot's rows as they are.
+      rows: result of `read_request`; None leaves the slot's rows as they are.
     """
-    slots, slot = cache.lengths.shape[0], _own_slots(cache, slot)
+    slots, slot = cache.lengths.shape[0], _local_slots(cache, slot)
     slot = jnp.where(slot >= 0, slot, slots)
     cache = dataclasses.replace(
         cache,
@@ -118,7 +121,7 @@ def write_request(
     def write(pool, new):
         ring, count, width = pool.shape[2], new.shape[1], new.shape[-1]
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
-        # Layers and rows are both arrays: between them a slice would move the axes.
+        # Both indices are arrays: a slice between them would move the axes.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
@@ -139,26 +142,26 @@ def copy_request(
     target_blocks: Int[Array, "n"],
     table_rows: Int[Array, "n blocks"],
 ) -> KVCache:
-    """The cache after slots have become copies of one: all its rows, and one block.
+    """Copies all rows of a slot, and one block, to other slots.
 
     Args:
       cache: the cache; donated.
       source: scalar, the slot that is copied.
       source_block: scalar, the block that is copied.
-      length: scalar, tokens the copies hold.
-      targets: [n] slots of the same part, then -1; may name the source itself, whose block is then replaced by a copy.
-      target_blocks: [n] the block that becomes the copy of `source_block` for each of them; -1 = none.
+      length: scalar, number of tokens in each copy.
+      targets: [n] slots of the same shard, then -1; may include the source, whose block is then replaced by a copy.
+      target_blocks: [n] destination of `source_block` for each target; -1 = none.
       table_rows: [n, max_blocks] the targets' rows of the block table; -1 = none.
     """
     count = jnp.sum(targets >= 0, dtype=jnp.int32)
-    source, targets = _own_slots(cache, source), _own_slots(cache, targets)
-    source_block, target_blocks = own_blocks(cache, source_block), own_blocks(cache, target_blocks)
+    source, targets = _local_slots(cache, source), _local_slots(cache, targets)
+    source_block, target_blocks = local_blocks(cache, source_block), local_blocks(cache, target_blocks)
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on two devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
-        # One at a time: a scatter of all copies would first hold them all.
+        # One copy at a time: a scatter would hold all copies in memory.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
         row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
@@ -186,18 +189,18 @@ def copy_request(
 def read_blocks(
     cache: KVCache, blocks: Int[Array, "n"], first: Int[Array, ""], length: Int[Array, ""]
 ) -> dict[str, PoolGroup]:
-    """The entries of some consecutive blocks of a request; the cache is only read.
+    """Reads the entries of consecutive blocks of a request.
 
     Args:
       cache: the cache.
       blocks: [n] block ids; -1 = none.
-      first: scalar, which of the request's blocks the first of them is.
-      length: scalar, tokens the request holds: entries beyond are read as zeros.
+      first: scalar, index of the first of these blocks within the request.
+      length: scalar, number of tokens in the request; entries beyond are read as zeros.
 
     Returns:
-      PoolGroup by name of which only what is paged is there: [layers, n, entries a block, ...].
+      {name: PoolGroup} with only the paged pools set: [layers, n, entries per block, ...].
     """
-    order, blocks = first + jnp.arange(blocks.shape[0], dtype=jnp.int32), own_blocks(cache, blocks)
+    order, blocks = first + jnp.arange(blocks.shape[0], dtype=jnp.int32), local_blocks(cache, blocks)
 
     def read(pool, rate):
         per_block = pool.shape[2]
@@ -215,14 +218,14 @@ def read_blocks(
 @functools.partial(jax.jit, donate_argnames="cache")
 @sharded_update
 def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGroup]) -> KVCache:
-    """The cache after blocks have taken over entries.
+    """Writes entries to blocks.
 
     Args:
       cache: the cache; donated.
       blocks: [n] block ids; -1 writes nothing.
-      rows: what `read_blocks` gave.
+      rows: result of `read_blocks`.
     """
-    blocks, pools = own_blocks(cache, blocks), {name: group.paged for name, group in cache.groups.items()}
+    blocks, pools = local_blocks(cache, blocks), {name: group.paged for name, group in cache.groups.items()}
 
     def write(pool, new):
         return pool.at[:, jnp.where(blocks >= 0, blocks, pool.shape[1])].set(new, mode="drop")
@@ -230,18 +233,18 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
     return cache.with_groups(jax.tree.map(write, pools, rows))
 
 
-def _own_slots(cache, slots):
+def _local_slots(cache, slots):
     return to_local_ids(slots, "slots", cache.lengths.shape[0])
 
 
-def own_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]:
-    """What this device calls blocks: see `to_local_ids`."""
+def local_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Converts global block ids to this device's ids (see `to_local_ids`)."""
     pools = jax.tree.leaves({name: group.paged for name, group in cache.groups.items()})
     return to_local_ids(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks
 
 
-def _newest(pools: Any, slot, length, count, first):
-    """(the slot's rows [layers, count, ...] up to `length`, zeros before `first` or 0; their positions [count])."""
+def _newest_rows(pools: Any, slot, length, count, first):
+    """Returns (rows [layers, count, ...] of a slot up to `length`, zeros before `first`; their positions [count])."""
     positions = length - count + jnp.arange(count, dtype=jnp.int32)
     live, slot = (positions >= jnp.maximum(first, 0)) & (slot >= 0), jnp.maximum(slot, 0)
     rows = jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)
@@ -249,5 +252,5 @@ def _newest(pools: Any, slot, length, count, first):
 
 
 def _keep(x, live):
-    """x [layers, *live, ...] where `live`, else zeros."""
+    """Zeros x [layers, *live, ...] where not `live`."""
     return jnp.where(live.reshape(1, *live.shape, *(1,) * (x.ndim - live.ndim - 1)), x, jnp.zeros((), x.dtype))

@@ -1,4 +1,4 @@
-"""Shapes and bytes of every cache array: the only place that computes them."""
+"""The geometry of the cache: the only place that computes shapes and bytes of its arrays."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ from dsv4_jax.sizes import readable_bytes
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """Pools of equal rows, stacked: what the layers that own entries of one kind store.
+    """Stacked pools of all layers whose rows have one shape.
 
     Attributes:
-      name: by which layers and the cache refer to it (`LayerSpec.group`).
+      name: name of the group, as in `LayerSpec.group`.
       layers: numbers of the layers that own its rows, in the order of axis 0.
-      compress_rate: tokens an entry stands for.
-      overlap: an entry pools its own window and the one before it.
+      compress_rate: number of tokens per entry.
+      overlap: whether an entry pools its own window and the previous one.
       entry: codec of the entries.
-      key: codec of the index keys beside them; None = no keys.
-      key_compressor: these keys are pooled by a compressor of their own.
+      key: codec of the index keys beside the entries; None = no keys.
+      key_compressor: whether a separate compressor pools the keys.
     """
 
     name: str
@@ -40,24 +40,24 @@ class GroupSpec:
 
     @property
     def pooled_rows(self) -> int:
-        """Rows that an entry pools."""
+        """The number of rows that an entry pools."""
         return self.compress_rate * (1 + self.overlap)
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSchema:
-    """Geometry of a cache: true inputs as fields, everything else derived.
+    """The geometry of a cache. Fields are inputs; properties derive everything else.
 
     Attributes:
-      config: the model.
-      kv_format: what the bytes mean.
-      dtype: the model's dtype: RoPE dims of "plain" rows and all dense results.
-      num_blocks: blocks in each compressed pool; one block id addresses all of them.
-      max_requests: slots.
-      max_context: tokens a request may hold.
-      block_tokens: tokens a block stands for; a multiple of every compression rate of the model.
-      max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
-      context_parallel: the devices along a mesh's axis "model" hold the blocks between them, not each all of them.
+      config: configuration of the model.
+      kv_format: byte format of the cache.
+      dtype: dtype of the model, which "plain" rows and all dense results have.
+      num_blocks: number of blocks in each compressed pool; one block id addresses all pools.
+      max_requests: number of slots.
+      max_context: largest number of tokens in a request.
+      block_tokens: number of tokens per block; a multiple of every compression rate of the model.
+      max_query_tokens: number of tokens that a request may bring to a decode step. It may rewind one less.
+      context_parallel: whether blocks are sharded over a mesh's axis "model" instead of replicated.
     """
 
     config: DSV4Config
@@ -84,10 +84,10 @@ class CacheSchema:
         max_query_tokens: int = 1,
         context_parallel: bool = False,
     ) -> "CacheSchema":
-        """A checked schema.
+        """Makes a checked schema.
 
         Raises:
-          TypeError: a size is no whole number.
+          TypeError: a size is not a whole number.
           ValueError: a size is not positive, `block_tokens` is not a multiple of a compression rate, the context is
             longer than the model's, the format does not fit the head dims, or layers that share a pool differ.
         """
@@ -119,12 +119,12 @@ class CacheSchema:
         return schema
 
     def check_config(self, config: DSV4Config) -> None:
-        """Raises ValueError if a model of another configuration cannot use this cache; names what differs."""
+        """Raises ValueError with the differing fields if a model with `config` cannot use this cache."""
         if found := _config_differences(self.config, config, "model"):
             raise ValueError(f"the cache was made for another model: {found}; make its manager with the model's config")
 
     def differences(self, other: "CacheSchema", name: str) -> str:
-        """How the schema of something else, called `name` in errors, differs from this cache's; empty if it fits."""
+        """Describes how another schema, called `name` in the text, differs from this one; empty if it fits."""
         if self == other:
             return ""
         fields = [f.name for f in dataclasses.fields(self) if f.name != "config"]
@@ -133,12 +133,12 @@ class CacheSchema:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer of the model stores and reads, in their order."""
+        """The specs of the model's layers in their order."""
         return self.config.layers
 
     @functools.cached_property
     def groups(self) -> dict[str, GroupSpec]:
-        """The pool groups by name, sorted."""
+        """The pool groups, sorted by name."""
         config, groups = self.config, {}
         for name in sorted({spec.group for spec in self.layers if spec.group is not None}):
             owners = sorted((spec for spec in self.layers if spec.group == name and spec.owner), key=lambda s: s.index)
@@ -162,52 +162,52 @@ class CacheSchema:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks a request may hold."""
+        """The largest number of blocks in a request."""
         return -(-self.max_context // self.block_tokens)
 
     def entries_per_block(self, group: str) -> int:
-        """Entries of a group that a block holds."""
+        """Returns the number of a group's entries per block."""
         return self.block_tokens // self.groups[group].compress_rate
 
     @property
     def block_axis(self) -> tuple[str, ...]:
-        """Logical axes of the pools' blocks, as in `parallel.axis_rules.RULES`."""
+        """The logical axes of the pools' block dimension, as in `parallel.axis_rules.RULES`."""
         return ("blocks", "context") if self.context_parallel else ("blocks",)
 
-    # --- rings: the rows that must be there plus room to rewind max_query_tokens - 1 tokens ---
+    # --- rings: the rows that a step reads, and max_query_tokens - 1 spare rows to rewind ---
 
     @property
     def num_rings(self) -> int:
-        """Sliding windows of a request: one for each layer that has one."""
+        """The number of sliding windows of a request: one per layer with a window."""
         return 1 + max((spec.ring for spec in self.layers), default=-1)
 
     @property
     def swa_ring(self) -> int:
-        """Rows of a sliding window's ring; where there are drafts, also those of drafts that follow each other."""
+        """The number of rows in a sliding window's ring, with room for consecutive drafts if the model makes them."""
         ahead = max(self.max_query_tokens - 2, 0) * self.config.num_nextn_predict_layers
         return self.config.sliding_window + self.max_query_tokens - 1 + ahead
 
     def state_ring(self, group: str) -> int:
-        """Rows of the ring of a group's compressor states."""
+        """Returns the number of rows in the ring of a group's compressor states."""
         return self.groups[group].pooled_rows + self.max_query_tokens - 1
 
     # --- arrays ---
 
     def entries_struct(self, group: str) -> Rows:
-        """Rows [layers, blocks, entries a block, ...]."""
+        """Returns the shapes of a group's entries: Rows [layers, blocks, entries per block, ...]."""
         return self._paged(group, self.groups[group].entry.struct)
 
     def keys_struct(self, group: str) -> IndexRows | None:
-        """IndexRows [layers, blocks, entries a block, ...]; None where the group has no keys."""
+        """Returns the shapes of a group's keys: IndexRows [layers, blocks, entries per block, ...], or None."""
         key = self.groups[group].key
         return None if key is None else self._paged(group, key.struct)
 
     def swa_struct(self) -> Rows:
-        """Rows [rings, slots, ring, ...]."""
+        """Returns the shapes of the sliding windows: Rows [rings, slots, ring, ...]."""
         return _prepend(self.window_codec.struct, self.num_rings, self.max_requests, self.swa_ring)
 
     def streams_struct(self) -> jax.ShapeDtypeStruct | None:
-        """[1, slots, ring, streams * hidden], the last tokens' residual streams; None where nothing makes drafts."""
+        """Returns the shape of the residual streams, [1, slots, ring, streams * hidden]; None without drafts."""
         config = self.config
         if not config.num_nextn_predict_layers:
             return None
@@ -215,9 +215,9 @@ class CacheSchema:
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
     def state_struct(self, group: str, *, keys: bool = False) -> jax.ShapeDtypeStruct | None:
-        """[layers, slots, ring, width] float32, of the entries' compressor or the keys'.
+        """Returns the shape of a compressor's state, [layers, slots, ring, width] float32.
 
-        None where there is none: no such compressor, or windows of one token, which nothing has to wait for.
+        `keys` selects the keys' compressor. None without such a compressor, and for windows of one token.
         """
         spec = self.groups[group]
         codec = spec.entry if not keys else spec.key if spec.key_compressor else None
@@ -227,11 +227,11 @@ class CacheSchema:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def block_table_struct(self) -> jax.ShapeDtypeStruct:
-        """[max_requests, max_blocks] int32."""
+        """Returns the shape of the block table, [max_requests, max_blocks] int32."""
         return jax.ShapeDtypeStruct((self.max_requests, self.max_blocks), jnp.int32)
 
     def lengths_struct(self) -> jax.ShapeDtypeStruct:
-        """[max_requests] int32."""
+        """Returns the shape of the lengths, [max_requests] int32."""
         return jax.ShapeDtypeStruct((self.max_requests,), jnp.int32)
 
     def _paged(self, group, row):
@@ -240,14 +240,14 @@ class CacheSchema:
     # --- bytes ---
 
     def block_bytes_by_pool(self) -> dict[str, int]:
-        """Bytes of each pool that is paged in blocks, by name."""
+        """Returns the bytes of each pool that is paged in blocks, by name."""
         parts: dict[str, Any] = {}
         for group in self.groups:
             parts |= {f"{group} entries": self.entries_struct(group), f"{group} indexer keys": self.keys_struct(group)}
         return {name: _nbytes(part) for name, part in parts.items() if part is not None}
 
     def slot_bytes_by_pool(self) -> dict[str, int]:
-        """Bytes of each part of the cache that a request holds whatever its length, by name."""
+        """Returns the bytes of each pool with a fixed size per slot, by name."""
         parts: dict[str, Any] = {"sliding windows": self.swa_struct(), "residual streams": self.streams_struct()}
         for group in self.groups:
             for name, keys in ((f"{group} states", False), (f"{group} indexer states", True)):
@@ -256,15 +256,15 @@ class CacheSchema:
         return {name: size for name, part in parts.items() if (size := _nbytes(part))}
 
     def pool_bytes(self) -> dict[str, int]:
-        """Bytes of each part of the cache, by name; their sum is `memory_bytes()`."""
+        """Returns the bytes of each pool by name; their sum is `memory_bytes()`."""
         return self.block_bytes_by_pool() | self.slot_bytes_by_pool()
 
     def memory_bytes(self) -> int:
-        """Bytes of the whole cache, exactly those of the arrays `KVCache.zeros` allocates."""
+        """Returns the exact size in bytes of the arrays that `KVCache.zeros` allocates."""
         return sum(self.pool_bytes().values())
 
     def words(self) -> tuple[str, ...]:
-        """The geometry in a few words, for people."""
+        """Returns the geometry in a few words, for a repr."""
         return (
             f"{len(self.layers)} layers",
             f"{self.max_requests:,} slots of {self.max_context:,} tokens",
@@ -275,33 +275,33 @@ class CacheSchema:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes one more block takes over all pools."""
+        """The bytes that one more block takes in all pools."""
         more = dataclasses.replace(self, num_blocks=self.num_blocks + 1)
         return more.memory_bytes() - self.memory_bytes()
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes a token costs in the compressed pools, amortised over a block."""
+        """The bytes per token in the compressed pools, amortised over a block."""
         return self.block_bytes / self.block_tokens
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes a slot takes whatever its length: rings, streams and states, without its block-table row."""
+        """The fixed bytes of a slot: rings, streams and states, without its row of the block table."""
         more = dataclasses.replace(self, max_requests=self.max_requests + 1)
         table = _nbytes([self.block_table_struct(), self.lengths_struct()]) // self.max_requests
         return more.memory_bytes() - self.memory_bytes() - table
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """For comparison: bytes a token would cost with one bfloat16 vector of keys and values a layer."""
+        """The bytes per token of a dense cache with one bfloat16 key-value vector per layer, for comparison."""
         return self.config.num_hidden_layers * self.config.head_dim * 2
 
 
 def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
-    """Blocks that fit into `memory_bytes` beside the fixed part of every slot.
+    """Computes the number of blocks that fit into `memory_bytes` beside the fixed bytes of every slot.
 
     Args:
-      config: the model.
+      config: configuration of the model.
       memory_bytes: bytes for the whole cache.
       **sizes: as in `CacheSchema.from_config`, without `num_blocks`.
 
@@ -309,7 +309,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
       The largest `num_blocks` whose schema's `memory_bytes()` does not exceed the budget.
 
     Raises:
-      ValueError: the fixed part alone, or one block beside it, does not fit.
+      ValueError: the fixed bytes, or one block beside them, do not fit.
     """
     empty = CacheSchema.from_config(config, num_blocks=0, **sizes)
     fixed, block = empty.memory_bytes(), empty.block_bytes
@@ -321,7 +321,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks
 
 
-# All that the cache takes from a configuration.
+# The fields of a configuration that the cache depends on.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "compress_rate_csa",
     "compress_rate_hca", "index_head_dim", "index_topk",

@@ -1,4 +1,4 @@
-"""Flax's serialization of a cache: `flax.serialization.to_bytes(cache)` and `from_bytes(cache, data)`."""
+"""Serialization of a cache by Flax: `flax.serialization.to_bytes(cache)` and `from_bytes(cache, data)`."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from dsv4_jax.quant import IndexRows, Rows
 
 
 def _parts(tree: Any) -> dict[str, Any]:
-    """The fields that hold arrays; the schema and the mailboxes are the target's."""
+    """Returns the fields that hold arrays; schema and mailboxes come from the target."""
     fields = (field.name for field in dataclasses.fields(tree) if not field.metadata.get("static"))
     return {name: part for name in fields if name != "mailboxes" and (part := getattr(tree, name)) is not None}
 

@@ -1,4 +1,4 @@
-"""The residual streams of each request's last tokens, which its next step and its drafts begin with."""
+"""Storage for the residual streams of each request's last tokens, from which drafts start."""
 
 import dataclasses
 
@@ -14,26 +14,26 @@ from dsv4_jax.ops.views import put, run_bounds, take
 def advance_streams(
     cache: KVCache, streams: Float[Array, "T h D"], batch: Batch
 ) -> tuple[Float[Array, "T h D"], Batch, KVCache]:
-    """Stores the streams of a step's tokens, and pairs each token with the streams of the one before it.
+    """Stores the streams of a step's tokens, and returns for each token the streams of its predecessor.
 
-    A request may go on with another token than it seemed, after a rewind, a fork or a prefix hit. So what depends on a
-    token and on the streams before it is made when the token comes, from streams that the cache kept.
+    The next token can change after a rewind, a fork or a prefix hit. So values that depend on a token and on the
+    previous streams are computed when the token arrives, from streams in the cache.
 
     Args:
       cache: the cache; it must have `streams`.
-      streams: [T, hc_mult, hidden], the model's, at the tokens of the batch.
-      batch: the step's.
+      streams: [T, hc_mult, hidden], the model's residual streams at the batch's tokens.
+      batch: inputs of the step.
 
     Returns:
-      (streams [T, hc_mult, hidden] of the tokens before; the batch with the positions of these, -1 where there is no
-      such token; the cache with the new streams).
+      (streams [T, hc_mult, hidden] of the predecessors; the batch with the predecessors' positions, -1 without a
+      predecessor; the cache with the new streams).
     """
     tokens, (start, end) = jnp.arange(batch.slots.shape[0], dtype=jnp.int32), run_bounds(batch.slots)
     valid = (batch.slots >= 0) & (batch.positions >= 0)
     ring = cache.streams.shape[2]
     (kept,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)
     before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), kept.reshape(streams.shape))
-    # Read before written, or XLA copies the pool.
+    # The read precedes the write, or XLA copies the pool.
     before, streams = jax.lax.optimization_barrier((before, streams))
     keep = valid & (end - tokens <= ring)
     flat = streams.reshape(streams.shape[0], -1)

@@ -1,7 +1,7 @@
-"""Which tensors a model has, and what the three namings that exist call them.
+"""The table of a model's tensors with their names in three namings.
 
 - "release": DeepSeek's own files, `layers.1.attn.wkv.weight`;
-- "hybrid": what transformers 5's `save_pretrained` writes, the release's names after `model.` with a few exceptions;
+- "hybrid": files of transformers 5's `save_pretrained`: the release's names after `model.`, with a few exceptions;
 - "module": transformers' module names, which are also ours, `model.layers.1.self_attn.kv_proj.weight`.
 """
 
@@ -24,7 +24,7 @@ _TOP = (
     ("model.hc_head.hc_scale", "hc_head_scale", "model.hc_head.hc_scale", "1"),
     ("lm_head.weight", "head.weight", "head.weight", "vocab hidden"),
 )
-# The same after `mtp.N.` (`model.mtp.N.` in hybrid names), where the rest is as in `_LAYER`.
+# The same after `mtp.N.` (`model.mtp.N.` in hybrid names); all other tensors there are those of `_LAYER`.
 _MTP = (
     ("e_proj.weight", "e_proj.weight", "hidden hidden"),
     ("h_proj.weight", "h_proj.weight", "hidden hidden"),
@@ -35,10 +35,10 @@ _MTP = (
     ("hc_head.hc_base", "hc_head_base", "hc"),
     ("hc_head.hc_scale", "hc_head_scale", "1"),
 )  # fmt: skip
-# The same after `model.layers.N.` / `layers.N.` / `model.layers.N.`; the last column says which layers have it: all,
-# those that store entries ("owner") or index keys ("keys"), those that score keys ("selects"), or by their MLP's type.
-# A release name with {expert} stands for one tensor an expert, {expert} running slowest, stacked on axis 0. "2|moe" are
-# two axes of the parameter, and one of a stored stack of all experts.
+# The same after `model.layers.N.` / `layers.N.` / `model.layers.N.`. The last column names the layers that have it:
+# all, # those that store entries ("owner") or index keys ("keys"), those that score keys ("selects"), or an MLP type.
+# A release name with {expert} stands for one tensor per expert, stacked on axis 0 with {expert} outermost. "2|moe" is
+# two axes of the parameter but a single axis of the stored tensor.
 _LAYER = (
     ("input_layernorm.weight", "attn_norm.weight", None, "hidden", "all"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", None, "hidden", "all"),
@@ -87,10 +87,10 @@ class Weight:
     """A parameter of the model and the stored tensors it is made of.
 
     Attributes:
-        path: its module path, e.g. "model.layers.0.mlp.experts.down_proj".
-        shape: of the parameter.
-        sources: names of the stored tensors: one after the other they are the parameter's values in row-major order.
-        source_shape: of each of them.
+        path: module path of the parameter, e.g. "model.layers.0.mlp.experts.down_proj".
+        shape: shape of the parameter.
+        sources: names of the stored tensors, whose concatenation is the parameter in row-major order.
+        source_shape: shape of each stored tensor.
     """
 
     path: str
@@ -100,7 +100,7 @@ class Weight:
 
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
-    """Every parameter of the model, in the given naming."""
+    """Yields every parameter of the model in the given naming."""
     sizes = _sizes(config)
     for path, release, hybrid, shape in _TOP:
         names = {"release": release, "hybrid": hybrid or f"model.{release}", "module": path}
@@ -124,7 +124,7 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
 
 
 def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
-    """The naming that most of the names belong to; ValueError if none of them belongs to any."""
+    """Returns the naming that most names belong to; raises ValueError if no name is known."""
     names = set(names)
     hits = {
         naming: sum(source in names for weight in weights(config, naming) for source in weight.sources)
@@ -133,7 +133,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
     best = max(hits, key=lambda naming: hits[naming])
     if not hits[best]:
         shown = ", ".join(sorted(names)[:3]) or "none at all"
-        raise ValueError(f"these are no DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")
+        raise ValueError(f"these are not DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")
     return best
 
 
@@ -143,7 +143,7 @@ def is_draft(name: str) -> bool:
 
 
 def is_draft_copy(name: str) -> bool:
-    """Whether a tensor of this block is a copy of the embedding or the head, as the released converter takes it."""
+    """Whether a tensor of the block is a copy of the embedding or the head, by the released converter's rule."""
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))
 
 
@@ -168,7 +168,7 @@ def _sizes(config: DSV4Config) -> dict[str, int]:
 
 
 def _shape(spec: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    """`"2*moe hidden"` to sizes."""
+    """Evaluates a shape such as `"2*moe hidden"`."""
     return tuple(
         math.prod(int(factor) if factor.isdecimal() else sizes[factor] for factor in axis.split("*"))
         for axis in spec.split()

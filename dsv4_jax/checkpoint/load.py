@@ -32,8 +32,8 @@ from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
 _log = logging.getLogger(__name__)
-_MAX_LISTED = 100  # of each kind of problem: a wrong config would list tens of thousands
-_MAX_COMPARED = 200  # names that each listed one is compared with
+_MAX_LISTED = 100  # problems of each kind: a wrong config would list tens of thousands
+_MAX_COMPARED = 200  # candidates for the nearest name
 
 
 def load_checkpoint(
@@ -50,36 +50,33 @@ def load_checkpoint(
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
 
     Tensors may be F32, BF16, F16, integers, or in the release's quantised storage (FP8 linears, FP4 experts: see
-    `checkpoint.storage`). Files are mapped, and one parameter is converted at a time and put where it belongs: on a
-    mesh each device gets its part, straight from the file's pages.
+    `checkpoint.storage`). Files are memory-mapped. One parameter is converted at a time; on a mesh each device gets its
+    shard straight from the file's pages.
 
     Args:
         path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
-        config: the model's configuration; None reads config.json beside the tensors, without the multi-token-prediction
-            block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
-        dtype: bfloat16 or float32, of the activations.
-        weights: of embedding and linear weights: bfloat16 or float32, which both hold every value of the quantised
-            storage exactly, or "quantized": what is quantised in the files stays so in memory and is dequantised on
-            use,
-            with the same results, the rest is as None. None = `dtype`. The module decides which parameters are always
-            float32.
-        mesh: devices to cut the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
-            `parallel.axis_rules`. Give `KVCacheManager` the same. None = the default device.
-        expert_parallel: each device along "model" gets some of the experts, instead of a part of each.
+        config: configuration of the model. None reads config.json beside the tensors, without the
+            multi-token-prediction block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
+        dtype: dtype of the activations, bfloat16 or float32.
+        weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantised
+            storage exactly. "quantized" keeps quantised weights quantised in memory and dequantises them on use, with
+            equal results. None = `dtype`. The module decides which parameters are always float32.
+        mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
+            `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
+        expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
         fused: whether linear maps of one input share a matrix, see `nn.fuse_projections`.
         progress: whether to show a progress bar on standard error.
 
     Returns:
-        The model. Where its configuration has no multi-token prediction, tensors of it are left out, which is logged.
+        The model. Tensors of multi-token prediction are left out, and logged, if the configuration has none.
 
     Raises:
-        ValueError: `dtype` or `weights` is none of the above; a broken file (see `reader`); missing, extra, mis-shaped
-            tensors, ones of the wrong kind or with wrong scales, all in one message; NaN or infinite weights, by name;
-            a mesh that does not divide the model, or would cut through blocks of weights that share a scale; a device
-            is out of memory.
+        ValueError: `dtype` or `weights` is invalid; a file is broken (see `reader`); tensors are missing, extra,
+            mis-shaped, of the wrong kind or have wrong scales (all in one message); weights are NaN or infinite; the
+            mesh does not divide the model or would split a block of weights with one scale; a device is out of memory.
     """
     if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
-        raise ValueError(f"{weights=} must be stored, bfloat16 or float32")
+        raise ValueError(f"{weights=} must be quantized, bfloat16 or float32")
     path, stay = Path(path), isinstance(weights, str) and weights == "quantized"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
@@ -121,8 +118,8 @@ def load_checkpoint(
             devices = 1 if mesh is None else mesh.size
             raise ValueError(
                 f"{path} does not fit: a device is out of memory at {weight.path}, number {len(values) + 1} of "
-                f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Cut the model over more (mesh=), or keep "
-                f'what is quantised so (weights="quantized"). {error}'
+                f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Shard the model over more devices "
+                f'(mesh=), or keep quantised weights quantised (weights="quantized"). {error}'
             ) from error
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
@@ -147,12 +144,12 @@ def _stored(
     where: NamedSharding | None,
     staging: Staging,
 ) -> QuantizedWeight | None:
-    """The weight as it is stored, on its devices; None if it cannot stay quantised."""
+    """Loads a weight in its quantised storage; returns None if it cannot stay quantised."""
     quantised = [piece for piece in pieces if isinstance(piece, QuantisedTensor) and piece.can_stay]
     if len(quantised) < len(pieces) or len({piece.dtype for piece in quantised}) > 1:
         return None
     first = quantised[0]
-    # Where several pieces are one matrix, none may end within a block of rows: the next piece has scales of its own.
+    # Pieces of one matrix must end at a block of rows: each piece has its own scales.
     if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > weight.shape[0]:
         return None
 
@@ -177,9 +174,9 @@ def _converted(
     where: NamedSharding | None,
     staging: Staging,
 ) -> tuple[jax.Array, list[str]]:
-    """The weight's values in the parameter's dtype, on its devices, and what is wrong with them."""
+    """Loads a weight in the parameter's dtype; returns it with a list of problems."""
     experts = config.n_routed_experts
-    wrong: list[tuple[int, int]] = []  # numbers of pieces and counts
+    wrong: list[tuple[int, int]] = []  # (number of the piece, count)
 
     def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
         # The model's only integers are the hash layers' expert ids.
@@ -208,7 +205,7 @@ def _refuse_mismatches(
     dtypes: dict[str, np.dtype],
     wrong_scales: dict[str, str],
 ) -> None:
-    """Reports everything that differs between what the model needs and what is there, in one ValueError."""
+    """Raises one ValueError with all differences between the needed and the stored tensors."""
     needed = {source: weight for weight in table for source in weight.sources}
     missing = [name for name in needed if name not in stored and name not in wrong_scales]
     extra = [name for name in stored if name not in needed]
@@ -234,7 +231,7 @@ def _refuse_mismatches(
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
-    """Adds to each name that will be listed the one it was perhaps mistaken for."""
+    """Adds the most similar other name to each name that will be listed."""
     near = (difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8) for name in names[:_MAX_LISTED])
     found = [f"{name} (near: {match[0]})" if match else name for name, match in zip(names, near, strict=False)]
     return found + names[_MAX_LISTED:]

@@ -1,4 +1,4 @@
-"""Puts stored tensors on devices: each gets its part, straight from the file's pages where it can."""
+"""Puts stored tensors on devices. Each device gets its shard, straight from the file's pages where possible."""
 
 import collections
 import concurrent.futures
@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding
 
 Pieces = Sequence[Callable[[], np.ndarray]]
 Check = Callable[[int, np.ndarray, np.ndarray], None]
-_BLOCK_BYTES = 1 << 24  # that one thread copies and checks at a time: what a check allocates stays small
-# XLA on a CPU takes memory that begins at a multiple of this for an array's own instead of copying it.
+_BLOCK_BYTES = 1 << 24  # unit of copies and checks, which bounds the memory of a check
+# XLA on a CPU aliases memory with this alignment instead of copying it.
 _ALIASED = 64
 
 
 class Staging:
-    """Host memory that one array after the other goes through: memory that was never used is slow to write first."""
+    """A reused host buffer for one array at a time. First writes to fresh memory are slow."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -33,19 +33,19 @@ class Staging:
         check: Check | None = None,
         threads: bool = True,
     ) -> jax.Array:
-        """An array on its devices, made of pieces; when it returns, they are read and the staging memory is free again.
+        """Makes an array on its devices from pieces. On return the buffer is free again.
 
-        Each piece is read once. The host holds the parts of this array, but for those that are of `dtype` and lie in
-        one range of a single piece: they go to their devices from there.
+        Each piece is read once. Shards of `dtype` that are contiguous in a single piece go to their devices from there;
+        all others pass through the buffer.
 
         Args:
-          pieces: each returns a piece's values, possibly a view of a file: the whole array, or the matrices (the last
-            two axes) of a stack in row-major order.
-          shape, dtype: of the whole array. Values are cast.
-          where: how it is cut; None = it lies on the default device.
-          check: called with the number of a piece, some of its values and what they are in `dtype`, from any thread.
-          threads: whether pieces are made beforehand and copied by several threads, which pays where they are views;
-            else one is made at a time.
+          pieces: functions that return the values of a piece, possibly a view of a file. A piece is the whole array, or
+            a matrix (the last two axes) of a stack in row-major order.
+          shape, dtype: shape and dtype of the whole array. Values are cast.
+          where: sharding of the array; None = the default device.
+          check: function that is called with the number of a piece, some of its values and the cast values, from any
+            thread.
+          threads: whether several threads copy pieces, which pays for views; otherwise one piece is made at a time.
         """
         stack = shape[:-2] if len(pieces) > 1 else ()
         if where is None:
@@ -55,17 +55,17 @@ class Staging:
             for device, index in where.addressable_devices_indices_map(shape).items():
                 assert index is not None
                 devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
-        parts = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
+        shards = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
 
         def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
             for number, at in enumerate(np.ndindex(stack)):
                 values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
-                for bounds, part in parts.items():
+                for bounds, shard in shards.items():
                     if all(start <= i < end for i, (start, end) in zip(at, bounds, strict=False)):
                         some = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
-                        here = part[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
+                        here = shard[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
                         if direct := not stack and some.dtype == dtype and _can_be_source(some):
-                            parts[bounds] = some
+                            shards[bounds] = some
                         some, here = np.atleast_1d(some, here)
                         rows = max(1, len(here) * _BLOCK_BYTES // max(here.nbytes, 1))
                         for i in range(0, len(here), rows):
@@ -74,27 +74,28 @@ class Staging:
         def fill(block: tuple[int, np.ndarray, np.ndarray | None]) -> None:
             number, some, here = block
             if here is not None:
-                with np.errstate(over="ignore", invalid="ignore"):  # what overflows the dtype becomes infinite
+                with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
                     here[...] = some
             if check is not None:
                 check(number, some, some if here is None else here)
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            # One thread copies bytes slower than a disk may read them.
+            # A single thread copies slower than a disk may read.
             collections.deque((pool.map if threads else map)(fill, blocks()), maxlen=0)
-            # Nor does one thread hand over as many bytes as several devices take.
-            puts = [(part, device) for bounds, part in parts.items() for device in devices[bounds]]
+            # Likewise, a single thread cannot feed several devices.
+            puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
         array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
         return jax.block_until_ready(array)
 
     def _views(self, shapes: list[list[int]], dtype: np.typing.DTypeLike) -> list[np.ndarray]:
-        """Parts of the memory that no array will take for its own."""
+        """Returns views of the buffer, misaligned so that no array aliases them."""
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
         ends = np.cumsum([-(-size // _ALIASED) * _ALIASED for size in sizes])
         if (needed := int(ends[-1]) + _ALIASED) > self._memory.size:
             self._memory = np.empty(0, np.uint8)
-            # A transfer's source is freed when Python collects, if it ended in a thread of JAX: else two would be held.
+            # A transfer that ended in a thread of JAX frees its source at the next collection: avoid holding two
+            # buffers.
             gc.collect(0)
             self._memory = np.empty(needed, np.uint8)
         first = (8 - self._memory.ctypes.data) % _ALIASED

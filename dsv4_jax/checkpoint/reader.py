@@ -10,17 +10,17 @@ from dsv4_jax.safetensors_header import DTYPES, TensorHeader, parse_json, read_h
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# The release's quantised storage: codes and scales, which `storage` puts together.
+# The release's quantised storage: codes and scales, which `storage` joins.
 _QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor(TensorHeader):
-    """A tensor in a safetensors file; nothing of its data is read before `load`.
+    """A tensor in a memory-mapped safetensors file.
 
     Attributes:
-        file: the file that holds it.
-        data: its bytes, uint8, a view of the mapped file.
+        file: path of the file.
+        data: [bytes] uint8 view of the mapped file.
     """
 
     file: Path
@@ -28,11 +28,11 @@ class StoredTensor(TensorHeader):
 
     @property
     def quantised(self) -> bool:
-        """Whether its values need a scale that lies beside it."""
+        """Whether the values need a scale from another tensor."""
         return self.dtype in _QUANTISED
 
     def load(self) -> np.ndarray:
-        """The values, `shape`, as a read-only view of the mapped file.
+        """Returns the values, of `shape`, as a read-only view of the mapped file.
 
         Raises:
             ValueError: the tensor is quantised.
@@ -46,11 +46,10 @@ class StoredTensor(TensorHeader):
 
 
 def read_file(path: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, by name, after checking its header against its size.
+    """Reads the tensors of one safetensors file by name, and checks its header against its size.
 
     Raises:
-        ValueError: no such file, or a broken header, see `safetensors_header.read_header`. The message names the file
-            and the tensor.
+        ValueError: the file is missing, or its header is broken (see `safetensors_header.read_header`).
     """
     path = Path(path)
     try:
@@ -63,15 +62,15 @@ def read_file(path: str | Path) -> dict[str, StoredTensor]:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by name.
+    """Reads the tensors of a checkpoint by name.
 
     Args:
         path: a `.safetensors` file, or a folder with `model.safetensors` or with shards and their
             `model.safetensors.index.json`.
 
     Raises:
-        ValueError: as `read_file`; or no checkpoint in the folder; or an index that names missing files or tensors,
-            leaves tensors out, or shards that hold a tensor twice.
+        ValueError: as `read_file`; the folder holds no checkpoint; the index names missing files or tensors or leaves
+            tensors out; two shards hold the same tensor.
     """
     path = Path(path)
     if not path.is_dir():

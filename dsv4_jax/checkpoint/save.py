@@ -21,7 +21,7 @@ from dsv4_jax.quant import WEIGHT_BLOCK
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
 
 
-# By the end of the release's names; what is not here is BF16.
+# Suffixes of names in the release; all other tensors are BF16.
 _FP8 = (
     "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_a.weight", "attn.wo_b.weight",
     "indexer.wq_b.weight", "shared_experts.w1.weight", "shared_experts.w2.weight", "shared_experts.w3.weight",
@@ -35,21 +35,21 @@ def save_release(
 ) -> None:
     """Writes config.json and the weights to a folder, in the release's spelling, names and storage.
 
-    Linears become e4m3 with a power-of-two scale for each 128 x 128 block, experts e2m1 with one for each 32 inputs
-    (bfloat16 where the inputs are no whole groups): both rounded to nearest, ties to even, with the smallest scale that
-    holds the block's largest value. Values that were read from this storage are written back unchanged. Norms,
-    compressors, routers' weights, embedding and head are rounded to bfloat16; sinks, biases and hyper-connections stay
-    float32.
+    Linears become e4m3 with a power-of-two scale per 128 x 128 block. Experts become e2m1 with one per 32 inputs, or
+    bfloat16 if the inputs do not divide into groups. Values are rounded to nearest, ties to even, with the smallest
+    scale that holds the block's largest value. Values that were read from this storage are written back unchanged.
+    Norms, compressors, routers' weights, embedding and head are rounded to bfloat16; sinks, biases and
+    hyper-connections stay float32.
 
     Args:
         model: the model, fused or not.
-        folder: made if it does not exist; files of these names in it are overwritten.
-        shard_bytes: a file grows no larger, but for one tensor and its scale; several files get an index.
+        folder: destination, which is made if it does not exist; existing files are overwritten.
+        shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        ValueError: `shard_bytes` is not positive, a parameter is not finite, or the model's hash layers are not its
-            first ones, which this spelling cannot say.
+        ValueError: `shard_bytes` is not positive, a parameter is not finite, or hash layers follow other layers, which
+            the release's spelling cannot express.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -64,7 +64,7 @@ def save_release(
 def write_release(
     config: DSV4Config, folder: str | Path, tensors: Iterable[np.ndarray], *, shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Writes config.json and what `release_tensors` lists; see `save_release`."""
+    """Writes config.json and the tensors that `release_tensors` lists (see `save_release`)."""
     folder = Path(folder)
     content = json.dumps(release_config(config), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,18 +87,18 @@ def write_release(
 
 
 def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
-    """What the release's files hold, in our order: each weight, with its scales where it is quantised."""
+    """Yields the headers of the release's tensors in our order: each weight, with its scales if quantised."""
     for weight in weights(config, "release"):
         for source in weight.sources:
             yield _entries(source, weight.source_shape)
 
 
 def release_config(config: DSV4Config) -> dict[str, Any]:
-    """config.json in the release's spelling, which `DSV4Config.from_hf` reads; ValueError as in `save_release`."""
+    """Returns config.json in the release's spelling; raises ValueError as in `save_release`."""
     hashed = config.mlp_layer_types.count("hash_moe")
     if "hash_moe" in config.mlp_layer_types[hashed:]:
         raise ValueError(
-            f"the release's config.json can only say that the first layers are hashed, not {hashed} others"
+            f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
         )
     fields = dataclasses.asdict(config)
     for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling"):
@@ -121,7 +121,7 @@ def release_config(config: DSV4Config) -> dict[str, Any]:
 
 
 def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
+    """Quantises [out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
     rows, columns = values.shape
     padded = np.pad(values, [(0, -rows % WEIGHT_BLOCK), (0, -columns % WEIGHT_BLOCK)])
     blocks = padded.reshape(-(-rows // WEIGHT_BLOCK), WEIGHT_BLOCK, -(-columns // WEIGHT_BLOCK), WEIGHT_BLOCK)
@@ -131,7 +131,7 @@ def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantise_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[out, in] float32 to (codes [out, in / 2] uint8, the even input's low; scales [out, in / 32] e8m0)."""
+    """Quantises [out, in] float32 to (codes [out, in / 2] uint8, even inputs in low nibbles; scales [out, in / 32])."""
     groups = values.reshape(len(values), -1, FP4_GROUP)
     exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
     codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
@@ -140,7 +140,7 @@ def quantise_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _exponents(largest, limit):
-    """The least e with largest <= limit * 2 ** e, exactly; 0 where all is 0."""
+    """Returns the least e with largest <= limit * 2 ** e, exactly; 0 for zeros."""
     (m, x), (limit_m, limit_x) = np.frexp(largest), np.frexp(limit)
     return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)
 
@@ -150,7 +150,7 @@ def _e8m0(exponents):
 
 
 def stored_kind(name: str, shape: tuple[int, ...]) -> str:
-    """What the release stores a tensor [*shape] of this name as: "F8_E4M3", "I8" (FP4), "I64", "F32" or "BF16"."""
+    """Returns the release's dtype of a tensor [*shape]: "F8_E4M3", "I8" (FP4), "I64", "F32" or "BF16"."""
     if ".ffn.experts." in name and shape[-1] % FP4_GROUP == 0:
         return "I8"
     if name.endswith("tid2eid"):
@@ -159,7 +159,7 @@ def stored_kind(name: str, shape: tuple[int, ...]) -> str:
 
 
 def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
-    """The tensors that a weight becomes: itself, or codes and scales."""
+    """Returns the tensors that store a weight: one, or codes and scales."""
     kind, scale = stored_kind(name, shape), name.removesuffix("weight") + "scale"
     if kind == "F8_E4M3":
         blocks = -(-shape[0] // WEIGHT_BLOCK), -(-shape[1] // WEIGHT_BLOCK)
@@ -171,7 +171,7 @@ def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
 
 
 def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], Any]]) -> Iterator[np.ndarray]:
-    """The arrays of all entries, in their order, one parameter in memory at a time."""
+    """Yields the arrays of all entries in order, with one parameter in memory at a time."""
     for weight in table:
         value = np.asarray(parameters[weight.path]()).reshape(len(weight.sources), *weight.source_shape)
         for source, piece in zip(weight.sources, value, strict=True):

@@ -1,10 +1,9 @@
 """The release's quantised storage: weights with power-of-two scales beside them, `NAME.weight` and `NAME.scale`.
 
-- FP8: F8_E4M3 [out, in] with F8_E8M0 [ceil(out / 128), ceil(in / 128)], a scale for each block of 128 x 128, fewer at
-  the edges;
-- FP4: I8 [out, in / 2], two e2m1 codes a byte, the even input's in the low nibble, with F8_E8M0 [out, in / 32].
+- FP8: F8_E4M3 [out, in] with F8_E8M0 [ceil(out / 128), ceil(in / 128)], one scale per 128 x 128 block;
+- FP4: I8 [out, in / 2], two e2m1 codes per byte, the even input's in the low nibble, with F8_E8M0 [out, in / 32].
 
-An e8m0 byte e is 2 ** (e - 127), 255 is NaN. What is stored decides, tensor by tensor, not the configuration.
+An e8m0 byte e is 2 ** (e - 127); 255 is NaN. Each tensor's stored dtype decides, not the configuration.
 """
 
 import dataclasses
@@ -19,15 +18,15 @@ from dsv4_jax.quant import WEIGHT_BLOCK
 
 
 FP4_GROUP = 32
-# Within these e8m0 bytes 2 ** -32 of every code's value, which kernels compute with, is a normal bfloat16, or zero:
-# 448 * 2 ** 33 and 2 ** -9 * 2 ** -85 are the outermost.
+# Kernels compute with values times 2 ** -32. For these e8m0 bytes every product is zero or a normal bfloat16: the
+# extremes are 448 * 2 ** 33 and 2 ** -9 * 2 ** -85.
 STORED_SCALES = 42, 160
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedTensor:
-    """A weight in quantised storage; has the attributes of a `StoredTensor` that loading needs."""
+    """A weight in quantised storage, with the attributes of a `StoredTensor` that loading needs."""
 
     codes: StoredTensor
     scale: StoredTensor
@@ -42,26 +41,26 @@ class QuantisedTensor:
 
     @property
     def dtype(self) -> Literal["FP8", "FP4"]:
-        """The storage, where a `StoredTensor` has its dtype."""
+        """The kind of storage."""
         return "FP4" if self.codes.dtype == "I8" else "FP8"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values: [out, in]."""
+        """The shape of the values, [out, in]."""
         rows, columns = self.codes.shape
         return (rows, 2 * columns) if self.dtype == "FP4" else (rows, columns)
 
     @property
     def can_stay(self) -> bool:
-        """Whether devices and their kernels compute with every value exactly: no NaN, nothing too large or small."""
+        """Whether kernels compute with every value exactly: no NaN, no scale out of range."""
         low, high = STORED_SCALES
         if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
             return False
         return self.dtype == "FP4" or not np.any(self.codes.data & 0x7F == 0x7F)
 
-    @np.errstate(over="ignore")  # whoever loads looks for infinite values
+    @np.errstate(over="ignore")  # the caller looks for infinite values
     def load(self) -> np.ndarray:
-        """[out, in] float32, exactly the stored values; infinite where they are larger than float32's."""
+        """Returns the exact values, [out, in] float32; infinite if they exceed float32's range."""
         rows, columns = self.shape
         # 2 ** (e - 127) as float32 bits, e = 0 and NaN (255) included.
         scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape).astype(np.float32)
@@ -72,19 +71,20 @@ class QuantisedTensor:
             values.reshape(rows, -1, FP4_GROUP)[...] *= scale[:, :, None]
             return values
         values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)
-        for i, of_row in enumerate(scale):  # block row by block row: no array of scales as large as the weight
+        for i, of_row in enumerate(scale):  # one block row at a time: avoids an array of scales as large as the weight
             block = values[i * WEIGHT_BLOCK : (i + 1) * WEIGHT_BLOCK]
             block *= np.repeat(of_row, WEIGHT_BLOCK)[None, :columns]
         return values
 
 
 def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantisedTensor], dict[str, str]]:
-    """Puts a checkpoint's quantised weights and their scales together.
+    """Joins a checkpoint's quantised weights with their scales.
 
-    Returns (the tensors by name, without scales that belong to a weight; what is wrong with quantised weights, by name:
-    these and their scales are not among the tensors).
+    Returns:
+      (tensors by name, in which a quantised weight includes its scale; {name: problem} of the weights that are left out
+      because their scale does not fit).
     """
-    fused: dict[str, StoredTensor | QuantisedTensor] = dict(stored)
+    tensors: dict[str, StoredTensor | QuantisedTensor] = dict(stored)
     problems = {}
     for name, tensor in stored.items():
         scale_name = name.removesuffix(".weight") + ".scale"
@@ -93,16 +93,16 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
         scale = stored.get(scale_name)
         if problem := _wrong_scale(tensor, scale, scale_name):
             problems[name] = problem
-            del fused[name]
+            del tensors[name]
         else:
             assert scale is not None
-            fused[name] = QuantisedTensor(tensor, scale)
-        fused.pop(scale_name, None)
-    return fused, problems
+            tensors[name] = QuantisedTensor(tensor, scale)
+        tensors.pop(scale_name, None)
+    return tensors, problems
 
 
 def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, scale_name: str) -> str:
-    """What is wrong, or nothing."""
+    """Describes the problem of a quantised weight's scale; empty if it fits."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
     if codes.dtype not in ("F8_E4M3", "I8") or len(codes.shape) != 2:
         return f"{stored}, which no weight is"

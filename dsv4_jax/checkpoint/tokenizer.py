@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the tokenizer.json that lies beside the weights."""
+"""Tokenizers of checkpoints, a byte tokenizer, and incremental decoding."""
 
 from pathlib import Path
 
@@ -6,17 +6,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 
 TOKENIZER_NAME = "tokenizer.json"
-_UNFINISHED = "\ufffd"  # what decoding puts in the place of bytes that are no whole character
+_UNFINISHED = "\ufffd"  # decoding yields this for an incomplete character
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer | None:
-    """A checkpoint's tokenizer, of whatever kind its tokenizer.json says.
+    """Reads a checkpoint's tokenizer.json.
 
     Args:
-        path: the checkpoint: a folder, or a file with tokenizer.json beside it.
+        path: folder of the checkpoint, or a file beside its tokenizer.json.
 
     Returns:
-        The tokenizer: `encode(text).ids` and `decode(ids)`; None where there is no tokenizer.json.
+        The tokenizer, with `encode(text).ids` and `decode(ids)`, or None if there is no tokenizer.json.
 
     Raises:
         ValueError: tokenizer.json is broken.
@@ -32,19 +32,19 @@ def read_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: str | None = None) -> None:
-    """Writes a tokenizer.json by which a token is a byte: ids 0 to 255 are the bytes of the text in UTF-8.
+    """Writes a tokenizer.json whose ids 0 to 255 are the bytes of the text in UTF-8.
 
     Args:
-        path: the file to write, named tokenizer.json if it is to be found beside a checkpoint's weights.
-        specials: ids, 256 or more, of tokens that stand for no byte, such as {"<bos>": 256, "<eos>": 257}. Written
-            out in a text they are read as these tokens; decoding leaves them out unless it is asked not to.
-        begin: the one of them that encoding puts before every text; None = none.
+        path: path of the file; `read_tokenizer` expects the name tokenizer.json.
+        specials: {name: id} of special tokens, such as {"<bos>": 256, "<eos>": 257}, with ids from 256 on. Encoding
+            recognises their names in a text; decoding omits them by default.
+        begin: special token that encoding puts before every text; None = none.
 
     Raises:
-        ValueError: a special token is empty, shares its id with another or has that of a byte; `begin` is none of them.
+        ValueError: a special token is empty, or its id is a byte's or another token's; `begin` is not a special token.
     """
     if "" in specials or len(set(specials.values())) < len(specials) or min(specials.values(), default=256) < 256:
-        raise ValueError(f"{specials=} must be named, and have ids of their own from 256 on: the others are the bytes'")
+        raise ValueError(f"{specials=} must have names and unique ids from 256 on: smaller ids are bytes")
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     if clashes := vocabulary.keys() & specials.keys():
         raise ValueError(f"{specials=}: {', '.join(sorted(clashes))} would be taken for a byte; use longer names")
@@ -60,9 +60,9 @@ def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: s
 
 
 def _byte_characters() -> list[str]:
-    """The characters that byte-level vocabularies write for bytes 0 to 255 (GPT-2's `bytes_to_unicode`).
+    """Returns the characters of byte-level vocabularies for bytes 0 to 255 (GPT-2's `bytes_to_unicode`).
 
-    Printable Latin-1 stands for itself; the others are, in order, the characters from 256 on.
+    Printable Latin-1 stands for itself; other bytes are the characters from 256 on, in order.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -71,17 +71,17 @@ def _byte_characters() -> list[str]:
 
 
 class TokenBytes:
-    """The bytes that single tokens stand for: parts of characters, too."""
+    """The bytes of single tokens, which may be incomplete characters."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # The names of a byte-level vocabulary's own tokens are their bytes.
+        # In a byte-level vocabulary the name of a regular token is its bytes.
         self._bytes = {character: byte for byte, character in enumerate(_byte_characters())}
         self._named_otherwise = tokenizer.get_added_tokens_decoder().keys()
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def __getitem__(self, token: int) -> bytes | None:
-        """The bytes of a token, those of its name if it is special; None if the tokenizer does not tell."""
+        """Returns the bytes of a token, or of a special token's name; None if they cannot be determined."""
         name = self._tokenizer.id_to_token(token) or ""
         is_byte_level = self._is_byte_level and token not in self._named_otherwise
         if is_byte_level and self._bytes.keys() >= set(name):
@@ -91,19 +91,19 @@ class TokenBytes:
 
 
 class TextStream:
-    """Token ids, one by one, to text; characters that are not complete yet are held back.
+    """Decodes token ids incrementally and holds back incomplete characters.
 
-    Some tokenizers write a token differently at the start of a text. So each piece is what the tokens since the piece
-    before last add to that piece, never a token decoded alone.
+    Some tokenizers decode a token differently at the start of a text. So a token is never decoded alone, but together
+    with the tokens of the previous piece.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._known = 0  # tokens of `_ids` whose text was given out
+        self._known = 0  # number of leading `_ids` whose text was returned
 
     def add(self, token: int) -> str:
-        """The text that can be shown now that this token is there; empty while a character is incomplete."""
+        """Returns the text that a token completes; empty while a character is incomplete."""
         self._ids.append(token)
         text = self._rest()
         if not text or text.endswith(_UNFINISHED):
@@ -112,7 +112,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back: a replacement character for bytes that never became one."""
+        """Returns the text that was held back, with replacement characters for incomplete ones."""
         return self._rest()
 
     def _rest(self) -> str:

@@ -11,32 +11,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: arguments without the program's name; None = those of the process, which then ends at once at Ctrl-C.
+      argv: arguments without the program's name. None takes those of the process, which then exits at once at Ctrl-C.
 
     Returns:
-      The exit code: 0; 2 after a user's mistake, which is explained on stderr without a traceback; 141 where the reader
-      of stdout went away, as a shell counts this signal.
+      The exit code: 0; 2 after a user's mistake, which is explained on stderr without a traceback; 141, as in a shell,
+      after the reader of stdout has closed it.
 
     Raises:
       SystemExit: for `--help` (0) and for arguments that do not parse (2).
     """
     if argv is None:
         _exit_at_interrupt()
-    from dsv4_jax.cli.commands import run_command  # takes half a second, in which Ctrl-C may come
+    from dsv4_jax.cli.commands import run_command  # imported late: it takes half a second
 
     try:
         try:
             return run_command(sys.argv[1:] if argv is None else list(argv))
         finally:
-            sys.stdout.flush()  # here, where a closed pipe is expected
+            sys.stdout.flush()  # raises here if the pipe is closed, not at exit
     except BrokenPipeError:
-        # The interpreter flushes once more at its end.
+        # The interpreter flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _exit_at_interrupt() -> None:
-    """Ctrl-C ends the process quietly, also while XLA compiles, when Python's own handler would have to wait."""
+    """Makes Ctrl-C end the process quietly, even while XLA compiles and Python's own handler would have to wait."""
 
     def end(*_: object) -> None:
         if sys.stderr.isatty():

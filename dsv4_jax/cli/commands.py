@@ -1,4 +1,4 @@
-"""What the command line offers: parses the arguments and runs a command. Commands import JAX only when they run."""
+"""Parses the command line and runs a command. Commands import JAX only when they run."""
 
 from typing import Annotated
 
@@ -18,17 +18,24 @@ from dsv4_jax.xla_flags import set_xla_flags
 _DESCRIPTION = """DeepSeek-V4's quantised, paged KV cache and sparse-attention decode.
 
 To begin: dsv4-jax generate (a tiny model comes with the package). --version prints the version."""
+_BENCH = """Times operations, decode steps, prefill or serving on this device.
+
+For example:
+  dsv4-jax bench ops append gather
+  dsv4-jax bench step --batches 1 32 --contexts 4096
+
+Each benchmark explains its options: dsv4-jax bench NAME --help."""
 _Command = (
     Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[ServeCommand, tyro.conf.subcommand("serve")]
     | Annotated[ScoreCommand, tyro.conf.subcommand("score")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench", description=_BENCH)]
 )
 
 
 def run_command(argv: list[str]) -> int:
-    """Runs the command that the arguments name and returns the exit code, see `main`."""
+    """Runs the command that the arguments name. Returns the exit code, see `main`."""
     if argv == ["--version"]:
         print(f"dsv4-jax {__version__}")
         return 0

@@ -14,17 +14,19 @@ from rich.table import Table
 
 from dsv4_jax.cli.options import (
     CacheFormat,
+    ContextParallel,
     Dtype,
+    ExpertParallel,
     JsonFlag,
-    MeshText,
+    MeshOption,
     Weights,
-    check_mesh_text,
-    check_not_negative,
-    check_positive,
+    check_at_least,
     compiling_for,
     load_model,
     make_manager,
+    mesh_sizes,
     notify,
+    optional,
 )
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.parallel.mesh import make_mesh
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dsv4_jax.cache import CacheSchema
+    from dsv4_jax.config import DSV4Config
     from dsv4_jax.decode import CompiledModel
     from dsv4_jax.engine import Candidate
+    from dsv4_jax.host import KVCacheManager
 
 _DEFAULT_TEXT = "In the beginning"
 _DEFAULT_IDS = "5,17,42"
@@ -46,8 +50,8 @@ _DEFAULT_IDS = "5,17,42"
 class GenerateCommand:
     """Generates from a prompt through the quantised cache.
 
-    Prints the prompt and the new text as it comes, or the ids of the new tokens where the checkpoint has no
-    tokenizer.json; then the speed, how many programs were compiled and how much memory the cache takes. Needs no
+    Prints the prompt and the new text as it comes, or the ids of the new tokens if the checkpoint has no
+    tokenizer.json. Then prints the speed, the number of compiled programs and the memory of the cache. Needs no
     arguments: a small model trained on the King James Bible comes with the package.
 
     For example:
@@ -66,45 +70,35 @@ class GenerateCommand:
         Default with one: In the beginning
       prompt_ids: the prompt as token ids, separated by commas. Default without a tokenizer: 5,17,42
       max_new_tokens: the most tokens to generate.
-      cache_format: how the cache is quantised. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
-        scale a row. plain: not quantised.
-      dtype: of activations, and of weights unless --weights says otherwise.
-      weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
-        so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
-      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
-        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
-        the whole model. Default: one device.
-      expert_parallel: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
-      context_parallel: the devices along the mesh's axis "model" hold the compressed entries of a request between
-        them: so many times more fit.
+      dtype: dtype of activations, and of weights unless --weights is given.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
-      seed: of the sampling; the same seed gives the same tokens.
-      chunk: prompt tokens that go through the model at once.
-      ignore_eos: go on after the model's end token.
-      on_device_loop: decode in one program that runs on the device without the host between tokens; they are printed
+      seed: seed of the sampling; the same seed gives the same tokens.
+      chunk: number of prompt tokens in a prefill step.
+      ignore_eos: continue after the model's end token.
+      on_device_loop: decode in one program that runs on the device without the host between tokens, which are printed
         at the end. If the first run had to compile, a second one measures the speed.
-      drafts: K, how many tokens the model's multi-token-prediction block guesses at each step, for the next step to
-        verify. The tokens stay the same. Needs a checkpoint with that block.
-      n_best: sample this many answers and print them at the end, ordered by mean log-probability, best first. The
-        prompt is run once.
+      drafts: number of tokens K that the model's multi-token-prediction block drafts in each step, for the next step to
+        verify. The output is the same. Needs a checkpoint with that block.
+      n_best: sample this many answers and print them at the end, the highest mean log-probability first. The prompt is
+        run once.
       beams: beam search with this many beams. Answers are printed as with --n-best.
-      as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device,
-        text where there is a tokenizer, accepted (how many drafts each step kept) with --drafts, and candidates
-        (tokens, logprob, text) of --n-best and --beams.
+      as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device;
+        text if there is a tokenizer; accepted (number of accepted drafts of each step) with --drafts; candidates
+        (tokens, logprob, text) with --n-best and --beams.
     """
 
-    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
-    prompt_ids: Annotated[str | None, tyro.conf.arg(metavar="1,2,3", help_behavior_hint="")] = None
+    checkpoint: Annotated[Path | None, optional("DIR")] = None
+    prompt: Annotated[str | None, optional("TEXT")] = None
+    prompt_ids: Annotated[str | None, optional("1,2,3")] = None
     max_new_tokens: int = 128
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
     weights: Weights = None
-    mesh: MeshText = None
-    expert_parallel: bool = False
-    context_parallel: bool = False
+    mesh: MeshOption = None
+    expert_parallel: ExpertParallel = False
+    context_parallel: ContextParallel = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -120,62 +114,86 @@ class GenerateCommand:
     def run(self) -> None:
         """Runs the command; raises ValueError or OSError where the user has to change something."""
         # All mistakes are found before the weights are read, which takes long; most before JAX is imported.
-        check_positive(max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
-        check_not_negative(drafts=self.drafts)
+        check_at_least(1, max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
+        check_at_least(0, drafts=self.drafts)
         self._check_prompt()
         self._check_search()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config = read_config(checkpoint, mtp=self.drafts > 0)
-        sizes = check_mesh_text(self.mesh, config, self.context_parallel, self.expert_parallel)
+        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
+        sizes = mesh_sizes(self.mesh, config, **parallel)
         notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
-        from dsv4_jax.checkpoint import TextStream, read_tokenizer
-        from dsv4_jax.decode import CompiledModel, SamplingParams
-        from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
+        from dsv4_jax.checkpoint import read_tokenizer
+        from dsv4_jax.decode import CompiledModel
 
         mesh = make_mesh(sizes) if sizes else None
-        sampling = SamplingParams(self.temperature, self.top_k, self.top_p)
+        options = self._sampling_options(config)
         tokenizer = read_tokenizer(checkpoint)
         option, prompt = self._read_prompt(tokenizer)
-        # The last token is sampled, but never stored.
-        tokens, slots = len(prompt) + self.max_new_tokens - 1, max(self.n_best, self.beams)
-        # Answers to one prompt stay with it, in one part of the mesh.
-        cut = dict(mesh=mesh, context_parallel=self.context_parallel)
-        slots_in_all = slots * sizes.get("data", 1)
-        manager = make_manager(config, slots_in_all, tokens, self.cache_format, self.dtype, drafts=self.drafts, **cut)
+        manager = make_manager(
+            config,
+            # The answers to one prompt share blocks, so they stay in one data-parallel group.
+            max(self.n_best, self.beams) * sizes.get("data", 1),
+            len(prompt) + self.max_new_tokens - 1,  # the last token is sampled, but never stored
+            self.cache_format,
+            self.dtype,
+            drafts=self.drafts,
+            mesh=mesh,
+            context_parallel=self.context_parallel,
+        )
         manager.check_ids(prompt, option)
+        progress = not self.as_json and sys.stdout.isatty()
+        sharding = dict(mesh=mesh, expert_parallel=self.expert_parallel)
+        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=progress, **sharding))
+        device = jax.devices()[0].device_kind
+        notify(compiling_for(device))
 
-        bar = not self.as_json and sys.stdout.isatty()
-        cut = dict(mesh=mesh, expert_parallel=self.expert_parallel)
-        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=bar, **cut))
-        options: dict[str, Any] = dict(
+        printer = _Printer(tokenizer, prompt, quiet=self.as_json)
+        run = self._generate(model, manager, prompt, options, printer.add)
+        if self.as_json:
+            print(json.dumps(self._report(run, manager.schema, device, tokenizer, prompt)))
+        else:
+            printer.finish()
+            for candidate in run.candidates[1:]:
+                shown = _describe(candidate, tokenizer, prompt)
+                print("\n" + shown.get("text", " ".join(map(str, shown["tokens"]))), end="")
+            _print_table(run, manager.schema, device)
+
+    def _sampling_options(self, config: "DSV4Config") -> dict[str, Any]:
+        """Returns the arguments of the engine's functions; raises ValueError if the sampling options are wrong."""
+        from dsv4_jax.decode import SamplingParams
+
+        return dict(
             max_new_tokens=self.max_new_tokens,
-            sampling=sampling,
+            sampling=SamplingParams(self.temperature, self.top_k, self.top_p),
             seed=self.seed,
             stop_tokens=() if self.ignore_eos else config.eos_token_id,
             chunk=self.chunk,
         )
-        text = None if tokenizer is None else TextStream(tokenizer)
-        device = jax.devices()[0].device_kind
-        notify(compiling_for(device))
 
-        def show(token: int) -> None:
-            if not self.as_json:
-                _print_now(f"{token} " if text is None else text.add(token))
+    def _generate(
+        self,
+        model: "CompiledModel",
+        manager: "KVCacheManager",
+        prompt: list[int],
+        options: dict[str, Any],
+        show: Callable[[int], None],
+    ) -> "_Run":
+        """Generates as the options ask, and measures the speed. `show` takes every new token as it comes."""
+        from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
 
-        if text is not None and not self.as_json:
-            _print_now("".join(map(text.add, prompt)))
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         accepted: list[int] = []
-        if slots > 1:
+        if max(self.n_best, self.beams) > 1:
 
             def best() -> list[int]:
-                found[:] = self._search(model, manager, prompt, options)
-                return found[0].tokens
+                candidates[:] = self._search(model, manager, prompt, options)
+                return candidates[0].tokens
 
             run = _measure_loop(model, best, show)
-            run = dataclasses.replace(run, timed_tokens=sum(len(candidate.tokens) for candidate in found))
+            run = dataclasses.replace(run, timed_tokens=sum(len(candidate.tokens) for candidate in candidates))
         elif self.on_device_loop:
 
             def loop() -> list[int]:
@@ -189,35 +207,48 @@ class GenerateCommand:
                 request = engine.add(prompt, max_new_tokens=limit, **options)
                 run = _measure_stream(model, engine.stream(request), show)
             accepted = request.accepted
-        if self.as_json:
-            report = _report(run, manager.schema, device)
-            if tokenizer is not None:
-                report["text"] = _text_after(tokenizer, prompt, run.tokens)
-            if self.drafts:
-                report["accepted"] = accepted
-            if found:
-                report["candidates"] = [_describe(candidate, tokenizer, prompt) for candidate in found]
-            print(json.dumps(report))
-        else:
-            if text is not None:
-                _print_now(text.finish())
-            for candidate in map(lambda c: _describe(c, tokenizer, prompt), found[1:]):
-                print("\n" + candidate.get("text", " ".join(map(str, candidate["tokens"]))), end="")
-            _print_table(run, manager.schema, device, accepted if self.drafts else [])
+        return dataclasses.replace(run, accepted=accepted if self.drafts else [], candidates=candidates)
+
+    def _report(
+        self, run: "_Run", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
+    ) -> dict[str, Any]:
+        """Returns the JSON object of --json."""
+        cache_bytes = dict(
+            per_token=schema.bytes_per_token,
+            per_request=schema.bytes_per_request,
+            total=schema.memory_bytes(),
+            dense_bf16_per_token=schema.dense_bytes_per_token,
+        )
+        report: dict[str, Any] = dict(
+            tokens=run.tokens,
+            compilations=run.compilations,
+            cache_bytes=cache_bytes,
+            seconds=run.seconds,
+            tokens_per_second=run.tokens_per_second,
+            timed_tokens=run.timed_tokens,
+            device=device,
+        )
+        if tokenizer is not None:
+            report["text"] = _text_after(tokenizer, prompt, run.tokens)
+        if self.drafts:
+            report["accepted"] = run.accepted
+        if run.candidates:
+            report["candidates"] = [_describe(candidate, tokenizer, prompt) for candidate in run.candidates]
+        return report
 
     def _check_prompt(self) -> None:
-        """Raises ValueError where --prompt and --prompt-ids exclude each other, or are no text."""
+        """Raises ValueError if both --prompt and --prompt-ids are given, or --prompt is not text."""
         if self.prompt is not None and self.prompt_ids is not None:
             raise ValueError("--prompt and --prompt-ids exclude each other: give one of them")
         try:
             (self.prompt or "").encode()
         except UnicodeEncodeError as error:
-            # Python has put a lone surrogate, U+DC00 + byte, in the place of each byte that is no UTF-8.
+            # Python replaces each byte that is not UTF-8 by a lone surrogate, U+DC00 + byte.
             byte = ord(error.object[error.start]) - 0xDC00
             raise ValueError(f"--prompt is no UTF-8 text: character {error.start} is the byte 0x{byte:02x}") from None
 
     def _check_search(self) -> None:
-        """Raises ValueError where --n-best and --beams do not go with the other options."""
+        """Raises ValueError if --n-best or --beams contradicts another option."""
         if self.n_best > 1 and self.beams > 1:
             raise ValueError("--n-best and --beams exclude each other: give one of them")
         if self.n_best > 1 and self.temperature == 0:
@@ -238,7 +269,7 @@ class GenerateCommand:
         return beam_search(model, manager, prompt, beams=self.beams, **options)
 
     def _read_prompt(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
-        """(the option that the prompt comes from, its token ids)."""
+        """Returns the option that the prompt comes from, and the prompt's token ids."""
         if self.prompt_ids is not None or (self.prompt is None and tokenizer is None):
             return "--prompt-ids", _parse_ids(_DEFAULT_IDS if self.prompt_ids is None else self.prompt_ids)
         if tokenizer is None:
@@ -248,16 +279,52 @@ class GenerateCommand:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
+    """The result and the times of a run.
+
+    Attributes:
+      tokens: ids of the new tokens, of the best answer if there are several.
+      compilations: number of compiled programs.
+      seconds: everything after loading.
+      timed_tokens: number of tokens generated in `timed_seconds`.
+      timed_seconds: time without compilation.
+      timed: description of `timed_seconds`.
+      accepted: number of accepted drafts of each step, if there were drafts.
+      candidates: all answers, best first, if there are several.
+    """
+
     tokens: list[int]
     compilations: int
-    seconds: float  # everything after loading
-    timed_tokens: int  # generated in timed_seconds
-    timed_seconds: float  # without compilation
-    timed: str  # what timed_seconds measures
+    seconds: float
+    timed_tokens: int
+    timed_seconds: float
+    timed: str
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    candidates: "list[Candidate]" = dataclasses.field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float | None:
         return self.timed_tokens / self.timed_seconds if self.timed_tokens else None
+
+
+class _Printer:
+    """Prints the prompt, then every new token as it comes: as text, or as its id without a tokenizer."""
+
+    def __init__(self, tokenizer: "Tokenizer | None", prompt: list[int], *, quiet: bool):
+        from dsv4_jax.checkpoint import TextStream
+
+        self._text, self._quiet = None if tokenizer is None else TextStream(tokenizer), quiet
+        if self._text is not None:
+            self._print("".join(map(self._text.add, prompt)))
+
+    def add(self, token: int) -> None:
+        self._print(f"{token} " if self._text is None else self._text.add(token))
+
+    def finish(self) -> None:
+        self._print("" if self._text is None else self._text.finish())
+
+    def _print(self, text: str) -> None:
+        if not self._quiet:
+            print(text, end="", flush=True)
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -265,10 +332,6 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise ValueError(f"--prompt-ids {text!r} must be whole numbers separated by commas, such as 5,17,42") from None
-
-
-def _print_now(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 def _text_after(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) -> str:
@@ -281,7 +344,7 @@ def _describe(candidate: "Candidate", tokenizer: "Tokenizer | None", prompt: lis
 
 
 def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callable[[int], None]) -> _Run:
-    """Times the tokens whose steps compiled nothing. The first token does not count: its step runs the prompt."""
+    """Times the tokens after the first, whose step runs the prompt. Steps that compile a program do not count."""
     tokens: list[int] = []
     timed: list[float] = []
     before = known = model.compilations
@@ -298,7 +361,7 @@ def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callabl
 
 
 def _measure_loop(model: "CompiledModel", generate: Callable[[], list[int]], show: Callable[[int], None]) -> _Run:
-    """Times a whole run, the prompt included, that compiled nothing."""
+    """Times a whole run, prompt included. If it compiles a program, a second run is timed."""
     before, start = model.compilations, time.perf_counter()
     tokens = generate()
     seconds = timed = time.perf_counter() - start
@@ -312,31 +375,14 @@ def _measure_loop(model: "CompiledModel", generate: Callable[[], list[int]], sho
     return _Run(tokens, compilations, seconds, len(tokens), timed, "a whole run, prompt included, none compiling")
 
 
-def _report(run: _Run, schema: "CacheSchema", device: str) -> dict[str, Any]:
-    return dict(
-        tokens=run.tokens,
-        compilations=run.compilations,
-        cache_bytes=dict(
-            per_token=schema.bytes_per_token,
-            per_request=schema.bytes_per_request,
-            total=schema.memory_bytes(),
-            dense_bf16_per_token=schema.dense_bytes_per_token,
-        ),
-        seconds=run.seconds,
-        tokens_per_second=run.tokens_per_second,
-        timed_tokens=run.timed_tokens,
-        device=device,
-    )
-
-
-def _print_table(run: _Run, schema: "CacheSchema", device: str, accepted: list[int]) -> None:
+def _print_table(run: _Run, schema: "CacheSchema", device: str) -> None:
     speed = run.tokens_per_second
     dense, paged = schema.dense_bytes_per_token, schema.bytes_per_token
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
     table = Table(title=f"{len(run.tokens)} new tokens on {device}", show_header=False, title_justify="left")
     table.add_row("tokens/s", f"{speed:.1f} ({run.timed})" if speed else "not measured: every step had to compile")
-    if accepted:
-        table.add_row("tokens a step", f"{len(run.tokens) / len(accepted):.2f}, drafts included")
+    if run.accepted:
+        table.add_row("tokens a step", f"{len(run.tokens) / len(run.accepted):.2f}, drafts included")
     table.add_row("time", f"{run.seconds:.2f} s after loading, compilation included")
     table.add_row("compilations", str(run.compilations))
     table.add_row("cache bytes a token", f"{paged:.2f}{saving}")

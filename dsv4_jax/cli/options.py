@@ -1,10 +1,11 @@
 """Option types and helpers that the commands share. Importing this module does not import JAX."""
 
 import logging
+import math
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -20,22 +21,56 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager
     from dsv4_jax.nn import DeepseekV4ForCausalLM
 
-CacheFormat = Literal["v4", "per_entry", "plain"]
 Dtype = Literal["float32", "bfloat16"]
+
+
+def optional(metavar: str, **options: Any) -> Any:
+    """Returns the `tyro.conf.arg` of an option whose help text states its default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="", **options)
+
+
+CacheFormat = Annotated[
+    Literal["v4", "per_entry", "plain"],
+    tyro.conf.arg(
+        help="format of the cache's rows. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32 scale a "
+        "row. plain: not quantised."
+    ),
+]
 Weights = Annotated[
     Literal["quantized", "bfloat16", "float32"] | None,
-    tyro.conf.arg(metavar="{stored,bfloat16,float32}", help_behavior_hint=""),
+    optional(
+        "{quantized,bfloat16,float32}",
+        help="dtype of embedding and linear weights in memory. quantized: weights that are FP8 or FP4 in the files "
+        "stay so, and are dequantised on use. Default: quantized on a GPU, else --dtype.",
+    ),
 ]
-MeshText = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="data=M,model=N", help_behavior_hint="")]
+MeshOption = Annotated[
+    str | None,
+    optional(
+        "data=M,model=N",
+        help="devices to use. model=4 is tensor parallelism: heads, experts and vocabulary are sharded over 4 devices. "
+        "data=2 is data parallelism: 2 groups of devices hold the whole model and serve different requests. "
+        "Default: one device.",
+    ),
+]
+ExpertParallel = Annotated[
+    bool, tyro.conf.arg(help="with --mesh model=N: each device holds some whole experts, not a shard of every expert.")
+]
+ContextParallel = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="with --mesh model=N: the devices share the compressed entries of a request, so that N times as many fit."
+    ),
+]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
 def use_compilation_cache() -> None:
-    """Has JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
+    """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
 
-    It keeps small ones too, of which a run needs dozens. JAX reads these variables when it is imported, and
-    JAX_ENABLE_COMPILATION_CACHE=false, which turns the cache off.
+    JAX reads this variable when it is imported. JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
     """
+    # A run needs dozens of small programs: keep these too.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folder = caches / "dsv4_jax" / "programs"
@@ -44,17 +79,17 @@ def use_compilation_cache() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
-        return  # a home that cannot be written to: programs are compiled every time
+        return  # a home folder without write access: programs are compiled every time
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
 
 def notify(text: str) -> None:
-    """Says on stderr what takes a while."""
+    """Prints a message about a slow operation to stderr."""
     Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def compiling_for(device: str) -> str:
-    """What to say before programs are compiled."""
+    """Returns the message that is shown while programs are compiled."""
     import jax
 
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
@@ -71,9 +106,9 @@ def load_model(
     mesh: "Mesh | None" = None,
     expert_parallel: bool = False,
 ) -> "DeepseekV4ForCausalLM":
-    """Reads the weights as --dtype and --weights say; logs which tensors of a user's own checkpoint it skips.
+    """Loads a checkpoint with the given dtypes, and logs the tensors of a user's own checkpoint that it skips.
 
-    Without --weights they stay as they are stored on a GPU, whose kernels read them so, and become --dtype elsewhere.
+    If `weights` is None, quantized weights stay quantized on a GPU and are converted to `dtype` elsewhere.
     """
     import jax
     import jax.numpy as jnp
@@ -87,21 +122,30 @@ def load_model(
     if checkpoint != packaged_checkpoint() and not log.handlers:
         log.setLevel(logging.INFO)
         log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_level=False, show_path=False))
-    cut = dict(mesh=mesh, expert_parallel=expert_parallel)
-    return load_checkpoint(checkpoint, config, dtype=jnp.dtype(dtype), weights=weights, progress=progress, **cut)
+    return load_checkpoint(
+        checkpoint,
+        config,
+        dtype=jnp.dtype(dtype),
+        weights=weights,
+        progress=progress,
+        mesh=mesh,
+        expert_parallel=expert_parallel,
+    )
 
 
-def check_mesh_text(
-    text: str | None, config: "DSV4Config", context_parallel: bool = False, expert_parallel: bool = False
+def mesh_sizes(
+    mesh: str | None, config: "DSV4Config | None", *, context_parallel: bool = False, expert_parallel: bool = False
 ) -> dict[str, int]:
-    """Sizes of --mesh by axis, none without it.
+    """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
+
+    If `config` is given, also checks that the mesh can shard this model.
 
     Raises:
-      ValueError: it is no mesh, or cannot cut the model as --expert-parallel, or the context as --context-parallel
-      says.
+      ValueError: the text is not a mesh, or the mesh cannot shard the model in the requested way.
     """
-    sizes = {} if text is None else parse_mesh(text)
-    check_shardable(config, sizes, expert_parallel)
+    sizes = {} if mesh is None else parse_mesh(mesh)
+    if config is not None:
+        check_shardable(config, sizes, expert_parallel)
     check_context_parallel(sizes, context_parallel)
     if expert_parallel and sizes.get("model", 1) == 1:
         raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
@@ -119,10 +163,19 @@ def make_manager(
     mesh: "Mesh | None" = None,
     context_parallel: bool = False,
 ) -> "KVCacheManager":
-    """A manager of a cache for `requests` requests of up to `tokens` tokens, `drafts` of which are guessed at once.
+    """Returns a manager of a cache with room for `requests` requests of up to `tokens` tokens.
 
-    Where a mesh cuts requests, each part has as many slots as the others, and where it splits their context, each
-    device as many blocks.
+    Slots and blocks are rounded up so that every device of the mesh holds the same number.
+
+    Args:
+      config: the model's configuration.
+      requests: number of requests.
+      tokens: number of tokens in a request, prompt included.
+      cache_format: format of the cache's rows.
+      dtype: dtype of the model.
+      drafts: number of draft tokens that a step verifies for a request.
+      mesh: the devices; None for the default device.
+      context_parallel: whether the devices along "model" share a request's blocks.
 
     Raises:
       ValueError: the model's context is shorter, or the format does not fit the model.
@@ -137,14 +190,14 @@ def make_manager(
             f"a request of {tokens} tokens (prompt and new ones) is longer than the model's context: "
             f"max_position_embeddings={limit}"
         )
-    size, parts = block_tokens(config), 1 if mesh is None else mesh.shape.get("data", 1)
-    requests, blocks = -(-requests // parts) * parts, -(-tokens // size)
+    size, groups = block_tokens(config), 1 if mesh is None else mesh.shape.get("data", 1)
+    requests, blocks = -(-requests // groups) * groups, -(-tokens // size)
     devices = mesh.size if mesh is not None and context_parallel else 1
     return KVCacheManager(
         config,
         num_blocks=-(-requests * blocks // devices) * devices,
         max_requests=requests,
-        # Whole blocks, so that prompts of similar lengths share a compiled program.
+        # A multiple of the block size, so that prompts of similar lengths share a compiled program.
         max_context=min(blocks * size, limit),
         block_tokens=size,
         kv_format=cache_format,
@@ -155,22 +208,15 @@ def make_manager(
     )
 
 
-def check_positive(**sizes: int) -> None:
-    """Raises ValueError naming the option whose value is below 1."""
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-
-
-def check_not_negative(**sizes: int) -> None:
-    """Raises ValueError naming the option whose value is below 0."""
-    for name, value in sizes.items():
-        if value < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 0")
+def check_at_least(minimum: int, **values: int | float) -> None:
+    """Raises ValueError, which names the option, if a value is below the minimum."""
+    for name, value in values.items():
+        if not minimum <= value < math.inf:  # nan neither
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises ValueError if the option's file cannot be written; changes nothing."""
+    """Raises ValueError if the option's file cannot be written. Changes nothing on disk."""
     try:
         if path.exists():
             path.open("ab").close()

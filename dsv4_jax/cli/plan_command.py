@@ -11,12 +11,13 @@ from rich.table import Table
 
 from dsv4_jax.cli.options import (
     CacheFormat,
+    ContextParallel,
     Dtype,
     JsonFlag,
-    MeshText,
-    check_mesh_text,
-    check_not_negative,
-    check_positive,
+    MeshOption,
+    check_at_least,
+    mesh_sizes,
+    optional,
 )
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
@@ -32,9 +33,9 @@ _CONTEXTS = tuple(4096 * 4**i for i in range(5))  # 4k to 1M
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand:
-    """Computes how many requests of which context fit into a memory, exact to the byte.
+    """Computes how many requests of a context fit into a memory, exact to the byte.
 
-    A request takes a fixed part (sliding windows, compressor states, a row of the block table) and, for every
+    A request takes a fixed number of bytes (sliding windows, compressor states, a row of the block table) and, for each
     --block-tokens tokens, a block in each compressed pool. The sums are those of the arrays that the cache allocates.
 
     For example:
@@ -43,59 +44,55 @@ class PlanCommand:
 
     Attributes:
       config: v4_flash, v4_pro, or a folder with a config.json.
-      memory: bytes of memory of a device, such as 80GiB (2**30 each) or 80GB (10**9 each).
-      context: tokens that a request may hold.
-      max_requests: the most requests to plan for; also report the longest context that so many requests can have.
-      cache_format: how the cache is quantised. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
-        scale a row. plain: not quantised.
-      dtype: of the model; decides the bytes of plain rows.
-      block_tokens: tokens that a block stands for. Default: 128, or the next multiple of the model's compression rates.
-      max_query_tokens: tokens of a request in a decode step (speculative decoding: more than 1).
-      drafts: K, plan for drafts of the model's multi-token-prediction block: its window, the residual streams that it
-        begins with, and room for steps of 1 + K tokens.
+      memory: memory of a device, such as 80GiB (2**30 bytes each) or 80GB (10**9 bytes each). With --mesh, each device
+        has that much.
+      context: maximum number of tokens in a request.
+      max_requests: maximum number of requests; also report the longest context that so many requests can have.
+      dtype: dtype of the model, which is that of plain rows.
+      block_tokens: number of tokens in a block. Default: 128, or the next multiple of the model's compression rates.
+      max_query_tokens: maximum number of tokens of a request in a decode step (speculative decoding: more than 1).
+      drafts: plan for K drafts of the model's multi-token-prediction block: its window, the residual streams that it
+        starts from, and steps of 1 + K tokens.
       weights: bytes of the memory that are already taken, for instance by the model's weights.
-      mesh: several devices, such as model=4 or data=2,model=2, each with that memory. Requests are shared out along
-        data; along model each device holds the whole cache of its requests.
-      context_parallel: the devices along model hold the compressed entries of their requests between them.
       as_json: print one JSON object instead.
     """
 
     config: Annotated[str, tyro.conf.arg(metavar="DIR|v4_flash|v4_pro")]
     memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
     context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
-    max_requests: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    max_requests: Annotated[int | None, optional("N")] = None
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
-    block_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    block_tokens: Annotated[int | None, optional("N")] = None
     max_query_tokens: int = 1
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
-    weights: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
-    mesh: MeshText = None
-    context_parallel: bool = False
+    weights: Annotated[str | None, optional("SIZE")] = None
+    mesh: MeshOption = None
+    context_parallel: ContextParallel = False
     as_json: JsonFlag = False
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
-        check_positive(context=self.context)
-        check_not_negative(drafts=self.drafts)
+        check_at_least(1, context=self.context)
+        check_at_least(0, drafts=self.drafts)
         if self.max_requests is not None:
-            check_positive(max_requests=self.max_requests)
+            check_at_least(1, max_requests=self.max_requests)
         memory = _parse_size("memory", self.memory)
         weights = 0 if self.weights is None else _parse_size("weights", self.weights)
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = _read_config(self.config, mtp=self.drafts > 0)
-        sizes = check_mesh_text(self.mesh, config, self.context_parallel)
+        sizes = mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one = self.schema(config, self.context)
-        share = _Share(memory - weights, sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel))
-        report = self._report(config, one, memory, weights, share)
+        num_shards, holders = sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel)
+        report = self._report(config, one, memory, weights, _Device(memory - weights, num_shards, holders))
         if self.as_json:
             print(json.dumps(report))
         else:
             _print_report(report, one)
 
     def schema(self, config: "DSV4Config", context: int, requests: int = 1) -> "CacheSchema":
-        """The cache of `requests` requests, each with a full context of `context` tokens."""
+        """Returns the schema of a cache that holds `requests` requests of `context` tokens each."""
         import jax.numpy as jnp
 
         from dsv4_jax.cache import CacheSchema
@@ -113,15 +110,17 @@ class PlanCommand:
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
     def _report(
-        self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int, share: "_Share"
+        self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int, device: "_Device"
     ) -> dict[str, Any]:
         counts = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self.schema(config, context)
-            fit = share.num_shards * share.requests(schema)
+            fit = device.num_shards * device.requests(schema)
             fit = fit if self.max_requests is None else min(fit, self.max_requests)
-            left = share.memory - share.used(schema, -(-fit // share.num_shards))
-            counts.append(dict(context=context, bytes_per_request=share.used(schema, 1), requests=fit, bytes_left=left))
+            left = device.memory - device.used(schema, -(-fit // device.num_shards))
+            counts.append(
+                dict(context=context, bytes_per_request=device.used(schema, 1), requests=fit, bytes_left=left)
+            )
         report: dict[str, Any] = dict(
             config=self.config,
             mesh=self.mesh,
@@ -139,7 +138,7 @@ class PlanCommand:
             fits=counts,
         )
         if self.max_requests is not None:
-            longest = min(share.longest_context(one, self.max_requests), config.max_position_embeddings)
+            longest = min(device.longest_context(one, self.max_requests), config.max_position_embeddings)
             report |= dict(max_requests=self.max_requests, longest_context=longest)
         return report
 
@@ -163,7 +162,7 @@ def _read_config(name: str, *, mtp: bool) -> "DSV4Config":
 
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
-    """Bytes of each part of the cache: of a block, of a request besides its blocks, and of a full request."""
+    """Returns the bytes of each pool: of a block, of a request without its blocks, and of a full request."""
     per_block, per_request = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool(), one.slot_bytes_by_pool()
     return {
         name: dict(per_block=per_block.get(name, 0), per_request=per_request.get(name, 0), full=count)
@@ -172,30 +171,36 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Share:
-    """The memory of one device: `memory` bytes for the requests of one shard, whose blocks lie on `holders` devices."""
+class _Device:
+    """The capacity of one device.
+
+    Attributes:
+      memory: bytes for the cache.
+      num_shards: number of shards of the requests along the mesh's data axis.
+      holders: number of devices that share the blocks of a request.
+    """
 
     memory: int
     num_shards: int
     holders: int
 
     def used(self, one: "CacheSchema", requests: int) -> int:
-        """Bytes that so many full requests of its part take on a device, each as `one` says."""
+        """Returns the bytes that `requests` full requests of its shard take on the device."""
         # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
         slot = one.memory_bytes() - one.max_blocks * one.block_bytes
         return requests * slot + -(-requests * one.max_blocks // self.holders) * one.block_bytes
 
     def requests(self, one: "CacheSchema") -> int:
-        """The most full requests of a part."""
+        """Returns the maximum number of full requests in a shard."""
         slots = one.memory_bytes() + (self.holders - 1) * (one.memory_bytes() - one.max_blocks * one.block_bytes)
         count = self.holders * self.memory // slots
-        # Blocks are whole: a device may hold one more than its share.
+        # A device may hold one block more than its share, because blocks are not divided.
         while self.used(one, count) > self.memory:
             count -= 1
         return count
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
-        """The most tokens that each of so many requests can have; 0 if not even a block fits."""
+        """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
         entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.num_shards)
         fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + entry)
         room = max(0, self.memory - requests * fixed)
@@ -211,15 +216,15 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     dense, paged = report["dense_bf16_bytes_per_token"], report["bytes_per_token"]
     console.print(_rows(one), highlight=False)
 
-    columns = ("part", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
+    columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
     pools = Table(*columns[:1], title="Bytes, over all layers", title_justify="left")
     for column in columns[1:]:
         pools.add_column(column, justify="right")
-    for name, part in report["pools"].items():
-        pools.add_row(name, *_pool_cells(part, tokens))
-    parts = report["pools"].values()
+    for name, pool in report["pools"].items():
+        pools.add_row(name, *_pool_cells(pool, tokens))
     pools.add_section()
-    pools.add_row("sum", *_pool_cells({key: sum(part[key] for part in parts) for key in _PART_KEYS}, tokens))
+    sums = {key: sum(pool[key] for pool in report["pools"].values()) for key in _POOL_KEYS}
+    pools.add_row("sum", *_pool_cells(sums, tokens))
     console.print(pools)
 
     if paged:
@@ -229,7 +234,7 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     free = report["memory_bytes"] - report["weights_bytes"]
     title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
     if report["mesh"]:
-        title += f" on each device of {report['mesh']}" + ", context split" * report["context_parallel"]
+        title += f" on each device of {report['mesh']}" + ", context parallel" * report["context_parallel"]
     fits = Table(title=title, title_justify="left")
     for column in ("context", "bytes a request", "requests", "bytes left"):
         fits.add_column(column, justify="right")
@@ -243,22 +248,22 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
 
 
-_PART_KEYS = ("per_block", "per_request", "full")
+_POOL_KEYS = ("per_block", "per_request", "full")
 
 
-def _pool_cells(part: dict[str, int], block_tokens: int) -> list[str]:
-    per_block, per_request, full = (part[key] for key in _PART_KEYS)
+def _pool_cells(pool: dict[str, int], block_tokens: int) -> list[str]:
+    per_block, per_request, full = (pool[key] for key in _POOL_KEYS)
     return [f"{per_block:,}", f"{per_block / block_tokens:,.2f}", f"{per_request:,}", f"{full:,}"]
 
 
 def _rows(one: "CacheSchema") -> str:
-    """The bytes of one row and one indexer key, field by field."""
+    """Describes the bytes of one row and one indexer key, field by field."""
     keys = [group.key.struct for group in one.groups.values() if group.key is not None]
     texts = [_fields("A KV row", one.window_codec.struct), *(_fields("an indexer key", key) for key in keys[:1])]
     return "; ".join(texts) + "."
 
 
-def _fields(what: str, struct: Any) -> str:
+def _fields(name: str, struct: Any) -> str:
     values = {field.name: getattr(struct, field.name) for field in dataclasses.fields(struct)}
-    sizes = {name: value.size * value.dtype.itemsize for name, value in values.items() if value is not None}
-    return f"{what}: {' + '.join(f'{size} ({name})' for name, size in sizes.items())} = {sum(sizes.values())} bytes"
+    sizes = {field: value.size * value.dtype.itemsize for field, value in values.items() if value is not None}
+    return f"{name}: {' + '.join(f'{size} ({field})' for field, size in sizes.items())} = {sum(sizes.values())} bytes"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +12,18 @@ from rich.table import Table
 
 from dsv4_jax.cli.options import (
     CacheFormat,
+    ContextParallel,
     Dtype,
-    MeshText,
+    ExpertParallel,
+    MeshOption,
     Weights,
-    check_mesh_text,
-    check_not_negative,
-    check_positive,
+    check_at_least,
     check_writable,
     load_model,
     make_manager,
+    mesh_sizes,
     notify,
+    optional,
 )
 from dsv4_jax.data import read_config
 from dsv4_jax.parallel.mesh import make_mesh
@@ -36,9 +39,9 @@ class ScoreCommand:
     """Computes the likelihood of given tokens, running them through the cache.
 
     All rows run as one batch: the first P tokens in chunks of N, the others one at a time, as in decoding. Prints each
-    row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1, each given those before it;
-    and bits per byte of text, if the checkpoint's tokenizer.json turns text into these tokens.
-    With a plain float32 cache, P and N change only the rounding, which is a way to check the cache.
+    row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1. Also prints bits per byte of
+    text, if the checkpoint's tokenizer.json turns text into these tokens. With a plain float32 cache, P and N change
+    only the rounding, which is a way to check the cache.
 
     For example:
       dsv4-jax score --checkpoint path/to/folder --text held_out.txt --out scores.npz --index-topk 64
@@ -50,41 +53,32 @@ class ScoreCommand:
         bits_per_byte [B], float32.
       ids: .npy file with integer token ids [B, T], T at least 2.
       text: UTF-8 file to score as one row, in place of --ids. Needs a tokenizer.json in the checkpoint's folder.
-      chunk: N, tokens of each row that go through the model at once.
-      decode_from: P; 0 = every token one at a time. Default: T, so that all tokens go in chunks.
-      cache_format: how the cache is quantised. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32
-        scale a row. plain: not quantised.
-      dtype: of activations, and of weights unless --weights says otherwise.
-      weights: dtype of embedding and linear weights in memory. stored: weights that are FP8 or FP4 in the files stay
-        so, for kernels that read them, or are dequantised on use. Default: stored on a GPU, else --dtype.
-      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
-        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
-        the whole model. Default: one device.
-      expert_parallel: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
-      context_parallel: the devices along the mesh's axis "model" hold the compressed entries of a request between
-        them: so many times more fit.
-      index_topk: entries that a token attends to in CSA layers. Default: what config.json says.
-      window_only: attend to the sliding window only, and to no compressed entry, in any layer.
-      drafts: K, also write what the model's multi-token-prediction block predicts: mtp_logits [B, T-1, vocab] float32,
-        given the true next tokens; draft_tokens [B, T, K] int32, its greedy drafts after tokens 0 to t and the model's
-        own choice of the next, and draft_logits [B, T, K, vocab] float32. Needs a checkpoint with that block.
-      layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, what enters and leaves the attention of each
-        layer L.
+      chunk: number of tokens N of each row in a prefill step.
+      decode_from: number of tokens P before the first decode step; 0 = every token one at a time. Default: T, so
+        that all tokens go in chunks.
+      dtype: dtype of activations, and of weights unless --weights is given.
+      index_topk: number of entries that a token attends to in CSA layers. Default: as in config.json.
+      window_only: attend to the sliding window only, in all layers.
+      drafts: number of drafts K; also write the predictions of the model's multi-token-prediction block: mtp_logits
+        [B, T-1, vocab] float32, given the true next tokens; draft_tokens [B, T, K] int32, the greedy drafts after
+        tokens 0 to t and the model's own next token; draft_logits [B, T, K, vocab] float32. Needs a checkpoint with
+        that block.
+      layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, the input and output of attention in layer L.
     """
 
     checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     out: Annotated[Path, tyro.conf.arg(metavar="FILE.npz")]
-    ids: Annotated[Path | None, tyro.conf.arg(metavar="FILE.npy", help_behavior_hint="")] = None
-    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE.txt", help_behavior_hint="")] = None
+    ids: Annotated[Path | None, optional("FILE.npy")] = None
+    text: Annotated[Path | None, optional("FILE.txt")] = None
     chunk: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    decode_from: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
+    decode_from: Annotated[int | None, optional("P")] = None
     cache_format: CacheFormat = "v4"
     dtype: Dtype = "bfloat16"
     weights: Weights = None
-    mesh: MeshText = None
-    expert_parallel: bool = False
-    context_parallel: bool = False
-    index_topk: Annotated[int | None, tyro.conf.arg(metavar="K", help_behavior_hint="")] = None
+    mesh: MeshOption = None
+    expert_parallel: ExpertParallel = False
+    context_parallel: ContextParallel = False
+    index_topk: Annotated[int | None, optional("K")] = None
     window_only: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     layers: bool = False
@@ -92,63 +86,53 @@ class ScoreCommand:
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
         # All mistakes are found before the weights are read, which takes long; most before JAX is imported.
-        check_positive(chunk=self.chunk)
-        check_not_negative(drafts=self.drafts)
+        check_at_least(1, chunk=self.chunk)
+        check_at_least(0, drafts=self.drafts)
         if self.drafts and self.window_only:
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         check_writable("out", self.out)
         config = read_config(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
-            check_positive(index_topk=self.index_topk)
+            check_at_least(1, index_topk=self.index_topk)
             config = dataclasses.replace(config, index_topk=self.index_topk)
-        mesh_sizes = check_mesh_text(self.mesh, config, self.context_parallel, self.expert_parallel)
+        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
+        sharding = mesh_sizes(self.mesh, config, **parallel)
         notify(f"Starting JAX and reading {self.checkpoint} ...")
         import numpy as np
-        from rich.progress import Progress
 
         from dsv4_jax.checkpoint import read_tokenizer
         from dsv4_jax.cli.scoring import log_likelihoods, score_ids, text_bytes
 
-        mesh = make_mesh(mesh_sizes) if mesh_sizes else None
+        mesh = make_mesh(sharding) if sharding else None
         tokenizer = read_tokenizer(self.checkpoint)
         ids = self._read_tokens(tokenizer)
         rows, total = ids.shape
         prefill = total if self.decode_from is None else self.decode_from
         if not 0 <= prefill <= total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        cut = dict(mesh=mesh, context_parallel=self.context_parallel)
-        manager = make_manager(config, rows, total, self.cache_format, self.dtype, drafts=self.drafts, **cut)
+        cache = dict(drafts=self.drafts, mesh=mesh, context_parallel=self.context_parallel)
+        manager = make_manager(config, rows, total, self.cache_format, self.dtype, **cache)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        cut = dict(mesh=mesh, expert_parallel=self.expert_parallel)
-        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, **cut)
+        placement = dict(mesh=mesh, expert_parallel=self.expert_parallel)
+        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, **placement)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         options: dict[str, Any] = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
-        steps = score_ids(model, manager, ids, sizes, **options)
-        results: dict[str, Any] = {}
-        at = 0
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task("Scoring", total=total)
-            for part, n in zip(steps, sizes, strict=True):
-                for name, value in part.items():
-                    whole = results.setdefault(name, np.empty((rows, total, *value.shape[2:]), value.dtype))
-                    whole[:, at : at + n] = value
-                at += n
-                progress.advance(bar, n)
+        results = _collect(score_ids(model, manager, ids, sizes, **options), rows, sizes)
         if self.drafts:
-            results["mtp_logits"] = results["mtp_logits"][:, 1:]  # nothing is before the first token
+            results["mtp_logits"] = results["mtp_logits"][:, 1:]  # nothing precedes the first token
         likelihoods = np.stack([log_likelihoods(*row) for row in zip(results["logits"], ids, strict=True)])
         means = likelihoods.mean(axis=1)
         results |= dict(log_likelihoods=likelihoods, perplexity=np.exp(-means))
         if tokenizer and (lengths := text_bytes(tokenizer, ids)):
             nats = -likelihoods.sum(axis=1, dtype=np.float64)
             results["bits_per_byte"] = (nats / np.log(2) / lengths).astype(np.float32)
-        with self.out.open("wb") as file:  # savez would add an ending to a bare name
+        with self.out.open("wb") as file:  # given a path, savez would add an ending
             np.savez(file, **results)
         _print_table(means, results.get("bits_per_byte"), total)
 
     def _read_tokens(self, tokenizer: "Tokenizer | None") -> "np.ndarray":
-        """[B, T] ids from --ids or --text."""
+        """Returns the ids [B, T] of --ids or --text."""
         import numpy as np
 
         from dsv4_jax.cli.scoring import read_ids
@@ -167,6 +151,24 @@ class ScoreCommand:
         if len(ids) < 2:
             raise ValueError(f"--text {self.text} has {len(ids)} tokens; scoring needs at least 2")
         return np.asarray([ids], np.int32)
+
+
+def _collect(steps: "Iterator[dict[str, np.ndarray]]", rows: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Joins the arrays [B, n, ...] of steps along the tokens; shows a progress bar meanwhile."""
+    import numpy as np
+    from rich.progress import Progress
+
+    results: dict[str, Any] = {}
+    at = 0
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("Scoring", total=sum(sizes))
+        for step, n in zip(steps, sizes, strict=True):
+            for name, value in step.items():
+                whole = results.setdefault(name, np.empty((rows, sum(sizes), *value.shape[2:]), value.dtype))
+                whole[:, at : at + n] = value
+            at += n
+            progress.advance(bar, n)
+    return results
 
 
 def _print_table(means: "np.ndarray", bits: "np.ndarray | None", total: int) -> None:

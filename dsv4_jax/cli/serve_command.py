@@ -8,16 +8,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from dsv4_jax.cli.options import (
     CacheFormat,
+    ContextParallel,
     Dtype,
-    MeshText,
+    ExpertParallel,
+    MeshOption,
     Weights,
-    check_mesh_text,
-    check_positive,
+    check_at_least,
     load_model,
+    mesh_sizes,
+    optional,
 )
 from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
 from dsv4_jax.parallel.mesh import make_mesh
@@ -30,10 +31,10 @@ _KEY_VARIABLE = "DSV4_JAX_API_KEY"
 class ServeCommand:
     """Serves a model over HTTP, in OpenAI's protocol.
 
-    Clients that talk to OpenAI talk to http://HOST:PORT/v1: the openai package, chat front ends, load generators. The
-    page at / takes a prompt and shows tokens, accepted drafts and cache use. /health, /ready and /metrics (Prometheus)
-    are for who runs the server. It listens at once, and answers when its programs are compiled, which /ready tells.
-    Ctrl-C or SIGTERM lets running requests end.
+    OpenAI's clients connect to http://HOST:PORT/v1: the openai package, chat front ends, load generators. The page at /
+    takes a prompt and shows tokens, accepted drafts and cache use. /health, /ready and /metrics (Prometheus) are
+    operational endpoints. The server listens at once, and answers when its programs are compiled; /ready tells when.
+    After Ctrl-C or SIGTERM, running requests may finish.
 
     For example:
       dsv4-jax serve
@@ -46,48 +47,43 @@ class ServeCommand:
     Attributes:
       checkpoint: folder with config.json and safetensors files, and tokenizer.json for text. Default: the packaged
         model.
-      host: address to listen at. Others than 127.0.0.1 need an API key.
+      host: address to listen at. Any other than 127.0.0.1 needs an API key.
       port: port to listen at; 0 takes a free one.
-      api_key: what clients must send as Authorization: Bearer KEY. Default: the environment variable DSV4_JAX_API_KEY,
-        which other users of the machine do not see.
+      api_key: key that clients must send as Authorization: Bearer KEY. Default: the environment variable
+        DSV4_JAX_API_KEY, which other users of the machine do not see.
       insecure: listen at any address without an API key.
-      mesh: several devices, such as model=4 or data=2,model=2. model: heads, experts and vocabulary are cut over 4
-        devices, which run the same requests. data: requests are cut over 2 such groups of devices, each of which holds
-        the whole model. Default: one device.
-      expert_parallel: each device along the mesh's axis "model" holds some of the experts, instead of a part of each.
-      context_parallel: the devices along the mesh's axis "model" hold the compressed entries of a request between
-        them: so many times more fit.
-      model_name: what clients call the model. Default: the name of the checkpoint's folder.
-      max_requests: requests that run at once; each has a slot in the cache.
-      max_waiting: requests that wait for a slot at most; others get status 429.
-      context: tokens of a request at most, prompt and new ones. Default: 4096, or the model's context if it is shorter.
-      memory: of the cache, such as 20GiB. When its blocks are all taken, requests wait. Default: what full slots need.
-      token_budget: tokens a step runs at most. More read prompts faster and delay running requests longer.
-      drafts: tokens a step that prompt lookup may guess of each request; 0 = no speculative decoding.
-      num_scheduler_steps: decode steps that run on the device without the host between them while nobody waits; their
-        tokens come together. Needs --drafts 0, and pays with several GPUs, where the host is slower than the steps.
-      batch_invariant: run all steps in one program: a request and its seed then give the same tokens whatever else
-        runs, to the last bit of a logit. Decode steps are slower.
-      request_seconds: the longest that a request may take, waiting included.
-      grace_seconds: how long running requests may go on when the server is told to stop.
-      cache_format: how the cache is quantised, as for generate.
-      dtype: of activations, and of weights unless --weights says otherwise.
-      weights: dtype of embedding and linear weights in memory, as for generate.
+      model_name: name of the model in the API. Default: the name of the checkpoint's folder.
+      max_requests: maximum number of running requests; each has a slot in the cache.
+      max_waiting: maximum number of requests that wait for a slot; further ones get status 429.
+      context: maximum number of tokens in a request, prompt and new ones. Default: 4096, or the model's context if
+        it is shorter.
+      memory: size of the cache, such as 20GiB. Requests wait while all its blocks are taken. Default: enough for
+        --max-requests requests of --context tokens.
+      token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
+        longer.
+      drafts: number of tokens that prompt lookup may draft for a request in a step; 0 = no speculative decoding.
+      num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
+        tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
+      batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
+        last bit. Decode steps are slower.
+      request_seconds: time limit of a request, waiting included.
+      grace_seconds: time that running requests have to finish after the server is told to stop.
+      dtype: dtype of activations, and of weights unless --weights is given.
     """
 
-    checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    checkpoint: Annotated[Path | None, optional("DIR")] = None
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
+    api_key: Annotated[str | None, optional("KEY")] = None
     insecure: bool = False
-    mesh: MeshText = None
-    expert_parallel: bool = False
-    context_parallel: bool = False
-    model_name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    mesh: MeshOption = None
+    expert_parallel: ExpertParallel = False
+    context_parallel: ContextParallel = False
+    model_name: Annotated[str | None, optional("NAME")] = None
     max_requests: int = 16
     max_waiting: int = 256
-    context: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    context: Annotated[int | None, optional("TOKENS")] = None
+    memory: Annotated[str | None, optional("SIZE")] = None
     token_budget: int = 256
     drafts: int = 2
     num_scheduler_steps: int = 1
@@ -128,19 +124,15 @@ class ServeCommand:
             HTTPServer(create_app(engine, tokenizer, options), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self) -> str | None:
-        """Checks the options; returns the API key."""
+        """Checks the options and returns the API key."""
         steps = self.num_scheduler_steps
-        check_positive(max_requests=self.max_requests, token_budget=self.token_budget, num_scheduler_steps=steps)
+        check_at_least(1, max_requests=self.max_requests, token_budget=self.token_budget, num_scheduler_steps=steps)
+        check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
+        check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if steps > 1 and (self.drafts or self.batch_invariant):
-            raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch_invariant")
+            raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch-invariant")
         if self.context is not None:
-            check_positive(context=self.context)
-        for name in ("max_waiting", "drafts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0")
-        for name in ("request_seconds", "grace_seconds"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 0")
+            check_at_least(1, context=self.context)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port {self.port} must be from 0 to 65535")
         api_key = os.environ.get(_KEY_VARIABLE) if self.api_key is None else self.api_key
@@ -164,15 +156,16 @@ class ServeCommand:
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        sizes = check_mesh_text(self.mesh, config, self.context_parallel, self.expert_parallel)
+        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
+        sizes = mesh_sizes(self.mesh, config, **parallel)
         mesh = make_mesh(sizes) if sizes else None
         size = block_tokens(config)
-        full = self.max_requests * -(-context // size)
-        full += -full % math.prod(sizes.values())
+        blocks = self.max_requests * -(-context // size)
+        blocks += -blocks % math.prod(sizes.values())
         manager = KVCacheManager(
             config,
             memory=self.memory,
-            num_blocks=full if self.memory is None else None,
+            num_blocks=blocks if self.memory is None else None,
             max_requests=self.max_requests,
             max_context=context,
             block_tokens=size,
@@ -182,8 +175,8 @@ class ServeCommand:
             mesh=mesh,
             context_parallel=self.context_parallel,
         )
-        cut = dict(mesh=mesh, expert_parallel=self.expert_parallel)
-        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, **cut)
+        sharding = dict(mesh=mesh, expert_parallel=self.expert_parallel)
+        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, **sharding)
         return Engine(
             model,
             manager,

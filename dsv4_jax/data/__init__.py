@@ -1,4 +1,4 @@
-"""The small trained model that comes with the package, and what commands and benchmarks assume of checkpoints."""
+"""The small trained model that comes with the package, and defaults of commands and benchmarks for checkpoints."""
 
 import math
 from importlib import resources
@@ -11,16 +11,16 @@ BLOCK_TOKENS = 128  # a multiple of the released models' compression rates
 
 
 def block_tokens(config: DSV4Config) -> int:
-    """Tokens a block stands for by default: the least multiple of all compression rates from `BLOCK_TOKENS` on."""
+    """Returns the default number of tokens per block: the first common multiple of all rates from `BLOCK_TOKENS` on."""
     multiple = math.lcm(*(spec.compress_rate or 1 for spec in config.layers))
     return multiple * -(-BLOCK_TOKENS // multiple)
 
 
 def packaged_checkpoint() -> Path:
-    """Folder of the small trained model that comes with the package."""
+    """Returns the folder of the small trained model that comes with the package."""
     return Path(str(resources.files("dsv4_jax") / "data" / "king_james"))
 
 
 def read_config(checkpoint: Path, *, mtp: bool = False) -> DSV4Config:
-    """The configuration of a checkpoint: config.json in the folder, or beside the file; `mtp` as in `from_hf`."""
+    """Reads the config.json in a checkpoint's folder, or beside its file; `mtp` as in `DSV4Config.from_hf`."""
     return DSV4Config.from_hf(checkpoint.with_name("config.json") if checkpoint.is_file() else checkpoint, mtp=mtp)

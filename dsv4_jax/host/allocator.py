@@ -1,4 +1,4 @@
-"""A free list of blocks, and how many owners each block has."""
+"""A free list of blocks with a reference count for each block."""
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
@@ -7,37 +7,38 @@ from dsv4_jax.host.cache_errors import CacheFullError
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. num_blocks - 1, of which each of `shards` has as many as the others, one after another.
+    """Hands out block ids 0 .. num_blocks - 1. Each shard owns an equal, contiguous range of ids.
 
-    In a shard, `devices` have equal shares of its blocks, one after another; at first they give in turn.
+    Within a shard each of `devices` owns an equal, contiguous range in turn. A new allocator hands out one block of
+    each device in rotation.
 
-    A block is free or has as many owners as its reference count says. Bad arguments raise and change nothing. If an
-    exception interrupts a method halfway, `recount` restores the counts from what the owners hold.
+    A block is free, or its reference count is its number of owners. Bad arguments raise and change nothing. If an
+    exception interrupts a method, `recount` restores the counts from the blocks that the owners list.
 
     Attributes:
-      num_blocks: all blocks, free or not, of all shards.
-      shards: how many there are.
+      num_blocks: number of blocks, free or not, in all shards.
+      num_shards: number of shards.
       listener: called with the blocks whose counts `share` and `release` changed; None = no listener.
     """
 
     def __init__(self, num_blocks: int, num_shards: int = 1, devices: int = 1):
-        """All blocks free.
+        """Makes an allocator whose blocks are all free.
 
         Raises:
-          ValueError: `num_blocks` is no positive multiple of `shards` times `devices`.
+          ValueError: `num_blocks` is not a positive multiple of `num_shards * devices`.
         """
         if num_blocks < 1 or num_blocks % (num_shards * devices):
             raise ValueError(f"{num_blocks=} must be at least 1, and a multiple of {num_shards * devices}")
         self.num_blocks, self.num_shards = num_blocks, num_shards
         self._references = [0] * num_blocks
-        # Stacks, one a shard: the block freed last is handed out next; at first they come as 0, 1, 2, ...
+        # One stack per shard: the block freed last is handed out next. A new stack yields 0, 1, 2, ...
         share = num_blocks // (num_shards * devices)
         self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
         self.listener: Callable[[Iterable[int]], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """How many blocks are free, in all shards."""
+        """The number of free blocks in all shards."""
         return sum(map(len, self._free))
 
     def shard(self, block: int) -> int:
@@ -45,7 +46,7 @@ class BlockAllocator:
         return block // (self.num_blocks // self.num_shards)
 
     def free_in(self, shard: int) -> int:
-        """How many blocks of a shard are free."""
+        """The number of free blocks in a shard."""
         return len(self._free[shard])
 
     def acquire(self, n: int, shard: int = 0) -> list[int]:
@@ -104,7 +105,7 @@ class BlockAllocator:
         self._notify(drops)
 
     def references(self, block: int) -> int:
-        """How many owners a block has; 0 = free.
+        """Returns the number of owners of a block; 0 = free.
 
         Raises:
           ValueError: the id is unknown.
@@ -114,7 +115,7 @@ class BlockAllocator:
         return self._references[block]
 
     def state(self) -> tuple[list[int], list[int]]:
-        """(free blocks, references of every block), copies."""
+        """Returns copies of (free blocks, reference counts of all blocks)."""
         return [block for free in self._free for block in free], list(self._references)
 
     def recount(self, held: Iterable[int]) -> None:
@@ -122,7 +123,7 @@ class BlockAllocator:
         references = [0] * self.num_blocks
         for block in held:
             references[block] += 1
-        # Blocks that turn out to be free go on top of the stack, the lowest first.
+        # Blocks that become free go on top of the stack, the lowest id first.
         free = dict.fromkeys([*self.state()[0], *range(self.num_blocks - 1, -1, -1)])
         self._free, self._references = self._by_shard(block for block in free if not references[block]), references
 

@@ -14,20 +14,20 @@ from dsv4_jax.host.request_table import RequestTable
 
 
 def block_sums(table: RequestTable, cache: KVCache, blocks: list[int]) -> np.ndarray:
-    """[layers, n] uint32 checksums of blocks."""
+    """Returns checksums of blocks, [layers, n] uint32."""
     sums = [jax.device_get(checksum_blocks(cache, table.put(ids))) for _, ids in table.block_chunks(blocks)]
     return np.concatenate(sums, axis=1)[:, : len(blocks)]
 
 
 def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> np.ndarray:
-    """[layers] uint32 checksums of a snapshot."""
+    """Returns checksums of a snapshot, [layers] uint32."""
     return jax.device_get(_checksum_rows(schema, rows))
 
 
 def check_blocks(table: RequestTable, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
-    """Compares `CachedBlock`s with the checksums they got when they were cached, if any; skips those evicted since.
+    """Compares `CachedBlock`s with the checksums that were taken when they were cached, and skips evicted ones.
 
-    Raises CacheCorruptionError if bytes have changed; its message begins with `reader`, who wants to read them.
+    Raises CacheCorruptionError if bytes have changed. The message begins with `reader`, the name of the reader.
     """
     nodes = [node for node in nodes if node.alive and node.sums is not None]
     if not nodes:
@@ -42,7 +42,7 @@ def check_blocks(table: RequestTable, cache: KVCache, nodes: Iterable[Any], read
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
-    """Compares the snapshot of a `CachedBlock`, if it has one with checksums; raises as `check_blocks`."""
+    """Compares the snapshot of a `CachedBlock` with its checksums, if it has both; raises like `check_blocks`."""
     if node.snapshot is None or node.snapshot_sums is None:
         return
     if bad := np.flatnonzero(snapshot_sums(schema, node.snapshot) != node.snapshot_sums).tolist():

@@ -1,6 +1,6 @@
-"""What a manager does with a request's bytes on the device: copies of the request, and a shorter one.
+"""Forks and truncates requests: the implementation of `KVCacheManager.fork` and `truncate`.
 
-Both launch one program that donates the cache; the manager says what they promise.
+Each launches one program that donates the cache.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from dsv4_jax.host.request_table import RequestState, RequestTable
 
 
 def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
-    """Does `KVCacheManager.fork`."""
+    """Implements `KVCacheManager.fork`."""
     parent = table.state(slot)
     if n < 1:
         raise ValueError(f"{n=} must be at least 1")
@@ -36,7 +36,7 @@ def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[i
 
 
 def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
-    """Does `KVCacheManager.truncate`."""
+    """Implements `KVCacheManager.truncate`."""
     state = table.state(slot)
     if not 0 <= length <= state.length:
         raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
@@ -66,7 +66,7 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
 
 
 def _copy_request(table, cache, source, states, block, copies):
-    """The cache after the slots of `states` became copies of `source`, and `copies` by slot copies of `block`."""
+    """Copies slot `source` to the slots of `states`, and `block` to each block of `copies`."""
     max_requests = table.schema.max_requests
     slots, blocks = np.full((2, max_requests), -1, np.int32)
     copied = list(itertools.chain.from_iterable(copies.values()))

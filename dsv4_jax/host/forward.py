@@ -1,4 +1,4 @@
-"""What a manager does to build a step's inputs; the manager says what it promises."""
+"""Builds the inputs of a step: the implementation of `KVCacheManager.prepare_forward`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def prepare_forward(
     prefill_size: int | None,
     decode_size: int | None,
 ) -> Batch:
-    """Does `KVCacheManager.prepare_forward`, of token ids [n] int32 by slot."""
+    """Implements `KVCacheManager.prepare_forward` for checked token ids [n] int32 by slot."""
     schema, counts = table.schema, {slot: len(new) for slot, new in tokens.items()}
     padded = table.slots_per_shard if decode_size is None else decode_size
     per_shard = [
@@ -31,7 +31,7 @@ def prepare_forward(
             where = "" if table.num_shards == 1 else f" in shard {per_shard.index(most)} of {table.num_shards}"
             raise ValueError(f"{prefill_size=} is less than the step's {most} tokens{where}")
     missing = {slot: table.missing_blocks(slot, count + reserve) for slot, count in counts.items()}
-    # Each request may open ceil(tokens / block_tokens) blocks: together at most one more each than their sum.
+    # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
     max_new_blocks = table.slots_per_shard * (1 + table.blocks_for(reserve)) + table.blocks_for(padded)
     arrays = dict(
         token_ids=np.zeros((table.num_shards, padded), np.int32),
@@ -50,10 +50,10 @@ def prepare_forward(
             arrays["positions"][here] = np.arange(state.length, state.length + len(new))
             arrays["slots"][here] = own
             blocks = state.blocks + acquired[slot]
-            # Of a larger reservation only what this step can reach: that bounds the size of new_blocks.
+            # Only blocks that this step can reach are published, which bounds the size of new_blocks.
             published = max(state.published_blocks, table.blocks_for(state.length + len(new) + reserve))
             opened = range(state.published_blocks, published)
-            new_blocks[shard] += [(own, index, table.own_block(blocks[index])) for index in opened]
+            new_blocks[shard] += [(own, index, table.local_block(blocks[index])) for index in opened]
             reset_slots[shard] += [own] if state.is_new else []
             state = dataclasses.replace(state, blocks=blocks, published_blocks=published, is_new=False)
             states[slot] = state.extended(len(new), schema)
@@ -67,7 +67,7 @@ def prepare_forward(
 
 
 def first_tokens(table: RequestTable, counts: Mapping[int, int], size: int) -> dict[int, int]:
-    """{slot: index of its first token} in a batch of `size` tokens a shard, to which slots bring `counts` tokens."""
+    """Returns {slot: index of its first token} in a batch with `size` tokens per shard, for `counts` tokens by slot."""
     ends, starts = [shard * size for shard in range(table.num_shards)], {}
     for slot, count in counts.items():
         shard = table.shard(slot)

@@ -1,4 +1,4 @@
-"""What two caches must have in common for a request's bytes to mean the same in both."""
+"""The properties that two caches must share to exchange the bytes of a request."""
 
 import hashlib
 import json
@@ -8,9 +8,9 @@ from dsv4_jax.cache import CacheSchema
 
 
 def identity(schema: CacheSchema, key: str) -> dict[str, str]:
-    """Everything that decides a request's bytes, as {name: value}; not the numbers of blocks and slots or the context.
+    """Returns everything that decides a request's bytes, as {name: value}.
 
-    `key` names the weights, which the geometry cannot tell apart.
+    The numbers of blocks and slots and the context length do not matter. `key` names the weights.
     """
     return {
         "key": key,
@@ -22,13 +22,13 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
 
 
 def fingerprint(schema: CacheSchema, key: str) -> bytes:
-    """16 bytes that differ if `identity` does."""
+    """Returns a 16-byte hash of `identity`."""
     text = json.dumps(identity(schema, key), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> None:
-    """Raises ValueError if a request that was made under the identity `have` does not fit this cache."""
+    """Raises ValueError unless the identity `have` of a request equals that of this cache."""
     for name, want in identity(schema, key).items():
         if have.get(name) != want:
             raise ValueError(f"the request was made with {name}={have.get(name)!r}, this cache has {name}={want!r}")

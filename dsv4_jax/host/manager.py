@@ -32,7 +32,7 @@ class KVCacheManager(Summarised):
 
     Attributes:
       schema: geometry of the cache.
-      requests: slots, lengths and blocks of all requests; for the other modules of this package.
+      requests: table of slots, lengths and blocks of all requests; for other modules of this package.
     """
 
     def __init__(
@@ -50,27 +50,27 @@ class KVCacheManager(Summarised):
         mesh: Mesh | None = None,
         context_parallel: bool = False,
     ):
-        """A manager without requests. Give either `memory` or `num_blocks`.
+        """Makes a manager without requests. Give either `memory` or `num_blocks`.
 
         Args:
           config: the model.
-          memory: for what a device holds of the cache, in bytes or as text ("20GiB"); no more is used than full slots
-            need.
-          num_blocks: blocks of each compressed pool.
-          max_requests: slots, and the smallest number of tokens a step is padded to.
-          max_context: tokens a request may hold.
-          block_tokens: tokens a block stands for; a multiple of the model's compression rates.
-          kv_format: what the cache's bytes mean: "v4", "per_entry", "plain" or a `KVFormat`.
-          dtype: the model's dtype.
-          max_query_tokens: tokens a request may bring to a decode step, and one more than it may rewind.
-          mesh: the devices that the cache lies on, for instance `jax.make_mesh((2, 4), ("data", "model"))`. The axis
-            "data" cuts slots and blocks into shards, each with requests of its own; along "model" each device holds all
-            of a shard. `load_checkpoint` takes the same mesh. None = the default device.
-          context_parallel: the devices along "model" hold the compressed entries of a shard's requests between them, so
-            that there is room for as many times more; windows and compressor states they hold all.
+          memory: memory for the cache on each device, in bytes or as text ("20GiB"). The cache takes at most what full
+            slots need.
+          num_blocks: number of blocks in each compressed pool.
+          max_requests: number of slots, and the smallest number of tokens that a step is padded to.
+          max_context: largest number of tokens in a request.
+          block_tokens: number of tokens per block; a multiple of the model's compression rates.
+          kv_format: byte format of the cache: "v4", "per_entry", "plain" or a `KVFormat`.
+          dtype: dtype of the model.
+          max_query_tokens: number of tokens that a request may bring to a decode step. It may rewind one less.
+          mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
+            are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
+            `load_checkpoint` takes the same mesh. None = the default device.
+          context_parallel: shard the compressed entries over "model" too, which multiplies the room for them. Windows
+            and compressor states are replicated along "model".
 
         Raises:
-          TypeError, ValueError: both or none of `memory` and `num_blocks`, sizes that make no cache, or a mesh that
+          TypeError, ValueError: both or none of `memory` and `num_blocks` are given, a size is invalid, or the mesh
             does not divide the model, `max_requests` or `num_blocks`.
         """
         shards = count_shards(mesh)
@@ -103,27 +103,27 @@ class KVCacheManager(Summarised):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices that the cache lies on; None = the default device."""
+        """The devices that hold the cache; None = the default device."""
         return self.requests.mesh
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of the admitted requests, ascending."""
+        """The slots of the admitted requests in ascending order."""
         return tuple(sorted(self.requests.states))
 
     @property
     def free_slots(self) -> int:
-        """How many requests can still be admitted."""
+        """The number of requests that can still be admitted."""
         return self.schema.max_requests - len(self.requests.states)
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that neither a request nor the prefix cache holds."""
+        """The number of blocks that neither a request nor the prefix cache holds."""
         return self.requests.allocator.num_free
 
     @property
     def block_table(self) -> np.ndarray:
-        """[max_requests, max_blocks] int32 copy of the device's block table for admitted slots; -1 = none.
+        """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = none.
 
         On a mesh with an axis "data" each shard numbers its blocks from 0.
         """
@@ -133,32 +133,32 @@ class KVCacheManager(Summarised):
         return table
 
     def length(self, slot: int) -> int:
-        """Tokens a request holds."""
+        """Returns the number of tokens that a request holds."""
         return self.requests.state(slot).length
 
     def min_length(self, slot: int) -> int:
-        """The shortest length a request can be rewound to: the rings hold no rows from further back."""
+        """Returns the shortest length for `rewind`: the rings hold no rows from further back."""
         return self.requests.state(slot).min_length
 
     def init_cache(self) -> KVCache:
-        """An empty cache of this geometry, for a manager none of whose requests has run a step."""
+        """Makes an empty cache. No request of this manager may have run a step yet."""
         return KVCache.zeros(self.schema, self.mesh)
 
     def check_cache(self, cache: KVCache) -> None:
-        """Raises ValueError if a cache is not of this manager's geometry."""
+        """Raises ValueError unless the cache has this manager's geometry."""
         if found := cache.schema.differences(self.schema, "manager"):
             raise ValueError(f"the cache is of another manager: {found}")
 
     def check_ids(self, ids: object, name: str = "prompt_ids") -> np.ndarray:
-        """Token ids as an int32 array.
+        """Returns token ids as an int32 array.
 
         Args:
-          ids: [n] what should be the token ids of one request.
-          name: how errors call them.
+          ids: [n] token ids of one request.
+          name: name of the argument in errors.
 
         Raises:
-          TypeError: they are not whole numbers.
-          ValueError: none, not one-dimensional, or outside the vocabulary.
+          TypeError: the ids are not whole numbers.
+          ValueError: there are no ids, they are not one-dimensional, or one is outside the vocabulary.
         """
         array = np.asarray(ids)
         if array.size == 0:
@@ -179,14 +179,14 @@ class KVCacheManager(Summarised):
         """Gives a new request a slot. Reserves no blocks: `allocate` or `prepare_forward` does.
 
         Args:
-          prompt_ids: [n] the prompt, to check that it can run at all.
-          num_tokens: how many tokens the request will hold in the end, instead of the prompt or besides it.
+          prompt_ids: [n] token ids of the prompt, to check that it can run at all.
+          num_tokens: number of tokens that the request will hold in the end, prompt included.
 
         Returns:
-          The slot: the lowest free one; on a mesh with an axis "data", of the emptiest shard that has room.
+          The lowest free slot; on a mesh with an axis "data", that of the emptiest shard with room.
 
         Raises:
-          TypeError, ValueError: bad ids, or more tokens than `max_context` or all the blocks hold.
+          TypeError, ValueError: the ids are bad, or there are more tokens than `max_context` or all blocks hold.
           CacheFullError: every slot is taken.
         """
         slot = find_slot(self.requests, 0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
@@ -197,8 +197,8 @@ class KVCacheManager(Summarised):
         """Reserves blocks so that a request can take `num_tokens` more tokens whatever other requests do meanwhile.
 
         Raises:
-          ValueError: the slot is not admitted, a negative number, or more than `max_context` in all.
-          CacheFullError: not enough blocks are free.
+          ValueError: the slot is not admitted, the number is negative, or the total exceeds `max_context`.
+          CacheFullError: too few blocks are free.
         """
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
@@ -217,27 +217,27 @@ class KVCacheManager(Summarised):
     ) -> Batch:
         """Builds a step's inputs, reserves the blocks it needs and counts its tokens as held.
 
-        Sizes are padded so that few programs get compiled: T to `max_requests`, or beyond it to `prefill_size` or else
-        the next power of two; the number of new blocks follows from T and `reserve`. The arrays reach the device in
-        one explicit transfer. On a mesh with an axis "data" each of its shards has so many tokens and slots of its own,
-        those of one shard after those of another; all sizes here are those of a shard.
+        The number of tokens T is padded so that few programs are compiled: to `max_requests`, or beyond it to
+        `prefill_size` or else the next power of two. The number of new blocks follows from T and `reserve`. The arrays
+        reach the device in one explicit transfer. On a mesh with an axis "data" every size here is that of one shard,
+        and the arrays hold the shards one after another.
 
         Args:
-          tokens: for each slot of the step, the ids [n] that follow what it holds.
-          reserve: further tokens for each of these slots that will be decoded on the device without coming back here:
-            their blocks are in the batch too. Report what was decoded with `advance`.
-          prefill_size: the one T of all steps that are not decode steps. In a decode step no request brings more than
-            `max_query_tokens` tokens, and all together bring at most `decode_size`. With this bound two programs do.
-          decode_size: with `prefill_size`, the T of decode steps; default `max_requests`. More makes room for drafted
-            tokens, 0 makes every step one of `prefill_size`.
+          tokens: {slot: [n] token ids that follow the request's tokens}.
+          reserve: number of further tokens per slot that the device will decode without the host. Their blocks are in
+            the batch too. Report the decoded tokens with `advance`.
+          prefill_size: T of all steps that are not decode steps. A decode step has at most `max_query_tokens` tokens
+            per request and `decode_size` in all. With `prefill_size` two programs are enough.
+          decode_size: T of decode steps with `prefill_size`; default `max_requests`. A larger size makes room for draft
+            tokens; 0 gives every step the size `prefill_size`.
 
         Returns:
-          The batch; the caller runs it. Requests, of each shard, stand in the order of `tokens`.
+          The batch for the caller's step. Within a shard, requests stand in the order of `tokens`.
 
         Raises:
-          TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, or more tokens than `max_context` in
-            all or `prefill_size` in the step.
-          CacheFullError: not enough blocks are free.
+          TypeError, ValueError: no tokens, bad ids, a slot that is not admitted, or more tokens than `max_context` or
+            `prefill_size` allow.
+          CacheFullError: too few blocks are free.
         """
         if reserve < 0:
             raise ValueError(f"{reserve=} must not be negative")
@@ -247,14 +247,14 @@ class KVCacheManager(Summarised):
         return prepare_forward(self.requests, ids, reserve, prefill_size, decode_size)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
-        """One layer's view of the cache for a batch; allocates nothing and may be called inside a traced function."""
+        """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced."""
         return cache.handle(layer, batch)
 
     def advance(self, slot: int, num_tokens: int) -> None:
-        """Counts tokens as held that were decoded on the device within the last batch's `reserve`.
+        """Counts tokens that the device decoded within the last batch's `reserve`.
 
         Raises:
-          ValueError: the slot is not admitted, a negative number, or more tokens than were reserved for.
+          ValueError: the slot is not admitted, the number is negative, or it exceeds the reservation.
         """
         state = self.requests.state(slot)
         if num_tokens < 0:
@@ -270,13 +270,12 @@ class KVCacheManager(Summarised):
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
 
-        The rings keep `max_query_tokens` - 1 rows more than a step reads, so a request can go back as far as that from
-        the longest it has been (`min_length`). `truncate` goes anywhere. The cache's `lengths` follow with the
-        request's next batch; nothing reads them before.
+        The rings keep `max_query_tokens - 1` spare rows, so a request can go back that far from its greatest length
+        (see `min_length`). `truncate` goes to any length. The cache's `lengths` follow with the request's next batch.
 
         Raises:
-          ValueError: the slot is not admitted, a negative number, further back than the rings reach, or into a block
-            that others hold too.
+          ValueError: the slot is not admitted, the number is negative or reaches further back than the rings, or the
+            new length lies in a shared block.
         """
         state = self.requests.state(slot)
         if num_tokens < 0:
@@ -298,15 +297,15 @@ class KVCacheManager(Summarised):
         self.requests.commit({slot: state})
 
     def fork(self, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
-        """Makes `n` requests that hold the same tokens as a request, which goes on too.
+        """Makes `n` copies of a request, which goes on too.
 
         Full blocks are shared. The open block, the rings and the compressor states are copied at once: every child
         writes to them with its first token, so copying later would save nothing.
 
         Args:
           cache: the cache; donated.
-          slot: the request to copy, after a step.
-          n: how many copies. On a mesh with an axis "data" all are in the request's shard.
+          slot: slot of the request to copy, after a step.
+          n: number of copies. All are in the request's shard.
 
         Returns:
           (the new slots, the cache).
@@ -319,31 +318,31 @@ class KVCacheManager(Summarised):
         return fork(self.requests, cache, slot, n)
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
-        """Cuts a request down to any length.
+        """Truncates a request to any length.
 
-        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone: the
-        request goes back to its last boundary whose snapshot a `PrefixCache` keeps, or to nothing, and the caller
-        brings the tokens from there up to `length` again. Blocks beyond are released. A block that others hold too and
-        that will be written is replaced by a copy.
+        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone. The
+        request then goes back to its last boundary with a snapshot in a `PrefixCache`, or to nothing, and the caller
+        runs the tokens from there up to `length` again. Blocks beyond are released. A shared block that will be written
+        is replaced by a copy.
 
         Args:
           cache: the cache; donated.
-          slot: the request.
-          length: tokens to keep, 0 up to what it holds.
+          slot: slot of the request.
+          length: number of tokens to keep.
 
         Returns:
-          (start, the cache): the request holds `start` <= `length` tokens; run tokens [start:length] to be at `length`.
+          (start, the cache): the request holds `start` <= `length` tokens; run tokens [start:length] to reach `length`.
 
         Raises:
-          ValueError: the slot is not admitted, or `length` is negative or more than it holds.
+          ValueError: the slot is not admitted, or `length` is negative or exceeds the request's.
           CacheFullError: no block is free for a copy.
-          CacheCorruptionError: a `PrefixCache` with `debug` finds the snapshot changed.
+          CacheCorruptionError: a `PrefixCache` with `debug` found a changed snapshot.
         """
         self.check_cache(cache)
         return truncate(self.requests, cache, slot, length)
 
     def release(self, slot: int) -> None:
-        """Ends a request: its blocks and slot are free. What the device holds of it is never read again."""
+        """Ends a request and frees its blocks and slot. Its bytes on the device are never read again."""
         state = self.requests.state(slot)
         with self.requests.transaction():
             self.requests.allocator.release(state.blocks)

@@ -18,14 +18,14 @@ from dsv4_jax.host.shard_placement import best_shard
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedRequest:
-    """All live bytes of a request, in host memory.
+    """A request whose live bytes are in host memory.
 
     Attributes:
-      length: tokens it holds.
-      min_length: the shortest length it can be rewound to.
-      rows: what its slot held, as NumPy arrays.
-      blocks: by name of the pool group, its entries and keys [layers, blocks, entries a block, ...] as NumPy arrays.
-      identity: what must agree for it to be resumed.
+      length: number of tokens.
+      min_length: the shortest length that the request can be rewound to.
+      rows: rows of the request's slot, as NumPy arrays.
+      blocks: {pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
+      identity: properties that the resuming cache must share (see `host.identity`).
     """
 
     length: int
@@ -36,14 +36,14 @@ class OffloadedRequest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The size of all arrays in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves((self.rows, self.blocks)))
 
 
 def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = "") -> OffloadedRequest:
-    """Copies a request to host memory; it goes on. The cache is only read, and `key` names the model's weights.
+    """Copies a request to host memory without ending it; reads the cache. `key` names the model's weights.
 
-    Raises as `offload`.
+    Raises like `offload`.
     """
     manager.check_cache(cache)
     table = manager.requests
@@ -58,23 +58,23 @@ def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = ""
         jax.device_get(read_blocks(cache, *table.put((ids, np.int32(first), np.int32(state.length)))))
         for first, ids in table.block_chunks(blocks)
     ]
-    fused = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, : len(blocks)], *chunks)
-    return OffloadedRequest(state.length, state.min_length, rows, fused, identity(manager.schema, key))
+    whole = jax.tree.map(lambda *pieces: np.concatenate(pieces, axis=1)[:, : len(blocks)], *chunks)
+    return OffloadedRequest(state.length, state.min_length, rows, whole, identity(manager.schema, key))
 
 
 def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[OffloadedRequest, KVCache]:
-    """Moves a request to host memory; its slot and blocks are free.
+    """Moves a request to host memory and frees its slot and blocks.
 
     Args:
       manager, slot: the request, and the manager that admitted it.
       cache: after a step.
 
     Returns:
-      (what `resume` takes, the cache).
+      (the offloaded request, for `resume`; the cache).
 
     Raises:
-      ValueError: the slot is not admitted, or holds no tokens yet, or the cache is of another manager.
-      CacheCorruptionError: a `PrefixCache` with `debug` finds cached blocks changed.
+      ValueError: the slot is not admitted, it holds no tokens yet, or the cache belongs to another manager.
+      CacheCorruptionError: a `PrefixCache` with `debug` found changed blocks.
     """
     offloaded = capture(manager, cache, slot)
     manager.release(slot)
@@ -89,24 +89,24 @@ def resume(
     key: str = "",
     num_tokens: int | None = None,
 ) -> tuple[int, KVCache]:
-    """Brings an offloaded request back, into any free slot and blocks of this cache or of one like it.
+    """Copies an offloaded request back, to any free slot and blocks of this cache or of one like it.
 
     The numbers of blocks and slots, the context and `max_query_tokens` may differ.
 
     Args:
-      manager: of the cache.
+      manager: manager of the cache.
       cache: the cache; donated.
-      offloaded: from `offload` or `capture`; it stays valid.
-      key: names the model's weights, as given to `capture`.
+      offloaded: result of `offload` or `capture`; it stays valid.
+      key: name of the model's weights, as for `capture`.
       num_tokens: as in `KVCacheManager.admit`.
 
     Returns:
       (the slot, the cache).
 
     Raises:
-      ValueError: it belongs to another model, format or geometry, is longer than `max_context`, or the cache is of
-        another manager.
-      CacheFullError: no slot, or not enough blocks are free.
+      ValueError: the request belongs to another model, format or geometry, it is longer than `max_context`, or the
+        cache belongs to another manager.
+      CacheFullError: no slot is free, or too few blocks.
     """
     manager.check_cache(cache)
     schema, table, length = manager.schema, manager.requests, offloaded.length
@@ -121,11 +121,11 @@ def resume(
             chunks.append(table.put((ids, part)))
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         where = table.put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
-        # Everything is on the device; what follows only launches programs.
+        # Nothing below can fail on the host: all data is on the device.
         for ids, part in chunks:
             cache = write_blocks(cache, ids, part)
         cache = write_request(cache, *where)
-        # A shorter ring than it came from holds fewer spare rows.
+        # This ring may be shorter, with fewer spare rows.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         table.commit({slot: RequestState(length, min_length, blocks, published_blocks=len(blocks), is_new=False)})
     return slot, cache
@@ -149,6 +149,6 @@ def _slice(x, first, count):
 
 
 def _fit(x, struct):
-    """The newest rows of x [layers, n, width] for a ring of another size."""
+    """Fits the newest rows of x [layers, n, width] to a ring of another size."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])

@@ -19,18 +19,18 @@ from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
 
 @dataclasses.dataclass
 class PrefixMetrics:
-    """What a `PrefixCache` has done and holds.
+    """Counters of a `PrefixCache`.
 
     Attributes:
-      requests: requests admitted.
-      hits: those of them for which at least one block was found.
-      prompt_tokens: tokens in the prompts of the admitted requests.
-      hit_tokens: those of them that were found.
-      blocks: blocks held now.
-      snapshots: snapshots held now.
-      snapshot_bytes: their bytes.
-      evicted_blocks: blocks evicted so far.
-      evicted_snapshots: snapshots evicted so far.
+      requests: number of admitted requests.
+      hits: number of requests with at least one cached block.
+      prompt_tokens: number of prompt tokens of the admitted requests.
+      hit_tokens: number of these tokens that were cached.
+      blocks: number of blocks held now.
+      snapshots: number of snapshots held now.
+      snapshot_bytes: size of these snapshots in bytes.
+      evicted_blocks: number of blocks evicted so far.
+      evicted_snapshots: number of snapshots evicted so far.
     """
 
     requests: int = 0
@@ -45,29 +45,29 @@ class PrefixMetrics:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of prompt tokens that were found; 0 before the first request."""
+        """The fraction of prompt tokens that were cached; 0 before the first request."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class PrefixCache:
     """Shares the blocks of equal prefixes between requests, bit for bit.
 
-    A request's full blocks are found by a chain of hashes over its token ids. To continue after them a request also
-    needs what its slot would hold there: the rows of the last window and CSA's previous-window rows. These boundary
-    snapshots are arrays on the device beside the cache. A policy (`every`) chooses them, and the least recently used
-    are dropped when they exceed a byte budget. A request that hits has the same live bytes as one that ran cold.
+    A chain of hashes over token ids finds a request's full blocks. To continue after them, a request also needs its
+    slot's rows at that boundary: the last window and CSA's previous-window rows. These snapshots are arrays on the
+    device beside the cache. The policy `every` chooses them, and the least recently used ones are dropped when they
+    exceed a byte budget. A request that hits has the same live bytes as one that ran cold.
 
     The prefix cache registers itself as the manager's `BlockEvictor`: blocks that only it holds are evicted when a
     request needs them.
 
     Attributes:
       manager: the manager whose blocks are shared.
-      every: keep the snapshot of every n-th boundary; None keeps those of a request's last boundary and of boundaries
-        that were hit.
-      max_bytes: budget of all snapshots, in bytes.
-      bytes_per_snapshot: bytes of one.
-      debug: keep checksums of blocks and snapshots, and check them whenever a request begins to read them. Waits for
-        the device.
+      every: interval of boundaries with a snapshot. None keeps snapshots of each request's last boundary and of
+        boundaries that were hit.
+      max_bytes: budget of all snapshots in bytes.
+      bytes_per_snapshot: size of one snapshot in bytes.
+      debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
+        waits for the device.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class PrefixCache:
         seed: int = 0,
         debug: bool = False,
     ):
-        """An empty cache.
+        """Makes an empty prefix cache.
 
         Args:
           manager, every, max_bytes, debug: see the class.
-          key: names the model's weights.
-          seed: of the hashes; without knowing it nobody can construct prompts that collide.
+          key: name of the model's weights.
+          seed: seed of the hashes; whoever does not know it cannot construct prompts that collide.
 
         Raises:
           ValueError: `every` is not positive, `max_bytes` holds no snapshot, or the manager has a prefix cache already.
@@ -103,40 +103,40 @@ class PrefixCache:
         self.manager, self.every, self.max_bytes, self.debug = manager, every, max_bytes, debug
         self._table = manager.requests
         root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
-        # A shard's blocks can be shared within it only.
+        # Blocks can be shared within a shard only.
         self._roots = [root, *(_digest(root, repr(shard).encode()) for shard in range(1, self._table.num_shards))]
         self._tree = PrefixTree(self._table.allocator)
-        self._snapshots: set[CachedBlock] = set()  # nodes that have one
+        self._snapshots: set[CachedBlock] = set()  # nodes with a snapshot
         self._metrics = PrefixMetrics()
         self._table.evictor = self
 
     @property
     def metrics(self) -> PrefixMetrics:
-        """What the prefix cache has done so far and holds now."""
+        """The counters so far."""
         snapshots = len(self._snapshots)
         held = dict(snapshots=snapshots, snapshot_bytes=snapshots * self.bytes_per_snapshot)
         return dataclasses.replace(self._metrics, blocks=len(self._tree.nodes), **held)
 
     @property
     def evictable(self) -> int:
-        """How many blocks `evict` could give up: no request holds them or a block after them."""
+        """The number of blocks that `evict` could give up: no request holds them or a block after them."""
         return sum(self._tree.evictable)
 
     def admit(self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None) -> tuple[int, int, KVCache]:
-        """Admits a request that holds the longest known prefix of its prompt; at least one token is left to run.
+        """Admits a request with the longest cached prefix of its prompt; at least one token is left to run.
 
         Args:
           cache: the cache; donated.
-          prompt_ids: [n] the prompt.
+          prompt_ids: [n] token ids of the prompt.
           num_tokens: as in `KVCacheManager.admit`.
 
         Returns:
           (the slot, hit_tokens, the cache): run prompt_ids[hit_tokens:] next.
 
         Raises:
-          TypeError, ValueError: as in `KVCacheManager.admit`, or the cache is of another manager.
+          TypeError, ValueError: as in `KVCacheManager.admit`, or the cache belongs to another manager.
           CacheFullError: every slot is taken.
-          CacheCorruptionError: `debug`, and what was found has changed since it was cached.
+          CacheCorruptionError: with `debug`, cached bytes have changed.
         """
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
@@ -166,18 +166,18 @@ class PrefixCache:
         return slot, hit, cache
 
     def observe(self, cache: KVCache, slot: int, tokens: TokenIds) -> None:
-        """Caches a request's full blocks, and takes the snapshot of its last boundary if the policy asks for it.
+        """Caches a request's full blocks, and a snapshot of its last boundary if the policy asks for it.
 
-        A snapshot is taken only if the request stands at a block boundary or could still be rewound to it. So call this
+        A snapshot is taken only if the request stands at a block boundary or can still be rewound to it. So call this
         after steps that end there, and after rejected drafts were rewound.
 
         Args:
-          cache: after the step; only read.
-          slot: the request.
-          tokens: [n] its token ids from the first one on, at least up to its last full block.
+          cache: the cache after the step; only read.
+          slot: slot of the request.
+          tokens: [n] the request's token ids from the first one on, at least up to its last full block.
 
         Raises:
-          ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache is of another
+          ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache belongs to another
             manager.
         """
         self.manager.check_cache(cache)
@@ -203,31 +203,31 @@ class PrefixCache:
                 self._take_snapshot(cache, slot, path)
 
     def warm_up(self, cache: KVCache, slot: int) -> KVCache:
-        """Takes a snapshot and restores it, so that neither has to compile later; the cache is donated.
+        """Compiles both programs for snapshots by taking and restoring one; the cache is donated.
 
-        The bytes of the slot are overwritten: it must then be released.
+        This overwrites the slot, which must then be released.
         """
         row = self._table.block_table_row(self._table.state(slot).blocks)
         where, zero, row = self._table.put((np.int32(slot), np.int32(0), row))
         return write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
-        """Whether a request with the prompt [n] would find a slot and blocks for `num_tokens` tokens now.
+        """Whether a slot and enough blocks are free for a request with this prompt [n] and `num_tokens` tokens.
 
-        Does not count as a use.
+        Does not count as a use of cached blocks.
 
         Raises:
-          TypeError, ValueError: bad ids.
+          TypeError, ValueError: the ids are bad.
         """
         _, found = self._find(self.manager.check_ids(prompt_ids))
         return any(fits(self._table, shard, num_tokens, prefix) for shard, prefix in enumerate(found))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
-        """Compares everything that was cached under `debug` with its checksums, for callers who want it at any time.
+        """Compares bytes that were cached under `debug` with their checksums.
 
         Args:
-          cache: after a step; only read.
-          slot: check what this request reads; None = everything that is cached.
+          cache: the cache after a step; only read.
+          slot: slot of the request whose blocks are checked; None = check all cached blocks.
 
         Raises:
           ValueError: the slot is not admitted.
@@ -243,10 +243,10 @@ class PrefixCache:
         """Frees up to `n_blocks` blocks that no request holds, the least recently used first.
 
         Returns:
-          How many were freed.
+          The number of freed blocks.
 
         Raises:
-          ValueError: a negative number.
+          ValueError: the number is negative.
         """
         if n_blocks < 0:
             raise ValueError(f"{n_blocks=} must not be negative")
@@ -260,28 +260,28 @@ class PrefixCache:
     # --- BlockEvictor ---
 
     def blocks(self) -> Iterable[int]:
-        """The blocks it holds; each counts as one reference."""
+        """Returns the blocks of the prefix cache; each counts as one reference."""
         return [node.block for node in self._tree.nodes.values() if node.alive]
 
     def evictable_in(self, shard: int) -> int:
-        """How many blocks of a shard it could give up."""
+        """Returns the number of evictable blocks in a shard."""
         return self._tree.evictable[shard]
 
     def reclaim(self, n_blocks: int, shard: int) -> None:
-        """Gives up so many blocks of a shard; it could give up as many."""
+        """Gives up `n_blocks` blocks of a shard; at least that many must be evictable."""
         with self._table.transaction():
             for _ in range(n_blocks):
                 self._evict(self._tree.oldest(shard))
 
     def recount(self) -> None:
-        """Rebuilds its counters from the nodes that are alive and the allocator's reference counts."""
+        """Rebuilds all counters from the live nodes and the allocator's reference counts."""
         self._tree.recount()
         self._snapshots = {node for node in self._tree.nodes.values() if node.snapshot is not None}
 
     # --- internals ---
 
     def _find(self, ids):
-        """(by shard the nodes of the longest known prefix that has a snapshot and leaves a token to run; how many)."""
+        """Returns each shard's longest usable prefix: nodes that end in a snapshot and leave a token to run."""
         paths = [self._find_in(root, ids) for root in self._roots]
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
@@ -297,14 +297,14 @@ class PrefixCache:
         return path
 
     def _evict(self, node):
-        """Gives up a node, inside a transaction."""
+        """Evicts a node, inside a transaction."""
         if node.snapshot is not None:
             self._drop_snapshot(node)
         self._tree.remove(node)
         self._metrics.evicted_blocks += 1
 
     def _cache_block(self, parent, ids, block):
-        """The node of a full block with these token ids; a new one if the tree has none."""
+        """Returns the node of a full block with these token ids, which is added if the tree has none."""
         digest = _digest(parent.digest if parent else self._roots[self._table.allocator.shard(block)], ids.tobytes())
         if (node := self._tree.nodes.get(digest)) is not None:
             self._tree.touch(node)
@@ -315,7 +315,7 @@ class PrefixCache:
         return node
 
     def _take_snapshot(self, cache, slot, path):
-        """Keeps what the slot holds at the end of the last node, within the budget and the policy."""
+        """Keeps the slot's rows at the end of the last node, within the budget and the policy."""
         node, *before = reversed(path)
         if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:
             self._drop_snapshot(min(self._snapshots, key=lambda node: node.last_used))

@@ -1,4 +1,4 @@
-"""The prefix tree: cached blocks, which of them can be evicted, and in which order."""
+"""The prefix tree: cached blocks and the order in which they can be evicted."""
 
 import bisect
 import dataclasses
@@ -19,18 +19,18 @@ class CachedBlock:
     """A full block of a known token sequence: a node of the prefix tree.
 
     Attributes:
-      digest: hash of the tokens up to its end, and of seed, model and format.
-      parent: the block before it; None = it is the first.
-      length: tokens up to its end.
-      block: its id; the tree holds one reference.
-      last_used: time of the last use; no two nodes have the same.
-      hits: requests that continued from its snapshot.
-      snapshot: what a request's slot held at its end; None = not kept.
+      digest: hash of all tokens up to the block's end, and of seed, model and format.
+      parent: the previous block; None for the first one.
+      length: number of tokens up to the block's end.
+      block: id of the block; the tree holds one reference.
+      last_used: time of the last use; unique.
+      hits: number of requests that continued from its snapshot.
+      snapshot: rows of a request's slot at the block's end; None = not kept.
       sums, snapshot_sums: [layers] uint32 checksums of block and snapshot, for the canary; None = not taken.
-      alive: the node is still in the tree.
-      in_use: a request holds its block.
-      children: how many nodes follow it.
-      pins: reasons why it must stay: the children that must stay, and one more if it is in use.
+      alive: whether the node is still in the tree.
+      in_use: whether a request holds the block.
+      children: number of nodes that follow this one.
+      pins: number of reasons to stay: children that must stay, plus one if the block is in use.
     """
 
     digest: bytes
@@ -49,26 +49,26 @@ class CachedBlock:
 
 
 class PrefixTree:
-    """Cached blocks by digest, with counters that tell how many can be evicted and which comes first.
+    """Cached blocks by digest, with counters of evictable blocks in least-recently-used order.
 
     A block can be evicted when no request holds it and no block follows it. The parent of a block that must stay has
     to stay too, even if no request holds it: requests that ran side by side have their own blocks for the same tokens.
-    A block follows only blocks of its own shard, so that each shard has a tree of its own.
+    A block follows only blocks of its own shard, so each shard has its own tree.
 
     Attributes:
-      nodes: by digest. All counters follow from the nodes that are alive.
-      evictable: how many nodes of each shard can be evicted, one after the other.
+      nodes: {digest: node}. All counters follow from the live nodes.
+      evictable: number of nodes in each shard that can be evicted one after the other.
     """
 
     def __init__(self, allocator: BlockAllocator):
-        """An empty tree, which listens to `allocator` for blocks that requests take and give back."""
+        """Makes an empty tree that listens to the allocator's reference counts."""
         self.nodes: dict[bytes, CachedBlock] = {}
         self._allocator, self._clock = allocator, 0
         self.recount()
         allocator.listener = self._listen
 
     def oldest(self, shard: int) -> CachedBlock:
-        """The least recently used node of a shard that can be evicted now. There must be one: see `evictable`."""
+        """Returns the least recently used evictable node of a shard; `evictable` must be positive."""
         return self._leaves[shard][0]
 
     def add(self, node: CachedBlock) -> None:
@@ -78,27 +78,27 @@ class PrefixTree:
         self._place(node)
 
     def remove(self, node: CachedBlock) -> None:
-        """Removes a node that can be evicted, and drops the reference to its block."""
+        """Removes an evictable node and drops the reference to its block."""
         node.alive = False
         del self.nodes[node.digest], self._by_block[node.block]
-        self.evictable[self._part(node)] -= 1
+        self.evictable[self._shard(node)] -= 1
         self._remove_leaf(node)
         self._count(node.parent, children=-1)
         self._allocator.release([node.block])
 
     def touch(self, node: CachedBlock) -> None:
-        """Marks a node as the one used last."""
+        """Marks a node as the most recently used."""
         if leaf := self._is_leaf(node):
             self._remove_leaf(node)
         node.last_used = self._tick()
         if leaf:
-            self._leaves[self._part(node)].append(node)
+            self._leaves[self._shard(node)].append(node)
 
     def recount(self) -> None:
         """Rebuilds all counters from the nodes that are alive and the allocator's reference counts."""
         self.nodes = {digest: node for digest, node in self.nodes.items() if node.alive}
         self._by_block: dict[int, CachedBlock] = {}
-        # By shard, nodes that can be evicted now, the least recently used first.
+        # For each shard, nodes that can be evicted now, the least recently used first.
         self._leaves: list[list[CachedBlock]] = [[] for _ in range(self._allocator.num_shards)]
         self.evictable = [0] * self._allocator.num_shards
         for node in sorted(self.nodes.values(), key=operator.attrgetter("length")):
@@ -106,7 +106,7 @@ class PrefixTree:
             self._place(node)
 
     def _listen(self, blocks: Iterable[int]):
-        """Updates the nodes of blocks whose reference counts have changed."""
+        """Updates the nodes of blocks with changed reference counts."""
         for block in blocks:
             node = self._by_block.get(block)
             if node is not None and node.in_use != (in_use := self._allocator.references(block) > 1):
@@ -115,13 +115,13 @@ class PrefixTree:
 
     def _place(self, node):
         self._by_block[node.block] = node
-        self.evictable[self._part(node)] += 1
+        self.evictable[self._shard(node)] += 1
         self._add_leaf(node)
         self._count(node.parent, children=1)
         self._listen([node.block])
 
     def _count(self, node, *, pins=0, children=0):
-        """Adds to a node's counters, and updates what follows from them up to the root."""
+        """Adds to a node's counters and propagates pins up to the root."""
         while node is not None:
             was_pinned, was_leaf = node.pins > 0, self._is_leaf(node)
             node.pins += pins
@@ -133,18 +133,18 @@ class PrefixTree:
                 self._remove_leaf(node)
             if is_pinned == was_pinned:
                 return
-            self.evictable[self._part(node)] += was_pinned - is_pinned
+            self.evictable[self._shard(node)] += was_pinned - is_pinned
             # A node that must stay pins its parent.
             node, pins, children = node.parent, is_pinned - was_pinned, 0
 
     def _add_leaf(self, node):
-        bisect.insort(self._leaves[self._part(node)], node, key=_LAST_USED)
+        bisect.insort(self._leaves[self._shard(node)], node, key=_LAST_USED)
 
     def _remove_leaf(self, node):
-        leaves = self._leaves[self._part(node)]
+        leaves = self._leaves[self._shard(node)]
         del leaves[bisect.bisect_left(leaves, node.last_used, key=_LAST_USED)]
 
-    def _part(self, node):
+    def _shard(self, node):
         return self._allocator.shard(node.block)
 
     def _tick(self):

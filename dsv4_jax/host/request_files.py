@@ -1,6 +1,6 @@
-"""Saves requests to safetensors files, one each, and loads them if every byte is as it was written.
+"""Saves each request to a safetensors file and loads it if every byte is as it was written.
 
-The metadata say what the bytes mean; `sha256` is the hash of the whole file with zeros in place of the hash itself.
+The metadata describe the bytes. `sha256` is the hash of the whole file, with zeros in place of the hash itself.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ _NO_DIGEST = "0" * 64
 def save_request(
     path: str | Path, manager: KVCacheManager, cache: KVCache, slot: int, tokens: TokenIds, *, key: str = ""
 ) -> None:
-    """Writes a request to one safetensors file; the request goes on. The file appears whole or not at all.
+    """Writes a request to one safetensors file without ending it. The file appears whole or not at all.
 
     Args:
-      path: of the file; an existing one is replaced.
-      manager: of the cache.
-      cache: after a step; only read.
-      slot: the request.
-      tokens: [n] the ids of all tokens it holds.
-      key: names the model's weights; `load_request` wants the same.
+      path: path of the file; an existing file is replaced.
+      manager: manager of the cache.
+      cache: the cache after a step; only read.
+      slot: slot of the request.
+      tokens: [n] ids of all its tokens.
+      key: name of the model's weights; `load_request` must get the same.
 
     Raises:
-      TypeError, ValueError: the slot is not admitted or holds no tokens, or it does not hold as many as `tokens` has.
+      TypeError, ValueError: the slot is not admitted, it holds no tokens, or their number differs from `tokens`.
     """
     ids = manager.check_ids(tokens, "tokens")
     if len(ids) != (length := manager.length(slot)):
@@ -55,22 +55,22 @@ def save_request(
 def load_request(
     path: str | Path, manager: KVCacheManager, cache: KVCache, *, key: str = ""
 ) -> tuple[int, np.ndarray, KVCache]:
-    """Reads what `save_request` wrote, into any free slot and blocks.
+    """Reads a file of `save_request` into any free slot and blocks.
 
     Args:
-      path: of the file.
-      manager: of the cache. Its `max_query_tokens` and numbers of blocks and slots may differ from the writer's.
+      path: path of the file.
+      manager: manager of the cache. Its sizes may differ from the writer's: `max_query_tokens`, blocks and slots.
       cache: the cache; donated.
-      key: names the model's weights.
+      key: name of the model's weights.
 
     Returns:
       (the slot, tokens [n] int32, the cache): the request continues after its last token.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is not such a file, has another version, is damaged or edited, belongs to another model, format or
+      ValueError: the file is of another kind or version, is damaged or edited, belongs to another model, format or
         geometry, or holds more than `max_context` tokens. Nothing was changed.
-      CacheFullError: no slot, or not enough blocks are free.
+      CacheFullError: no slot is free, or too few blocks.
     """
     blob = Path(path).read_bytes()
     try:
@@ -111,15 +111,15 @@ def _parse(blob, manager, key):
 
 
 def _names(tree):
-    """{name: array}, names as in "swa.nope"."""
+    """Returns {name: array} with names such as "swa.nope"."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _read_tensors(schema, num_blocks, tensors):
-    """(rows, blocks, spare rows of the rings) from tensors by name.
+    """Returns (rows, blocks, number of spare ring rows) from tensors by name.
 
-    Rings may have another number of rows (axis 1) than this cache's: those that a step reads, and `spare` more.
+    Rings may have another number of rows (axis 1) than this cache's: the rows that a step reads, and spare ones.
     """
     structs = rows_struct(schema), blocks_struct(schema, num_blocks)
     rings, want = _names(structs[:1]), _names(structs)

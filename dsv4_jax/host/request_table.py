@@ -1,4 +1,4 @@
-"""Which request holds which slot and blocks. Plain Python; keeps no arrays."""
+"""The table of requests with their slots and blocks. Plain Python; keeps no arrays."""
 
 import collections
 import contextlib
@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
-from dsv4_jax.parallel.axis_rules import DATA_AXIS, MODEL_AXIS, named_sharding
+from dsv4_jax.mesh_axes import DATA_AXIS, MODEL_AXIS
+from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.summary import Share
 
 
@@ -23,15 +24,15 @@ MAX_BLOCKS_PER_TRANSFER = 16
 
 @dataclasses.dataclass(frozen=True)
 class RequestState:
-    """What the host knows about one request. It is replaced as a whole and never changed.
+    """The host's immutable record of one request.
 
     Attributes:
-      length: tokens the cache holds.
+      length: number of tokens that the cache holds.
       min_length: the shortest length the request can be rewound to; the rings hold no rows from further back.
-      blocks: ids of the reserved blocks, all of the slot's shard, in order.
-      published_blocks: how many of them the device's block table holds.
-      is_new: the request has been in no batch yet, so its slot still holds rows of the previous one.
-      cached_blocks: the `CachedBlock`s of its full blocks that a `PrefixCache` knows, in order.
+      blocks: ids of the reserved blocks in order, all from the slot's shard.
+      published_blocks: number of these blocks that the device's block table holds.
+      is_new: the request has not been in a batch yet, so its slot still holds rows of the previous request.
+      cached_blocks: the `CachedBlock`s of its full blocks in a `PrefixCache`, in order.
     """
 
     length: int = 0
@@ -42,7 +43,7 @@ class RequestState:
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
 
     def extended(self, num_tokens: int, schema: CacheSchema) -> "RequestState":
-        """The state after `num_tokens` more tokens."""
+        """Returns the state after `num_tokens` more tokens."""
         length = self.length + num_tokens
         min_length = max(self.min_length, length - (schema.max_query_tokens - 1))
         return dataclasses.replace(self, length=length, min_length=min_length)
@@ -52,24 +53,24 @@ class BlockEvictor(Protocol):
     """Holds blocks that no request needs and gives them up on demand, as a `PrefixCache` does."""
 
     def blocks(self) -> Iterable[int]:
-        """The blocks it holds; each counts as one reference."""
+        """Returns the blocks that the evictor holds; each counts as one reference."""
         ...
 
     def evictable_in(self, shard: int) -> int:
-        """How many blocks of a shard it could give up."""
+        """Returns the number of blocks in a shard that the evictor could give up."""
         ...
 
     def reclaim(self, n_blocks: int, shard: int) -> None:
-        """Gives up so many blocks of a shard; it could give up as many."""
+        """Gives up `n_blocks` blocks of a shard; at least that many must be evictable."""
         ...
 
     def recount(self) -> None:
-        """Rebuilds its counters from the blocks it holds and the allocator's reference counts."""
+        """Rebuilds the evictor's counters from its blocks and the allocator's reference counts."""
         ...
 
 
 def count_shards(mesh: Mesh | None) -> int:
-    """Into how many shards a mesh cuts slots and blocks."""
+    """Returns the number of shards of slots and blocks on a mesh."""
     return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
 
 
@@ -80,22 +81,21 @@ class RequestTable:
     fail, and then writes all states in one assignment (`commit`). The allocator's reference counts follow from the
     states and can be rebuilt from them at any time (`recount`).
 
-    Over the axis "data" of a mesh slots and blocks are cut into shards. They are numbered through, those of one shard
-    after those of another; steps and block tables, of which each shard gets its own, number them from 0 in each. A
-    request lives in one shard.
+    The mesh axis "data" shards slots and blocks. Ids are global on the host: shard 1 continues where shard 0 ends.
+    Steps and block tables use local ids, which begin at 0 in each shard. A request lives in one shard.
 
     Attributes:
       schema: geometry of the cache.
-      mesh: the devices that the cache lies on; None = the default device.
-      shards: how many shards there are; 1 without such an axis.
-      slots_per_shard: slots of each.
+      mesh: devices that hold the cache; None = the default device.
+      num_shards: number of shards; 1 without the axis "data".
+      slots_per_shard: number of slots in a shard.
       allocator: owner of the blocks.
-      evictor: holds blocks besides the requests and gives some up before a request is refused; None = there is none.
+      evictor: another holder of blocks, which gives some up before a request is refused; None = no such holder.
       states: the state of each admitted request by slot.
     """
 
     def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
-        """A table without requests."""
+        """Makes a table without requests."""
         self.schema, self.mesh = schema, mesh
         self.num_shards = count_shards(mesh)
         self.slots_per_shard = schema.max_requests // self.num_shards
@@ -105,13 +105,13 @@ class RequestTable:
         self.states: dict[int, RequestState] = {}
 
     def state(self, slot: int) -> RequestState:
-        """The state of a request; ValueError if the slot is not admitted."""
+        """Returns the state of a request; raises ValueError if the slot is not admitted."""
         if slot not in self.states:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {sorted(self.states)}")
         return self.states[slot]
 
     def use(self) -> dict[str, Share]:
-        """What is in use of slots and blocks, and of each request's context, for people."""
+        """Returns the use of slots, blocks and each request's context, for a repr."""
         schema = self.schema
         rows = {f"slot {slot}": (state.length, len(state.blocks)) for slot, state in sorted(self.states.items())}
         return {
@@ -120,7 +120,7 @@ class RequestTable:
         } | {name: Share(n, schema.max_context, f"tokens in {blocks:,} blocks") for name, (n, blocks) in rows.items()}
 
     def commit(self, states: Mapping[int, RequestState]) -> None:
-        """Writes states by slot. If they hold other blocks than before, this belongs inside a `transaction`."""
+        """Writes states by slot. A change of their blocks belongs inside a `transaction`."""
         self.states = {**self.states, **states}
 
     def remove(self, slots: Iterable[int]) -> None:
@@ -129,25 +129,25 @@ class RequestTable:
         self.states = {slot: state for slot, state in self.states.items() if slot not in slots}
 
     def put(self, tree: Any, axis: str | None = None) -> Any:
-        """Arrays of the host on the devices of the cache, in one explicit transfer.
+        """Puts arrays of the host on the devices of the cache, in one explicit transfer.
 
         Args:
           tree: NumPy arrays.
-          axis: the logical axis of their axis 0, as in `axis_rules.RULES`; None, and scalars: all on each device.
+          axis: logical axis of axis 0, as in `axis_rules.RULES`. With None, each device holds all; scalars always do.
         """
         if self.mesh is None:
             return jax.device_put(tree)
         mesh = self.mesh
         where = jax.tree.map(lambda x: named_sharding((axis,) if np.ndim(x) else (), mesh), tree)
         if mesh.is_multi_process:
-            # Of several processes each brings what its devices get: `device_put` would compare all of it first.
+            # Each process supplies its own devices' data: `device_put` would compare the whole array first.
             return jax.tree.map(
                 lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda at: x[at]), tree, where
             )
         return jax.device_put(tree, where)
 
     def get(self, tree: Any) -> Any:
-        """The arrays of a step's results, on the host."""
+        """Copies the results of a step to the host."""
         if self.mesh is not None and self.mesh.is_multi_process:
             tree = jax.reshard(tree, named_sharding((), self.mesh))
         return jax.device_get(tree)
@@ -157,13 +157,13 @@ class RequestTable:
         """Guards an operation that acquires or releases blocks: if it fails, all reference counts match the states.
 
         The operation transfers its arrays, launches the one program that donates the cache, and commits, in this order.
-        A block that is in no state is free, so nothing has to be undone.
+        A block that no state lists is free, so nothing has to be undone.
 
         Args:
-          blocks: how many blocks to acquire for each slot.
+          blocks: number of blocks to acquire for each slot.
 
         Yields:
-          {slot: these blocks}. If too few are free, cached ones are evicted first, for good.
+          {slot: acquired blocks}. If too few blocks are free, cached ones are evicted first.
 
         Raises:
           CacheFullError: there are not enough blocks.
@@ -187,23 +187,23 @@ class RequestTable:
             raise
 
     def recount(self) -> None:
-        """Rebuilds all reference counts from the states and from what the evictor holds."""
+        """Rebuilds all reference counts from the states and from the evictor's blocks."""
         held, evictor = [state.blocks for state in self.states.values()], self.evictor
         self.allocator.recount(itertools.chain(*held, () if evictor is None else evictor.blocks()))
         if evictor is not None:
             evictor.recount()
 
     def shard(self, slot: int) -> int:
-        """The shard that a slot belongs to."""
+        """Returns the shard of a slot."""
         return slot // self.slots_per_shard
 
     def free_slots(self, shard: int) -> list[int]:
-        """The free slots of a shard, the lowest first."""
+        """Returns the free slots of a shard in ascending order."""
         first = shard * self.slots_per_shard
         return [slot for slot in range(first, first + self.slots_per_shard) if slot not in self.states]
 
     def find_slots(self, n: int, shard: int) -> list[int]:
-        """The lowest `n` free slots of a shard; CacheFullError if fewer are free."""
+        """Returns the lowest `n` free slots of a shard; raises CacheFullError if fewer are free."""
         if n > len(slots := self.free_slots(shard)):
             where = "" if self.num_shards == 1 else f" in shard {shard} of {self.num_shards}"
             raise CacheFullError(
@@ -213,20 +213,20 @@ class RequestTable:
         return slots[:n]
 
     def room(self, shard: int) -> int:
-        """Blocks of a shard that are free, or that the evictor could give up."""
+        """Returns the number of blocks in a shard that are free or evictable."""
         return self.allocator.free_in(shard) + (0 if self.evictor is None else self.evictor.evictable_in(shard))
 
     @property
     def capacity(self) -> int:
-        """Tokens that all blocks of a shard hold."""
+        """The number of tokens that the blocks of one shard hold."""
         return self.schema.num_blocks // self.num_shards * self.schema.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.schema.block_tokens)
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """How many blocks a request must acquire to hold `num_tokens` more tokens."""
+        """Returns the number of blocks that a request must acquire to hold `num_tokens` more tokens."""
         state, max_context = self.state(slot), self.schema.max_context
         if (length := state.length + num_tokens) > max_context:
             raise ValueError(
@@ -235,25 +235,24 @@ class RequestTable:
         return max(0, self.blocks_for(length) - len(state.blocks))
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
-        """Whether anybody else, a request or the evictor, holds one of a request's blocks too."""
+        """Whether one of a request's blocks has another owner too."""
         return any(self.allocator.references(block) > 1 for block in blocks)
 
     def block_table_row(self, blocks: Sequence[int]) -> np.ndarray:
-        """[max_blocks] int32 row of the block table for a request's blocks; -1 = none."""
+        """Returns a request's row of the block table, [max_blocks] int32; -1 = none."""
         row = np.full((self.schema.max_blocks,), -1, np.int32)
-        row[: len(blocks)] = [self.own_block(block) for block in blocks]
+        row[: len(blocks)] = [self.local_block(block) for block in blocks]
         return row
 
-    def own_block(self, block: int) -> int:
-        """What its shard calls a block."""
+    def local_block(self, block: int) -> int:
+        """Returns the id of a block within its shard."""
         return block % (self.schema.num_blocks // self.num_shards)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Splits blocks into chunks of one size, which move with one program and bounded memory on the device.
+        """Splits blocks into chunks of one size, so that one program moves them with bounded device memory.
 
         Yields:
-          (index of the first block, ids [n] int32 padded with -1), n the smaller of `MAX_BLOCKS_PER_TRANSFER` and the
-          most blocks of a request.
+          (index of the first block, ids [n] int32 padded with -1), where n is at most `MAX_BLOCKS_PER_TRANSFER`.
         """
         size = min(MAX_BLOCKS_PER_TRANSFER, self.schema.max_blocks)
         for first in range(0, len(blocks), size):
@@ -261,7 +260,3 @@ class RequestTable:
             chunk = blocks[first : first + size]
             ids[: len(chunk)] = chunk
             yield first, ids
-
-
-def _from_processes(x, where):
-    return jax.make_array_from_callback(np.shape(x), where, lambda at: x[at])

@@ -1,4 +1,4 @@
-"""Which shard of the cache a new request gets: see `RequestTable`."""
+"""Placement of new requests on the shards of the cache (see `RequestTable`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,12 @@ from dsv4_jax.host.request_table import RequestTable
 
 
 class FoundPrefix(NamedTuple):
-    """What a shard of the cache has of a request's prompt: so many blocks, of which it could evict so many."""
+    """The cached prefix of a prompt in one shard.
+
+    Attributes:
+      blocks: number of cached blocks of the prompt.
+      evictable: number of these blocks that could be evicted.
+    """
 
     blocks: int = 0
     evictable: int = 0
@@ -19,16 +24,16 @@ NOTHING = FoundPrefix()
 def find_slot(
     table: RequestTable, prompt_length: int, num_tokens: int | None = None, found: Sequence[FoundPrefix] = ()
 ) -> int:
-    """The slot that a new request would get: the lowest free one of the shard that `best_shard` names.
+    """Returns the slot for a new request: the lowest free one in `best_shard`.
 
     Args:
-      table: of all requests.
-      prompt_length: tokens of its prompt.
+      table: the requests.
+      prompt_length: number of tokens in the prompt.
       num_tokens: as in `KVCacheManager.admit`.
-      found: what each shard has of its prompt; empty = nothing.
+      found: the prompt's cached prefix in each shard; empty = none.
 
     Raises:
-      ValueError: it could never run, since it needs more tokens than `max_context` or a shard's blocks hold.
+      ValueError: the request needs more tokens than `max_context` or than the blocks of a shard hold.
       CacheFullError: every slot is taken.
     """
     if num_tokens is not None and num_tokens < 1:
@@ -46,7 +51,7 @@ def find_slot(
 
 
 def best_shard(table: RequestTable, num_tokens: int, found: Sequence[FoundPrefix] = ()) -> int:
-    """Where a request of `num_tokens` tokens is placed: where it fits, at its longest prefix, else in the emptiest."""
+    """Prefers shards where a request of `num_tokens` tokens fits, then its longest cached prefix, then the emptiest."""
 
     def rank(shard):
         free, prefix = len(table.free_slots(shard)), found[shard] if found else NOTHING
@@ -56,6 +61,6 @@ def best_shard(table: RequestTable, num_tokens: int, found: Sequence[FoundPrefix
 
 
 def fits(table: RequestTable, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:
-    """Whether a shard has a slot and blocks for a new request now, beside what it has of its prompt."""
+    """Whether a shard has a slot and enough blocks for a new request, whose `prefix` is cached there."""
     missing = table.blocks_for(num_tokens) - prefix.blocks
     return bool(table.free_slots(shard)) and missing <= table.room(shard) - prefix.evictable

@@ -1,6 +1,6 @@
 """The small parametrised pieces: linear maps, RMS norm, embedding."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops import all_reduce, linear, model_index
-from dsv4_jax.ops.linear import Matrix, Part
+from dsv4_jax.ops.linear import LinearSpec, Matrix
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
 
@@ -61,27 +61,28 @@ class RMSNorm(nnx.Module):
 def multiply(
     x: Float[Array, "... n"],
     weight: Matrix | tuple[Matrix, ...],
-    parts: tuple[Part, ...],
+    spec: LinearSpec,
     norm: RMSNorm | None = None,
 ) -> tuple[Float[Array, "... _"], ...]:
-    """`ops.linear`, after a norm if there is one, but on a CPU parts that stay float32 are products of float32 copies.
+    """Computes `ops.linear`, after a norm if there is one; on a CPU, float32 outputs come from float32 copies.
 
     The released code multiplies in float32, and XLA's CPU comes closer to it that way. A GPU's tensor cores add
     products of bfloat16 in float32.
     """
-    product = functools.partial(linear, parts=parts)
-    if all(rounded for _, rounded in parts):
-        return product(x, weight, norm=(norm.weight[...], norm.eps) if norm else None)
+    rows = sum(matrix.shape[0] for matrix in (weight if isinstance(weight, tuple) else (weight,)))
+    dtypes = [dtype for _, dtype in spec.outputs(rows)]
+    if jnp.float32 not in dtypes:
+        return linear(x, weight, spec, norm=(norm.weight[...], norm.eps) if norm else None)
     x = norm(x) if norm else x
 
     def on_cpu(x, weight):
-        wide = product(x.astype(jnp.float32), weight)
-        if not any(rounded for _, rounded in parts):
-            return wide
-        both = zip(parts, product(x, weight), wide, strict=True)
-        return tuple(narrow if rounded else exact for (_, rounded), narrow, exact in both)
+        exact = linear(x.astype(jnp.float32), weight, dataclasses.replace(spec, output_dtype=jnp.float32))
+        if all(dtype == jnp.float32 for dtype in dtypes):
+            return exact
+        products = zip(dtypes, linear(x, weight, spec), exact, strict=True)
+        return tuple(wide if dtype == jnp.float32 else rounded for dtype, rounded, wide in products)
 
-    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=product)
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=lambda x, weight: linear(x, weight, spec))
 
 
 class Linear(nnx.Module):
@@ -108,7 +109,8 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> Float[Array, "... m"]:
         """[..., in_features], normed first if there is a norm, to [..., out_features] in the same dtype, or float32."""
         weight = self.weight.get_value()
-        return multiply(x, weight, ((weight.shape[0], self.rounded),), norm)[0]
+        spec = LinearSpec(output_dtype=x.dtype if self.rounded else jnp.float32)
+        return multiply(x, weight, spec, norm)[0]
 
 
 class GroupedLinear(nnx.Module):
@@ -126,7 +128,7 @@ class GroupedLinear(nnx.Module):
         """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
         tokens, groups, _ = x.shape
         weight = self.weight.get_value()
-        return linear(x.reshape(tokens, -1), weight, groups=groups, parts=((weight.shape[0], True),))[0]
+        return linear(x.reshape(tokens, -1), weight, LinearSpec(output_dtype=x.dtype, num_groups=groups))[0]
 
 
 class Embedding(nnx.Module):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax import ops
 from dsv4_jax.nn.layers import Linear, RMSNorm, multiply
-from dsv4_jax.ops.linear import Part
+from dsv4_jax.ops.linear import LinearSpec
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
@@ -39,14 +39,14 @@ class FusedLinear(nnx.Module):
         return _products([self], x, norm)
 
     @property
-    def local_parts(self) -> tuple[Part, ...]:
+    def local_parts(self) -> tuple[tuple[int, bool], ...]:
         """(rows, `Linear.rounded`) of each map, of the rows that a device has."""
         devices = sum(rows for _, rows, _ in self.parts) // self.weight.get_value().shape[0]
         return tuple((rows // devices, rounded) for _, rows, rounded in self.parts)
 
     def swiglu(self, x: Float[Array, "... n"], limit: float) -> Float[Array, "... _"]:
         """`ops.swiglu` of the two maps' products, rounded; of a map named first and one of as many rows."""
-        return ops.linear(x, self.weight.get_value(), swiglu_limit=limit)[0]
+        return ops.linear_swiglu(x, self.weight.get_value(), limit)
 
     def matrix(self, path: str) -> Float[Array, "m n"]:
         """The matrix [out_features, in_features] of one map."""
@@ -119,8 +119,9 @@ def _products(fused, x, norm):
     if not fused:
         return {}
     weights = tuple(matrix.weight.get_value() for matrix in fused)
-    parts = tuple(part for matrix in fused for part in matrix.local_parts)
-    products = multiply(x, weights if len(weights) > 1 else weights[0], parts, norm)
+    sizes, rounded = zip(*(part for matrix in fused for part in matrix.local_parts), strict=True)
+    spec = LinearSpec(sizes, tuple(x.dtype if low else jnp.float32 for low in rounded))
+    products = multiply(x, weights if len(weights) > 1 else weights[0], spec, norm)
     return dict(zip((path for matrix in fused for path, *_ in matrix.parts), products, strict=True))
 
 

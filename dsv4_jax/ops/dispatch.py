@@ -1,8 +1,8 @@
-"""Which implementation of an op runs.
+"""The choice between the implementations of an op.
 
-"xla"         the jnp reference: runs everywhere.
-"mosaic_gpu"  the kernel in `pallas_kernels`: on GPUs of compute capability 9.x (Hopper).
-"interpret"   the same kernel body, interpreted: runs everywhere, slowly; for tests.
+"xla"         the jnp reference; runs everywhere.
+"mosaic_gpu"  the kernel in `pallas_kernels`; runs on GPUs of compute capability 9.x (Hopper).
+"interpret"   the same kernel body, interpreted; runs everywhere, slowly; for tests.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,17 +22,17 @@ from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 KNOWN = ("xla", "mosaic_gpu", "interpret")
 REQUIRE_KERNELS = "DSV4_JAX_REQUIRE_KERNELS"
 logger = logging.getLogger("dsv4_jax.ops")
-# A part of the key of every cache of JAX's: what was traced for one choice is not used for another.
+# Part of the key of each of JAX's caches: a function traced for one implementation is traced again for another.
 _default = jax.make_user_context(default_value=None)
 
 
 class PreferXla(NotImplementedError):
-    """Raised by a kernel where XLA is the better choice: unlike a kernel that is missing, no user needs to know."""
+    """Raised by a kernel for arguments with which XLA is faster; the fallback is not reported."""
 
 
 @contextlib.contextmanager
 def use_implementation(name: str | None) -> Iterator[None]:
-    """Within it, ops called with `implementation=None` take `name` where they have it and it takes the arguments.
+    """Makes `name` the implementation of ops that are called with `implementation=None` and whose arguments it takes.
 
     The choice is part of the key of jit's cache: a jitted function that was traced outside is traced again inside. It
     holds for the current thread.
@@ -48,44 +48,43 @@ def use_implementation(name: str | None) -> Iterator[None]:
         yield
 
 
-def implementations(xla: Callable, kernel: Callable) -> dict[str, Callable]:
-    """What `run` chooses from, of an op whose kernel takes `interpret=` beside the op's arguments."""
-    kernels = {"mosaic_gpu": False, "interpret": True}
-    return {"xla": xla} | {name: functools.partial(kernel, interpret=value) for name, value in kernels.items()}
+def dispatch(
+    op: str, implementation: str | None, *args: Any, xla: Callable[..., Any], kernel: Callable[..., Any], **options: Any
+) -> Any:
+    """Calls an op's reference or its kernel, as `xla(*args, **options)` or `kernel(*args, interpret=.., **options)`.
 
-
-def run(op: str, implementations: Mapping[str, Callable], implementation: str | None, *args) -> Any:
-    """Calls an op's implementation.
-
-    With `implementation=None` an op whose kernel does not take the device or the arguments runs as "xla". It says so
-    once for each reason, in the logger "dsv4_jax.ops": at level INFO, or DEBUG where the device has no kernels at all.
-    With the environment variable DSV4_JAX_REQUIRE_KERNELS=1 it raises the reason instead.
+    The gradient is the reference's, whichever computes the values. With `implementation=None` an op whose kernel
+    refuses the device or the arguments runs as "xla". The logger "dsv4_jax.ops" reports it once for each reason: at
+    level INFO, or DEBUG where the device runs no kernels at all. The environment variable DSV4_JAX_REQUIRE_KERNELS=1
+    turns such a fallback into an error.
 
     Args:
       op: the op's public name, for messages.
-      implementations: name -> function of `args`. A kernel raises NotImplementedError, before anything is launched,
-        for shapes, dtypes or formats that it does not take, and PreferXla where XLA is the better choice.
       implementation: None for the best one that takes the device and the arguments, or the name of exactly one.
-      args: the op's arguments. A kernel takes arrays of one device only, see `why_not_local`.
+      args: pytrees of arrays. A kernel takes arrays of one device only, see `why_not_local`.
+      xla: the reference.
+      kernel: the kernel, with the additional argument `interpret`. It raises NotImplementedError, before anything is
+        launched, for shapes, dtypes or formats that it does not take. It raises PreferXla where XLA is the better
+        choice. A result that the reference returns as None has no gradient.
+      options: static arguments of both.
 
     Raises:
       ValueError: the name is unknown.
-      NotImplementedError: the named implementation is missing or does not take the device or the arguments.
+      NotImplementedError: the named implementation does not take the device or the arguments.
     """
     _check(implementation)
-    if implementation is not None and implementation not in implementations:
-        raise NotImplementedError(f"{op} has no implementation {implementation!r}; it has {sorted(implementations)}")
     default = _default.value
     name = implementation or default or "mosaic_gpu"
-    if name == "xla" or name not in implementations:
-        return implementations["xla"](*args)
+    if name == "xla":
+        return xla(*args, **options)
     # Within use_implementation("mosaic_gpu") a program may be compiled for a GPU that is not here.
     ask = name == "mosaic_gpu" and (implementation is not None or default is None)
     unsupported = why_no_mosaic_gpu() if ask else None
     try:
         if reason := unsupported or why_not_local(args):
             raise NotImplementedError(reason)
-        return implementations[name](*args)
+        run_kernel = functools.partial(kernel, interpret=name == "interpret", **options)
+        return _with_gradient_of(functools.partial(xla, **options), run_kernel)(*args)
     except NotImplementedError as error:
         if implementation is not None:
             raise NotImplementedError(f"{op} cannot run as {name!r}: {error}") from error
@@ -93,36 +92,34 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
             if os.environ.get(REQUIRE_KERNELS, "0") not in ("", "0"):
                 raise NotImplementedError(f"{op} would run as 'xla', but {REQUIRE_KERNELS} is set: {error}") from error
             _report(op, str(error), logging.DEBUG if unsupported else logging.INFO)
-    return implementations["xla"](*args)
+    return xla(*args, **options)
 
 
-def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
-    """A function that computes what `kernel` does and has the gradient of `reference`, both of the same arrays.
-
-    What a kernel returns behind the results that the reference has has no gradient.
-    """
+def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the values of `kernel` and the gradient of `reference`, both of the same pytrees."""
 
     @jax.custom_vjp
-    def call(*arrays):
-        return kernel(*arrays)
+    def call(*args):
+        return kernel(*args)
 
-    def backward(arrays, cotangents):
-        values, pull = jax.vjp(reference, *arrays)
-        return pull(cotangents[: len(values)] if isinstance(values, tuple) else cotangents)
+    def backward(args, cotangents):
+        values, pull = jax.vjp(reference, *args)
+        present = functools.partial(jax.tree.map, is_leaf=lambda value: value is None)
+        return pull(present(lambda value, cotangent: None if value is None else cotangent, values, cotangents))
 
-    call.defvjp(lambda *arrays: (kernel(*arrays), arrays), backward)
+    call.defvjp(lambda *args: (kernel(*args), args), backward)
     return call
 
 
 def why_not_local(args: Any) -> str | None:
-    """None where the arrays lie on one device, or are one device's parts under `jax.shard_map`; else the reason.
+    """Returns None if the arrays lie on one device or are shards within `jax.shard_map`; else the reason why not.
 
     XLA cannot partition a kernel: in a program over several devices each would gather and compute everything. While a
-    function is traced, an array's type knows the mesh of the arguments that it comes from. Of `jit`'s own
-    `in_shardings` it knows nothing: put the arguments on the mesh before the call.
+    function is traced, an array's type has the mesh of the arguments that it is computed from. It lacks the
+    `in_shardings` of `jit`: put the arguments on the mesh before the call.
 
     Args:
-      args: a pytree; leaves that are no arrays say nothing.
+      args: a pytree; leaves other than arrays are ignored.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.axis_types and all(kind == AxisType.Manual for kind in context.axis_types):
@@ -136,7 +133,7 @@ def why_not_local(args: Any) -> str | None:
 
 
 def _partitioned(mesh):
-    """Devices over which XLA partitions a program on a mesh: those along axes that are not manual."""
+    """The number of devices over which XLA partitions a program on a mesh: the product of the axes not manual."""
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
@@ -187,11 +187,12 @@ def flush_together(
     Returns:
       (state, pool) of each.
     """
-    choices = implementations(_flush_xla, _flush_kernel)
-    return run("flush", choices, implementation, compressors, slots, positions, dtype, max_query_tokens)
+    options = dict(dtype=dtype, max_query_tokens=max_query_tokens)
+    args = compressors, slots, positions
+    return dispatch("flush", implementation, *args, xla=_flush_xla, kernel=_flush_kernel, **options)
 
 
-def _flush_kernel(compressors, slots, positions, dtype, max_query_tokens, *, interpret):
+def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret):
     if jnp.dtype(dtype) != jnp.bfloat16:
         raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
     operands = []
@@ -224,7 +225,7 @@ def _flush_kernel(compressors, slots, positions, dtype, max_query_tokens, *, int
     return results
 
 
-def _flush_xla(compressors, slots, positions, dtype, max_query_tokens):
+def _flush_xla(compressors, slots, positions, *, dtype, max_query_tokens):
     results = []
     for state, pool, kv, gate, weights in compressors:
         closed, state = pool_windows(state, kv, gate, weights, slots, positions, dtype=dtype)

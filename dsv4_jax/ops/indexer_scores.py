@@ -1,4 +1,4 @@
-"""The lightning indexer's scores of every visible entry."""
+"""The lightning indexer's scores of all visible entries."""
 
 import dataclasses
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
 from pallas_kernels.formats.layouts import quantised
-from pallas_kernels.indexer_scores import indexer_scores as scores_kernel
+from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores as score_keys
 from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
-# Query tokens scored at a time: bounds the gathered keys to this many copies of a request's keys.
+# Tokens that XLA scores at a time; each gathers a copy of its request's keys.
 QUERY_BLOCK = 16
 
 
@@ -30,26 +30,25 @@ def indexer_scores(
     inv_freq: Float[Array, "P"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T E"]:
-    """`score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` over the entries visible to token t (dsv4.md 4).
+    """Computes `score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` over visible entries (dsv4.md 4).
 
     Args:
       view: the layer's indexer keys.
-      q: [T, H, D] queries, model dtype; rotated and rounded here as the keys were.
+      q: [T, H, D] queries in the model's dtype, which are rotated and rounded here as the keys were.
       weights: [T, H] float32 head weights, both scale factors included.
       slots: [T] request slots; -1 = padding.
       positions: [T] absolute positions; -1 = padding.
-      inv_freq: [P] radians per token, with which the last 2 * P channels of q are rotated at the token's position
-        (dsv4.md 2.2), as keys are; None: q comes after RoPE.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (64 heads of 128 dims, bfloat16, in
-        formats "v4" and "per_entry").
+      inv_freq: [P] radians per token of RoPE, which turns the last 2 * P channels of q (dsv4.md 2.2), or None if q is
+        already rotated.
+      implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret". The kernel takes 64 heads
+        of 128 dims in bfloat16 and the formats "v4" and "per_entry".
 
     Returns:
-      [T, E] float32, E = max_blocks * entries a block. Row t holds `valid_lengths(positions[t])` scores, -inf where the
-      entry has no block. What stands behind them, and in rows of padding, is unspecified: a kernel computes and writes
-      nothing there, "xla" writes -inf.
+      [T, E] float32 scores, E = max_blocks * entries per block. Row t has `valid_lengths(positions[t])` scores, -inf
+      for an entry without a block. Other values are unspecified: "xla" writes -inf there, a kernel writes nothing.
     """
-    choices = implementations(_scores_xla, _scores_kernel)
-    return run("indexer_scores", choices, implementation, view, q, weights, slots, positions, inv_freq)
+    args = view, q, weights, slots, positions, inv_freq
+    return dispatch("indexer_scores", implementation, *args, xla=_scores_xla, kernel=scores_kernel)
 
 
 def _scores_xla(view, q, weights, slots, positions, inv_freq):
@@ -57,20 +56,21 @@ def _scores_xla(view, q, weights, slots, positions, inv_freq):
     return score_rounded_xla(view, q, weights, slots, positions)
 
 
-def _scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret):
+def scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret, config=None):
+    """`indexer_scores` by the kernels; `config` is the one of `pallas_kernels.indexer_scores`."""
     q, weights = round_index_query(q, weights, positions, inv_freq, quantised(view.layout), interpret=interpret)
-    return score_rounded_kernel(view, q, weights, slots, positions, interpret=interpret)
+    return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
 
 
 def round_index_query_xla(codec, q, positions, inv_freq):
-    """Queries rotated and rounded as `codec` does keys, dims in their order; `inv_freq` as in `indexer_scores`."""
+    """Rotates queries by RoPE and rounds them as `codec` rounds keys."""
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     return codec.round_query(q)
 
 
 def round_index_query_operands(codec, q, weights, positions, inv_freq):
-    """What `pallas_kernels.indexer_scores.round_index_query` returns, by XLA."""
+    """Computes the results of `pallas_kernels.round_index_query` with XLA."""
     if codec.layout.scale != "e8m0":
         return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
     if inv_freq is not None:
@@ -84,7 +84,7 @@ def round_index_query_operands(codec, q, weights, positions, inv_freq):
 
 
 def score_rounded_xla(view, q, weights, slots, positions):
-    """`indexer_scores` of queries that were rotated and rounded already."""
+    """Computes `indexer_scores` of rotated and rounded queries with XLA."""
     q = q.astype(jnp.float32)
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)
 
@@ -99,18 +99,14 @@ def score_rounded_xla(view, q, weights, slots, positions):
     return jax.lax.map(score, (q, weights, slots, positions), batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
-def score_rounded_kernel(view, q, weights, slots, positions, *, interpret=False):
-    """`indexer_scores` of queries and weights as `pallas_kernels.indexer_scores.round_index_query` leaves them."""
-    return scores_kernel(
-        q,
-        weights,
-        slots,
-        positions,
+def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, interpret=False):
+    """Computes `indexer_scores` of queries and weights from `pallas_kernels.round_index_query` with the kernel."""
+    keys = IndexerKeys(
         jnp.asarray(view.layer, jnp.int32),
         view.block_table,
         view.rows.codes,
         view.rows.scale,
-        compress_rate=view.compress_rate,
-        layout=quantised(view.layout),
-        interpret=interpret,
+        view.compress_rate,
+        quantised(view.layout),
     )
+    return score_keys(q, weights, slots, positions, keys, config=config, interpret=interpret)

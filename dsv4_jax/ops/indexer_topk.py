@@ -4,32 +4,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from pallas_kernels.indexer_topk import indexer_topk as kernel
 
 
 def indexer_topk(
     scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int, *, implementation: str | None = None
 ) -> Int[Array, "T k"]:
-    """Indices of the k largest of the first lengths[t] scores of each row, ascending.
+    """Selects the k largest of the first lengths[t] scores of each row; returns their indices in ascending order.
 
-    Ascending, not best first: attention sums over the selection in any order, neighbours in the list are neighbours in
-    memory when it gathers them, and the order is a property of the selected set, not of how it was found.
+    Ascending order does not depend on how the set was found, and gathers read neighbouring entries one after another.
 
-    Scores are ordered as numbers, 0 and -0 equal, subnormals as they are on every device. Of equal scores the lower
-    index is taken first.
+    Scores are ordered as numbers: 0 and -0 are equal, and subnormal numbers differ from them on every device. Of equal
+    scores the lower index is selected first.
 
     Args:
-      scores: [T, E] float32, no NaN; -inf is never selected. What lies at or behind lengths[t] can be anything.
-      lengths: [T] int32, 0 .. E; 0 for padding.
-      k: entries to select, at least 1.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes k up to 2048 and E a
-        multiple of 4.
+      scores: [T, E] float32 scores without NaN. -inf is never selected. Scores from lengths[t] on are not read.
+      lengths: [T] int32 number of scores that count in each row, 0 .. E; 0 for padding.
+      k: number of entries to select, at least 1.
+      implementation: None for the best one available, or "xla", "mosaic_gpu". The kernel takes k up to 2048 and E a
+        multiple of 4. It has no "interpret": its steps are PTX.
 
     Returns:
-      [T, k] int32; all selectable entries where there are no more than k, then -1 at the end.
+      [T, k] int32 indices; -1 at the end of rows with fewer than k selectable scores.
+
+    Raises:
+      NotImplementedError: the named implementation does not take the device or the arguments.
     """
-    return run("indexer_topk", implementations(_indexer_topk_xla, kernel), implementation, scores, lengths, k)
+    return dispatch("indexer_topk", implementation, scores, lengths, xla=_indexer_topk_xla, kernel=kernel, k=k)
 
 
 def _indexer_topk_xla(scores, lengths, k):
@@ -45,7 +47,7 @@ def _indexer_topk_xla(scores, lengths, k):
 
 
 def _order(scores):
-    """int32 that rise with the scores: comparing floats, some devices take subnormals for zeros."""
+    """Returns int32 keys in the order of the scores; some devices compare subnormal floats as zeros."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(bits == jnp.iinfo(jnp.int32).min, 0, bits)  # -0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

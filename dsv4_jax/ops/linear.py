@@ -1,27 +1,27 @@
-"""Linear maps with exact products and float32 sums."""
+"""Linear maps whose weights may stay quantized as the release stores them."""
 
-import functools
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.ops.dispatch import PreferXla, run, with_gradient_of
+from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
 from pallas_kernels.linear import (
+    MAX_BFLOAT16_TOKENS,
     MAX_NORMED_TOKENS,
-    MAX_STORED_TOKENS,
-    MAX_TOKENS,
-    linear as linear_kernel,
+    MAX_QUANTIZED_TOKENS,
+    LinearSpec as LinearSpec,
+    bfloat16_linear,
     quantized_linear,
     quantized_matmul,
 )
 
 
-Part = tuple[int, bool]
 Matrix = Float[Array, "_ _"] | QuantizedWeight
 # With fewer rows XLA is faster: it multiplies several weights at once where they have one input.
 MIN_ROWS = 1536
@@ -30,177 +30,166 @@ MIN_ROWS = 1536
 def linear(
     x: Float[Array, "... n"],
     weight: Matrix | tuple[Matrix, ...],
+    spec: LinearSpec = LinearSpec(),
     *,
-    parts: tuple[Part, ...] | None = None,
-    groups: int = 1,
-    swiglu_limit: float | None = None,
     norm: tuple[Float[Array, "k"], float] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "... p"], ...]:
-    """`x @ weight.T`, or that of groups of channels, as an array for each part of the weight's rows; or SwiGLU of two.
+) -> tuple[Float[Array, "... _"], ...]:
+    """Computes `x @ weight.T` with exact products and float32 sums, and splits it into the spec's outputs.
 
-    The gradient is that of "xla", whatever computes the values.
+    The gradient is that of "xla", whichever implementation computes the values.
 
     Args:
-      x: [..., groups * k].
-      weight: [m, k], [out, in] as in the checkpoint: `groups` matrices one below the other, each for its k channels.
-        Or such a matrix in the release's storage. Or a tuple of several of either, one below the other: for them no
-        groups and no SwiGLU, and each part has rows of one.
-      parts: (rows, whether sums are rounded to x's dtype or stay float32), which make up all m rows; None: one part,
-        float32.
-      groups: a divisor of m.
-      swiglu_limit: if given, the weight's first half of rows is a gate's, the second that of up. Both products are
-        rounded, and the result is one part, [..., m / 2] in x's dtype: `swiglu(gate, up, swiglu_limit)`, rounded.
-      norm: if given, (weight [k] float32, eps): x is RMS-normed over its k channels and rounded first; one group.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes [T, groups * k]
-        bfloat16 of 8, 16, .. or 64 tokens and bfloat16 weights of at least 1536 rows, and reads these at 65 to 94% of
-        the rate of a copy (H100). Of weights stored as FP8 it takes any number of tokens; "xla" writes them out
-        dequantised. Up to 32 tokens it takes
-        these together with bfloat16 ones, in one launch.
+      x: [..., num_groups * k] activations.
+      weight: [m, k] matrix in the checkpoint's [out, in] order, or a `QuantizedWeight` of that shape. A tuple stands
+        for several such matrices, one below the other; then each output has rows of one of them.
+      spec: how the rows of the result are grouped, split and rounded.
+      norm: the weight [k] float32 and the epsilon of an RMS norm, or None. If given, `x` is normalized and rounded
+        before the product; `num_groups` must be 1.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take bfloat16 activations
+        [T, k] with FP8 weights, or with bfloat16 weights if T is small.
 
     Returns:
-      [..., rows] of each part.
+      One array [..., size] for each of the spec's outputs.
 
     Raises:
-      ValueError: x, parts, groups, swiglu_limit or norm do not fit the weight.
+      ValueError: the shapes of `x`, `weight`, `spec` and `norm` do not agree.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
-    rows, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    if swiglu_limit is not None:
-        if parts or groups > 1 or rows % 2:
-            raise ValueError(
-                f"swiglu_limit={swiglu_limit} wants one weight of gate and up, an even number of rows, without parts "
-                f"and groups; got {rows} rows, parts={parts}, groups={groups}"
-            )
-        parts = ((rows // 2, True),) * 2
-    parts = parts or ((rows, False),)
-    if x.shape[-1] != groups * depth:
-        raise ValueError(
-            f"x must have {groups} * {depth} channels for a weight {list(weights[0].shape)}, got {x.shape[-1]}"
+    _check(x, weights, spec, norm)
+    if len(weights) > 1 and not _fit_one_launch(x, weights):
+        products = (
+            linear(x, one, own_spec, norm=norm, implementation=implementation)
+            for one, own_spec in _split_spec(spec, weights)
         )
-    if rows % groups:
-        raise ValueError(f"groups={groups} must divide the weight's {rows} rows")
-    if sum(size for size, _ in parts) != rows:
-        raise ValueError(f"parts={parts} must have {rows} rows together, as many as the weight")
-    if norm is not None and groups > 1:
-        raise ValueError(f"norm is for one group of channels, got groups={groups}")
-    if len(weights) > 1 and not _take_one_launch(x, weights):
-        options = dict(groups=groups, swiglu_limit=swiglu_limit, norm=norm, implementation=implementation)
-        shares = zip(weights, _parts_of(parts, weights), strict=True)
-        return tuple(part for weight, own in shares for part in linear(x, weight, parts=own, **options))
-    arrays, eps = ((x, *weights), None) if norm is None else ((x, *weights, norm[0]), norm[1])
-    static = _Static(parts, groups, swiglu_limit, eps)
-    implementations = dict(
-        xla=_linear_xla,
-        mosaic_gpu=_linear_kernel_or_xla,
-        interpret=functools.partial(_linear_kernel, True),
-    )
-    return run("linear", implementations, implementation, static, *arrays)
+        return sum(products, ())
+    norm_weight, eps = norm or (None, 0.0)
+    options = dict(xla=_linear_xla, kernel=_linear_kernel, spec=spec, eps=eps)
+    return dispatch("linear", implementation, x, weights, norm_weight, **options)
+
+
+def linear_swiglu(
+    x: Float[Array, "... k"], gate_up: Matrix, limit: float, *, implementation: str | None = None
+) -> Float[Array, "... n"]:
+    """Computes the SwiGLU of the two halves of `x @ gate_up.T`, which are rounded first.
+
+    The gradient is that of "xla", whichever implementation computes the values.
+
+    Args:
+      x: [..., k] activations.
+      gate_up: [2 * n, k] matrix or a `QuantizedWeight` of that shape; the first n rows are the gate's.
+      limit: bound on the gate's and the up projection's values, see `ops.swiglu`.
+      implementation: as in `linear`.
+
+    Returns:
+      [..., n] in x's dtype: `swiglu(gate, up, limit)`, rounded.
+
+    Raises:
+      ValueError: the weight has an odd number of rows, or not as many columns as `x` has channels.
+    """
+    rows = gate_up.shape[0]
+    if rows % 2:
+        raise ValueError(f"SwiGLU wants as many rows of the gate as of the up projection, got {rows} rows")
+    spec = LinearSpec((rows // 2, rows // 2), x.dtype)
+
+    def activate(gate, up):
+        return round_to(swiglu(gate, up, limit), x.dtype)
+
+    if not isinstance(gate_up, QuantizedWeight):
+        return activate(*linear(x, gate_up, spec, implementation=implementation))
+    _check(x, (gate_up,), spec, None)
+
+    def reference(x, gate_up):
+        return activate(*_multiply(x, gate_up, spec))
+
+    def kernel(x, gate_up, *, interpret):
+        return _quantized_kernel(x, (gate_up,), spec=spec, swiglu_limit=limit, interpret=interpret)[0]
+
+    return dispatch("linear_swiglu", implementation, x, gate_up, xla=reference, kernel=kernel)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Both in the wider of their dtypes: weights may be float32 beside bfloat16 activations, or the other way."""
+    """Casts both arrays to the wider of their dtypes: float32 weights may meet bfloat16 activations, and vice versa."""
     dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return x.astype(dtype), weight.astype(dtype)
 
 
-class _Static(NamedTuple):
-    """What is no array. `eps`: None, or of a norm, whose weight is the last array."""
-
-    parts: tuple[Part, ...]
-    groups: int
-    swiglu_limit: float | None
-    eps: float | None
-
-    def split(self, arrays):
-        """(weights, the norm's)."""
-        return (arrays, ()) if self.eps is None else (arrays[:-1], arrays[-1:])
+def _check(x, weights, spec, norm):
+    depth, groups = weights[0].shape[1], spec.num_groups
+    spec.outputs(sum(weight.shape[0] for weight in weights))
+    if x.shape[-1] != groups * depth:
+        raise ValueError(
+            f"x must have {groups} * {depth} channels for a weight {list(weights[0].shape)}, got {x.shape[-1]}"
+        )
+    if norm is not None and groups > 1:
+        raise ValueError(f"norm is for one group of channels, got num_groups={groups}")
 
 
-def _take_one_launch(x, weights):
-    """Whether a kernel reads the weights together."""
+def _fit_one_launch(x, weights):
+    """Returns whether one kernel can read all weights."""
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in weights}
-    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MAX_STORED_TOKENS * x.shape[-1]
+    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MAX_QUANTIZED_TOKENS * x.shape[-1]
 
 
-def _parts_of(parts, weights):
-    """Those of each weight."""
-    left = list(parts)
+def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
+    """Yields each weight and the spec of its own outputs."""
+    remaining = list(spec.outputs(sum(weight.shape[0] for weight in weights)))
     for weight in weights:
         own, rows = [], weight.shape[0]
         while sum(size for size, _ in own) < rows:
-            own.append(left.pop(0))
-        if sum(size for size, _ in own) != rows:
-            raise ValueError(f"parts={parts} must not cross from one weight to the next: one has {rows} rows")
-        yield tuple(own)
+            own.append(remaining.pop(0))
+        sizes, dtypes = zip(*own, strict=True)
+        if sum(sizes) != rows:
+            raise ValueError(f"output_sizes={spec.output_sizes} must not straddle two weights: one has {rows} rows")
+        yield weight, LinearSpec(sizes, dtypes, spec.num_groups)
 
 
-def _linear_xla(static, x, *arrays):
-    weights, norm = static.split(arrays)
-    x, groups = _normed(x, *norm, eps=static.eps), static.groups
-    if len(weights) > 1:
-        shares = zip(weights, _parts_of(static.parts, weights), strict=True)
-        plain = static._replace(eps=None)
-        return tuple(part for weight, own in shares for part in _linear_xla(plain._replace(parts=own), x, weight))
-    (weight,), dtype = weights, x.dtype
-    weight = weight[...] if isinstance(weight, QuantizedWeight) else weight
-    x, weight = same_dtype(x, weight)
+def _linear_xla(x, weights, norm_weight, *, spec, eps):
+    x = _rms_norm(x, norm_weight, eps)
+    products = (_multiply(x, weight, own_spec) for weight, own_spec in _split_spec(spec, weights))
+    return sum(products, ())
+
+
+def _multiply(x, weight, spec):
+    outputs, groups = spec.outputs(weight.shape[0]), spec.num_groups
+    x, weight = same_dtype(x, weight[...] if isinstance(weight, QuantizedWeight) else weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
     if groups == 1:
         product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
     else:
         x, weight = x.reshape(*x.shape[:-1], groups, -1), weight.reshape(groups, -1, weight.shape[-1])
         product = jnp.einsum("...gk,gmk->...gm", x, weight, **options).reshape(*x.shape[:-2], -1)
-    found, start = [], 0
-    for size, rounded in static.parts:
-        part = jax.lax.slice_in_dim(product, start, start + size, axis=-1)
-        found.append(round_to(part, dtype) if rounded else part)
-        start += size
-    return _finished(tuple(found), static.swiglu_limit, dtype)
+    ends = list(itertools.accumulate(size for size, _ in outputs))
+    products = jnp.split(product, ends[:-1], axis=-1)
+    return tuple(round_to(product, dtype) for product, (_, dtype) in zip(products, outputs, strict=True))
 
 
-def _normed(x, *norm, eps):
-    for weight in norm:
-        weight = weight.reshape(*(1,) * (x.ndim - 1), -1)
-        x = round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
-    return x
+def _rms_norm(x, weight, eps):
+    if weight is None:
+        return x
+    weight = weight.reshape(*(1,) * (x.ndim - 1), -1)
+    return round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
 
 
-def _finished(products, swiglu_limit, dtype):
-    if swiglu_limit is None:
-        return products
-    gate, up = products
-    return (round_to(swiglu(gate, up, swiglu_limit), dtype),)
-
-
-def _linear_kernel_or_xla(static, x, *arrays):
-    weights, _ = static.split(arrays)
+def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret):
     weight = weights[0]
-    if len(weights) == 1 and not isinstance(weight, QuantizedWeight):
-        if weight.shape[0] < MIN_ROWS:
-            raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
-        if x.size > MAX_TOKENS * x.shape[-1]:
-            raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return _linear_kernel(False, static, x, *arrays)
+    if len(weights) > 1 or isinstance(weight, QuantizedWeight):
+        return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
+    if not interpret and weight.shape[0] < MIN_ROWS:
+        raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
+    if not interpret and x.size > MAX_BFLOAT16_TOKENS * x.shape[-1]:
+        raise PreferXla(f"the kernel is for up to {MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    return bfloat16_linear(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
 
 
-def _linear_kernel(interpret, static, x, *arrays):
-    options = dict(parts=static.parts, groups=static.groups, interpret=interpret)
-
-    def kernel(x, *arrays):
-        weights, norm = static.split(arrays)
-        if len(weights) == 1 and not isinstance(weights[0], QuantizedWeight):
-            products = linear_kernel(_normed(x, *norm, eps=static.eps), weights[0], **options)
-            return _finished(products, static.swiglu_limit, x.dtype)
-        pairs = tuple((x.codes, x.scale) if isinstance(x, QuantizedWeight) else x for x in weights)
-        if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
-            raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
-        options["limit"] = static.swiglu_limit
-        if x.shape[0] <= MAX_NORMED_TOKENS:
-            return quantized_linear(x, pairs, *norm, eps=static.eps or 0.0, **options)
-        x = _normed(x, *norm, eps=static.eps)
-        if x.shape[0] <= MAX_STORED_TOKENS:
-            return quantized_linear(x, pairs, **options)
-        return quantized_matmul(x, *pairs[0], **options)
-
-    return with_gradient_of(functools.partial(_linear_xla, static), kernel)(x, *arrays)
+def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
+    """Runs the kernel for few tokens or that for many; `options` are those of both."""
+    if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
+        raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
+    weights = tuple((one.codes, one.scale) if isinstance(one, QuantizedWeight) else one for one in weights)
+    if x.shape[0] <= MAX_NORMED_TOKENS:
+        return quantized_linear(x, weights, norm_weight, eps=eps, **options)
+    x = _rms_norm(x, norm_weight, eps)
+    if x.shape[0] <= MAX_QUANTIZED_TOKENS:
+        return quantized_linear(x, weights, **options)
+    return quantized_matmul(x, *weights[0], **options)

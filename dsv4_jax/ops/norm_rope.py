@@ -1,12 +1,10 @@
-"""RMS norm and RoPE of a layer's queries and key-value rows."""
-
-import functools
+"""RMS norm and RoPE of queries and key-value rows."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.quant import round_to
 from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel
@@ -22,30 +20,24 @@ def norm_rope(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
-    """Norms every head of the queries, without a weight, and the key-value row, and rotates both (dsv4.md 2).
+    """Normalizes and rotates the queries, head by head and without a weight, and the key-value rows (dsv4.md 2).
 
-    Each is rounded to its dtype after the norm and after the rotation, as `apply_rope` does. The gradient is that of
-    "xla", whatever computes the values.
+    Results are rounded to their dtypes after the norm and after the rotation. The gradient is always that of "xla".
 
     Args:
       q: [T, H, D] queries.
       kv: [T, D] key-value rows.
-      weight: [D] float32, of the rows' norm.
+      weight: [D] float32 weight of the rows' norm.
       positions: [T] absolute positions in tokens, not negative.
       inv_freq: [P] radians per token; the last 2 * P channels are rotated.
       eps: added to the mean square.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, D = 512).
 
     Returns:
-      (q, kv) in their dtypes. Implementations differ by a unit in the last place: their float32 sums have different
-      orders.
+      (q, kv) in their dtypes. Implementations add in different orders and differ by a unit in the last place.
     """
-    implementations = {
-        "xla": functools.partial(_norm_rope_xla, eps=eps),
-        "mosaic_gpu": functools.partial(_norm_rope_kernel, eps, False),
-        "interpret": functools.partial(_norm_rope_kernel, eps, True),
-    }
-    return run("norm_rope", implementations, implementation, q, kv, weight, positions, inv_freq)
+    args = q, kv, weight, positions, inv_freq
+    return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=norm_rope_kernel, eps=eps)
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
@@ -57,25 +49,3 @@ def _norm_rope_xla(q, kv, weight, positions, inv_freq, *, eps):
     normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype)
     row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
     return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm_rope_kernel(eps, interpret, q, kv, weight, positions, inv_freq):
-    return norm_rope_kernel(q, kv, weight, positions, inv_freq, eps=eps, interpret=interpret)
-
-
-def _forward(eps, interpret, *arrays):
-    return _norm_rope_kernel(eps, interpret, *arrays), arrays
-
-
-def _backward(eps, interpret, arrays, cotangents):
-    *differentiable, positions, inv_freq = arrays
-
-    def reference(q, kv, weight):
-        return _norm_rope_xla(q, kv, weight, positions, inv_freq, eps=eps)
-
-    _, pull = jax.vjp(reference, *differentiable)
-    return *pull(cotangents), None, None
-
-
-_norm_rope_kernel.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Norm and rotation of a layer's queries and key-value rows, and the quantised append of the latter, as one op."""
+"""Norm and rotation of queries and key-value rows, fused with the quantised append of the rows."""
 
 import dataclasses
 
@@ -6,11 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.dispatch import implementations, run
+from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.norm_rope import norm_rope
 from dsv4_jax.ops.views import SWAView
 from dsv4_jax.quant import Rows
-from pallas_kernels.formats.layouts import quantised
 from pallas_kernels.norm_rope import norm_rope_append as norm_rope_append_kernel
 
 
@@ -26,9 +25,9 @@ def norm_rope_append(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], SWAView]:
-    """`norm_rope`, whose key-value rows `append_swa` stores: a launch less, and the rows are not written twice.
+    """Fuses `norm_rope` and the `append_swa` of its key-value rows: one launch, and rows are written once.
 
-    An implementation stores the bytes that its `norm_rope` and `append_swa` would. Kernels have no gradient.
+    Every implementation stores the bytes that its `norm_rope` and `append_swa` store.
 
     Args:
       view, slots, positions: as in `append_swa`; negative positions rotate like 0.
@@ -38,20 +37,18 @@ def norm_rope_append(
     Returns:
       (queries in their dtype, the view with updated rows).
     """
-    choices = implementations(_norm_rope_append_xla, _norm_rope_append_kernel)
-    arrays = q, kv, weight, slots, positions, inv_freq
-    return run("norm_rope_append", choices, implementation, eps, view, *arrays)
+    args = view, q, kv, weight, slots, positions, inv_freq
+    functions = dict(xla=_norm_rope_append_xla, kernel=_norm_rope_append_kernel)
+    return dispatch("norm_rope_append", implementation, *args, **functions, eps=eps)
 
 
-def _norm_rope_append_xla(eps, view, q, kv, weight, slots, positions, inv_freq):
+def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, eps):
     at = jnp.maximum(positions, 0)
     q, kv = norm_rope(q, kv, weight, at, inv_freq, eps=eps, implementation="xla")
     return q, append_swa(view, kv, slots, positions, implementation="xla")
 
 
-def _norm_rope_append_kernel(eps, view, q, kv, weight, slots, positions, inv_freq, *, interpret):
-    layer, layout = jnp.asarray(view.layer, jnp.int32), quantised(view.layout)
-    pools = view.rows.nope, view.rows.rope, view.rows.scale
-    arrays = q, kv, weight, slots, positions, inv_freq, layer, *pools
-    q, *new = norm_rope_append_kernel(*arrays, layout=layout, eps=eps, interpret=interpret)
-    return q, dataclasses.replace(view, rows=Rows(*new))
+def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
+    arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
+    q, *pools = norm_rope_append_kernel(*arrays, eps=eps, interpret=interpret)
+    return q, dataclasses.replace(view, rows=Rows(*pools))

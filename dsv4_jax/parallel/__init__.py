@@ -1,1 +1,1 @@
-"""How a model and its cache are cut over several devices: the mesh's axes, and what each of them cuts."""
+"""Sharding of a model and its cache over several devices: meshes, axis rules and collectives."""

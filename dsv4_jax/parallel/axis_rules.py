@@ -1,47 +1,46 @@
-"""The one table of what each mesh axis cuts."""
+"""The table that maps logical axes to mesh axes."""
 
 from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv4_jax.ops.all_reduce import MODEL_AXIS
+from dsv4_jax.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 
-DATA_AXIS = "data"
-# Mesh axes by the logical axis of a parameter, a pool or a step's input; axes that are not listed are copied to all
-# devices.
+# Mesh axes for each logical axis of a parameter, a pool or a step's input. Other axes are replicated.
 RULES = {
     "heads": (MODEL_AXIS,),  # query heads
-    "groups": (MODEL_AXIS,),  # groups of heads that share an output map
-    "experts": (MODEL_AXIS,),  # where devices hold whole ones
-    "inner": (MODEL_AXIS,),  # the width between the two maps of an expert
+    "groups": (MODEL_AXIS,),  # groups of heads with one output projection
+    "experts": (MODEL_AXIS,),  # expert parallelism
+    "inner": (MODEL_AXIS,),  # the width between an expert's two projections
     "vocab": (MODEL_AXIS,),
     "slots": (DATA_AXIS,),
     "blocks": (DATA_AXIS,),
-    "context": (MODEL_AXIS,),  # a part's blocks, where `CacheSchema.context_parallel`
-    "tokens": (DATA_AXIS,),  # and all else of a step that stands in the order of requests
+    "context": (MODEL_AXIS,),  # blocks, with `CacheSchema.context_parallel`
+    "tokens": (DATA_AXIS,),  # also all other per-request inputs and results of a step
 }
 
 
-# Of a dimension; None = none, which is copied; several = cut along the first, each part along the next.
+# The logical axis of a dimension. None = replicated. A tuple is sharded over all its axes, the first one outermost.
 LogicalAxis = str | tuple[str, ...] | None
 
 
 def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
-    """Which of the mesh axes that are present cut a dimension of these logical axes."""
+    """Returns the mesh axes, of those `present`, that shard a dimension with these logical axes."""
     names = (axis,) if isinstance(axis, str) else axis or ()
-    return tuple(cut for name in names for cut in RULES.get(name, ()) if cut in present)
+    return tuple(mesh_axis for name in names for mesh_axis in RULES.get(name, ()) if mesh_axis in present)
 
 
 def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
-    """How an array is cut whose dimensions have these logical axes; a mesh axis cuts the first one that it can."""
-    left, cuts = list(mesh.axis_names), []
+    """Returns the spec of an array with these logical axes; a mesh axis shards the first dimension that it can."""
+    unused, spec = list(mesh.axis_names), []
     for axis in axes:
-        cuts.append(mesh_axes(axis, left))
-        left = [name for name in left if name not in cuts[-1]]
-    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
+        used = mesh_axes(axis, unused)
+        spec.append(used[0] if len(used) == 1 else used or None)
+        unused = [name for name in unused if name not in used]
+    return PartitionSpec(*spec)
 
 
 def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh) -> NamedSharding:
-    """Where such an array lies."""
+    """Returns the sharding of an array with these logical axes."""
     return NamedSharding(mesh, partition_spec(axes, mesh))

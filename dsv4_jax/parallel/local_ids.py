@@ -1,6 +1,6 @@
-"""Slots and blocks that are numbered through over the parts of a mesh, where a device holds only its own.
+"""Conversion of global ids of slots and blocks to a device's local ids, and reductions over shards.
 
-For functions that run on every device, under `jax.shard_map`; elsewhere there is one part, which holds everything.
+For functions under `jax.shard_map`. Elsewhere one shard holds everything and ids stay as they are.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from dsv4_jax.parallel.axis_rules import LogicalAxis, mesh_axes
 
 
 def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> Int[Array, "..."]:
-    """What this device calls the slots or blocks that all parts together call `numbers`; -1 for those of other parts.
+    """Converts global ids of slots or blocks to this device's ids; ids of other shards become -1.
 
     Args:
-      numbers: [...] int32; -1 = none.
-      axis: the logical axis that they number, as in `axis_rules.RULES`.
-      count: how many of them a device holds.
+      numbers: [...] int32 global ids; -1 = none.
+      axis: logical axis of the ids, as in `axis_rules.RULES`.
+      count: number of ids per device.
     """
     if not (axes := _manual(axis)):
         return numbers
@@ -27,7 +27,7 @@ def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> I
 
 
 def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
-    """The bits that one part has, on all devices, where those of all other parts are zeros."""
+    """Broadcasts exact bits from the shard that holds them to all devices; other shards must hold zeros."""
     if not (axes := _manual(axis)):
         return tree
 
@@ -41,10 +41,10 @@ def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
 
 
 def is_sharded(axis: LogicalAxis) -> bool:
-    """Whether other devices have other parts of a dimension."""
+    """Whether a logical axis is sharded over devices here."""
     return bool(_manual(axis))
 
 
 def _manual(axis):
-    """The axes of the mesh that cut a logical axis here."""
+    """Returns the manual mesh axes that shard a logical axis."""
     return mesh_axes(axis, jax.sharding.get_abstract_mesh().manual_axes)

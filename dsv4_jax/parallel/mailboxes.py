@@ -1,7 +1,7 @@
-"""Memory in which the GPUs of a mesh leave each other what `ops.all_reduce` adds up.
+"""Peer-writable buffers ("mailboxes") through which the GPUs of a mesh exchange the terms of `ops.all_reduce`.
 
-A GPU's mailbox is an array that no program takes as an argument: so XLA never moves, copies or frees it. Programs know
-its address alone, from a small table that is an argument like any other.
+A GPU's mailbox is an array that no program takes as an argument, so XLA never moves, copies or frees it. Programs get
+its address from a small table, which is an ordinary argument.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from dsv4_jax.ops.all_reduce import MODEL_AXIS
+from dsv4_jax.mesh_axes import MODEL_AXIS
 from pallas_kernels.mgpu.mailbox import mailbox_bytes
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
@@ -24,18 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
-    """The table whose rows `ops.with_mailboxes` takes, or None where devices add up by XLA's collectives.
+    """Makes the table of mailboxes for `ops.with_mailboxes`, or returns None if XLA's collectives are to be used.
 
-    GPUs that stand along the "model" axis have one mailbox each, which all meshes of the process share.
+    Each GPU along the "model" axis has one mailbox, which all meshes of the process share.
 
     Args:
-      mesh: of any axes.
+      mesh: any mesh.
 
     Returns:
-      [*mesh.shape, 4] uint32, cut over all axes: each device has a row, low and high halves of its number on the
-      "model" axis and of its mailbox's address. None where the mesh has no "model" axis of several devices, where these
-      are no GPUs of this process that kernels run on, and, which is logged as a warning, where they do not reach each
-      other's memory.
+      [*mesh.shape, 4] uint32, sharded over all axes. A device's row holds low and high halves of its index on the
+      "model" axis and of its mailbox's address. None if the "model" axis has one device, or if its devices are not GPUs
+      of this process with kernels. Also None, with a warning, if the GPUs cannot access each other's memory.
     """
     devices = list(mesh.devices.flat)
     if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu():
@@ -56,15 +55,15 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
 
 
 def mailbox_sharding(mesh: Mesh) -> NamedSharding:
-    """How the table lies on a mesh."""
+    """Returns the sharding of the table on a mesh."""
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names, None))
 
 
 @functools.cache
 def _addresses(group):
-    """The address of each GPU's mailbox; None if one cannot reach another's."""
+    """Returns the address of each GPU's mailbox, or None if one GPU cannot access another's memory."""
     if pairs := [pair for pair in itertools.permutations(group, 2) if not _reaches(*pair)]:
-        logger.warning("%s and %s cannot reach each other's memory: sums over a mesh are left to XLA", *pairs[0])
+        logger.warning("%s and %s cannot access each other's memory: all-reduce falls back to XLA", *pairs[0])
         return None
     size = mailbox_bytes(len(group)) // 4
     _mailboxes[group] = [jax.block_until_ready(jnp.zeros(size, jnp.uint32, device=device)) for device in group]

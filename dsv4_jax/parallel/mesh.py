@@ -1,29 +1,26 @@
-"""Meshes of devices: which axes they have, and which models they can cut. Importing this module does not import JAX."""
+"""Meshes of devices and their validation. Importing this module does not import JAX."""
 
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.mesh_axes import AXES, DATA_AXIS, MODEL_AXIS
 
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-# "data" cuts requests, with their slots and blocks; "model" each layer's heads and experts, and every device along it
-# runs the same tokens. Devices along the last axis are neighbours.
-AXES = ("data", "model")
-
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of a mesh by axis, in the order of `AXES`, from text such as "model=4" or "data=2,model=2".
+    """Parses text such as "model=4" or "data=2,model=2" to sizes by axis, in the order of `AXES`.
 
     Raises:
-      ValueError: an unknown axis, one that is named twice, or a size that is no whole number above 0.
+      ValueError: an axis is unknown or named twice, or a size is not a positive whole number.
     """
     sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = (piece.strip() for piece in part.partition("="))
+    for item in text.split(","):
+        axis, _, size = (piece.strip() for piece in item.partition("="))
         if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"mesh {text!r} must be AXIS=DEVICES with axes of {', '.join(AXES)}, such as model=4")
         sizes[axis] = int(size)
@@ -31,10 +28,10 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
-    """A mesh of the first devices, from its sizes by axis.
+    """Makes a mesh of the first devices from sizes by axis.
 
     Raises:
-      ValueError: there are not so many devices.
+      ValueError: there are too few devices.
     """
     import jax
 
@@ -46,7 +43,7 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
 
 
 def check_mesh(mesh: "Mesh") -> None:
-    """Raises ValueError unless the mesh has known axes of type Explicit, so that arrays' types say how they are cut."""
+    """Raises ValueError unless all axes are known and Explicit, so that an array's type includes its sharding."""
     from jax.sharding import AxisType
 
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
@@ -57,29 +54,29 @@ def check_mesh(mesh: "Mesh") -> None:
 
 
 def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_parallel: bool = False) -> None:
-    """Raises ValueError, which names what does not divide, unless a mesh of these sizes by axis can cut the model."""
-    parts = sizes.get("model", 1)
+    """Raises ValueError with the indivisible fields unless the model can be sharded over a mesh of these sizes."""
+    devices = sizes.get(MODEL_AXIS, 1)
     names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]
     names += ["n_routed_experts"] * expert_parallel
-    cut = {name: getattr(config, name) for name in names}
-    if odd := {name: size for name, size in cut.items() if size % parts}:
-        common = math.gcd(*cut.values())
+    sharded = {name: getattr(config, name) for name in names}
+    if odd := {name: size for name, size in sharded.items() if size % devices}:
+        common = math.gcd(*sharded.values())
         fitting = [n for n in range(1, common + 1) if common % n == 0]
         listed = ", ".join(f"{name}={size}" for name, size in odd.items())
         raise ValueError(
-            f"mesh axis model={parts} does not divide {listed}; this model can be cut in {', '.join(map(str, fitting))}"
+            f"mesh axis model={devices} does not divide {listed}; this model takes {', '.join(map(str, fitting))}"
         )
 
 
 def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num_blocks: int = 0) -> int:
-    """How many devices of a mesh of these sizes hold the blocks of a part of the cache between them.
+    """Returns the number of devices that a shard's blocks are distributed over.
 
     Raises:
-      ValueError: there are no others to share them with, or they do not divide `num_blocks`.
+      ValueError: the axis "model" has one device, or the mesh does not divide `num_blocks`.
     """
     if not context_parallel:
         return 1
-    if (devices := sizes.get("model", 1)) == 1:
+    if (devices := sizes.get(MODEL_AXIS, 1)) == 1:
         raise ValueError(f"{context_parallel=} needs a mesh with more than one device along the axis model")
     if num_blocks % (every := math.prod(sizes.values())):
         raise ValueError(f"{context_parallel=}: the mesh's {every} devices do not divide {num_blocks=}")
@@ -87,8 +84,8 @@ def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num
 
 
 def check_divisible(sizes: Mapping[str, int], **counts: int) -> None:
-    """Raises ValueError, which names what does not divide, unless a mesh of these sizes can cut these counts."""
-    parts = sizes.get("data", 1)
-    if odd := {name: count for name, count in counts.items() if count % parts}:
+    """Raises ValueError with the indivisible counts unless the mesh's axis "data" divides them all."""
+    shards = sizes.get(DATA_AXIS, 1)
+    if odd := {name: count for name, count in counts.items() if count % shards}:
         listed = ", ".join(f"{name}={count}" for name, count in odd.items())
-        raise ValueError(f"mesh axis data={parts} does not divide {listed}: give multiples of {parts}")
+        raise ValueError(f"mesh axis data={shards} does not divide {listed}: give multiples of {shards}")

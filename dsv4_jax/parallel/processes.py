@@ -8,10 +8,10 @@ import jax
 
 @contextlib.contextmanager
 def lost_process_named() -> Iterator[None]:
-    """Says what may have happened if the body fails in JAX's runtime where several processes run one program.
+    """Explains failures of JAX's runtime in the body when several processes run one program.
 
     Raises:
-      RuntimeError: it did, and there is more than one process; it names this one, and holds what JAX says.
+      RuntimeError: the body failed and there are several processes. The message names this one and quotes JAX.
     """
     try:
         yield

@@ -1,14 +1,21 @@
-"""The sum over a token's experts, for few tokens: as long as reading the experts that are hit takes.
+"""Routed experts for few tokens: y[t, j] = down_e(w[t, j] * swiglu(gate_up_e(x[t]))) with e = selected[t, j].
 
-The router, or a launch of its own, groups pairs of a token and an expert by expert. In the next, a block of threads
-takes a stretch of the tiles of 64 rows of all experts that are hit, first of gate and up with SwiGLU, then of down, and
-multiplies them with up to 8 of an expert's tokens, which stay in shared memory while its tiles last: see
-`skinny_gemm`. Weights of down arrive while blocks still wait for what enters it.
+The time is that of reading the selected experts' weights once. The router, or a launch of its own, groups the pairs of
+a token and an expert: a group has up to 8 pairs of one expert. A persistent grid of one block per SM then walks over
+tiles of 64 weight rows of all groups: first the tiles of gate and up, then those of down. Each block has a consecutive
+range of either. The warpgroups have the roles of `skinny_gemm`, to which this kernel adds:
+
+    warpgroup   role        adds                                                     waits for              signals
+    0..3        multiply    loads a group's inputs before its first tile             hidden tiles (down)
+    4           load        nothing: weights of down arrive during the tiles before
+    5           epilogue    SwiGLU or the final store; sums up a token's pairs       groups_ready           hidden tiles
+
+Counters in global memory (`tile_counters`) count each group's hidden tiles, and the terms of each tile of the total.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,12 +23,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.experts import routing_tables
+from pallas_kernels.experts import pair_groups, tile_counters
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
 from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
-from pallas_kernels.matmul.routing import FIRST_PAIR, WORDS, counts_size, most_blocks
-from pallas_kernels.matmul.skinny_gemm import FINISHES, Product, SkinnyGemm
+from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, WeightLayout
+from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_WORDS, counts_size, max_groups
+from pallas_kernels.matmul.skinny_gemm import EPILOGUE, Product, SkinnyGemm
+from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
@@ -29,8 +37,9 @@ from pallas_kernels.runtime.launch import interpreting, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_PAIRS = 1024  # that one block of threads sorts
+MAX_PAIRS = 1024  # one block of threads groups them
 MAX_SHARED_TOKENS = COLUMNS
+GATE_UP, DOWN = 0, 1  # the linear maps of an expert
 
 
 @cached_trace("limit")
@@ -40,37 +49,37 @@ def experts(
     weights: jax.Array,
     gate_up: jax.Array | tuple[jax.Array, jax.Array],
     down: jax.Array | tuple[jax.Array, jax.Array],
-    grouped: tuple[jax.Array, jax.Array] | None = None,
+    permutation: tuple[jax.Array, jax.Array] | None = None,
     shared: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None,
     *,
     limit: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """What each of a token's experts makes of it: `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), +-limit))`.
+    """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
+
+    Each linear map and the input of `down` are rounded to bfloat16. The order of a sum depends on the shapes and the
+    storage of the weights alone.
 
     Args:
-      x: [T, D] bfloat16.
-      selected: [T, k] int32, each token's experts, 0 .. E - 1; T * k up to 1024. A pair with another number has no
-        expert here.
-      weights: [T, k] float32, what w is.
-      gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a
-        byte, and scales [E, 2 * I, D / 32] uint8, E8M0. D and I are multiples of 512, of bfloat16 of 256; I may be 256.
+      x: [T, D] bfloat16 activations.
+      selected: [T, k] int32 experts of each token, at most 1024 pairs. Pairs outside of [0, E) have no expert here.
+      weights: [T, k] float32 routing weights.
+      gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or FP4 codes [E, 2 * I, D / 2] uint8, two E2M1 codes a
+        byte, and E8M0 scales [E, 2 * I, D / 32] uint8. D and I are multiples of 512 (bfloat16: of 256); I may be 256.
       down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
-      grouped: what `router` returned with `selected`, or None: pairs are sorted here.
-      shared: None, or of an expert that all tokens share, of up to 8 tokens, gate and up and down: codes [2 * S, D] and
-        [D, S] uint8, E4M3 bits, and scales [2 * S / 128, D / 128] and [D / 128, S / 128] uint8, E8M0 bits; S is a
-        multiple of 256. The others' are FP4 then, and I a multiple of 512.
-      limit: of SwiGLU.
+      permutation: pairs grouped by expert as `router` returns them; None: they are grouped here.
+      shared: gate_up and down of an expert that all tokens share, for up to 8 tokens beside FP4 with I a multiple of
+        512: E4M3 codes [2 * S, D] and [D, S] uint8, E8M0 scales [2 * S / 128, D / 128] and [D / 128, S / 128] uint8.
+        S is a multiple of 256. None: there is none.
+      limit: clipping limit of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Unspecified for pairs
-      that have no expert. With a shared expert [T, D] bfloat16: the sum over the pairs that have an expert, in their
-      order, and the shared one, in float32, rounded. The order of a product's sums depends on the weights' shapes and
-      storage alone.
+      [T, k, D] bfloat16, unspecified for pairs without an expert. With a shared expert [T, D] bfloat16: the sum over
+      the pairs in their order, then the shared expert, in float32 and rounded once.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
     layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
@@ -81,58 +90,93 @@ def experts(
         check_shared(tokens, depth, inner, layout, *shared)
     shared_inner = 0 if shared is None else shared[1][0].shape[1]
     p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
-    table, counts = grouped or routing_tables.assign(selected, number, depth, interpret=interpret)
-    check_array("grouped pairs", table, jnp.int32, p.blocks * WORDS)
-    check_array("grouped pairs' counts", counts, jnp.int32, counts_size(p.blocks, depth))
+    groups, counts = permutation or pair_groups.group_by_expert(selected, number, depth, interpret=interpret)
+    check_array("groups of pairs", groups, jnp.int32, p.groups * GROUP_WORDS)
+    check_array("counts of groups", counts, jnp.int32, counts_size(p.groups, depth))
+    routing = Routing(selected, groups, jax.new_ref(counts), weights)
     operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
-    rows = (pairs, tokens) if shared else (pairs,)
-    hidden, y = (
-        [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
-        for widths in ((inner, shared_inner), (depth, depth))
-    )
-    if shared and not interpret:
-        y.append(jax.ShapeDtypeStruct((tokens, depth), jnp.bfloat16))
-    counts = jax.new_ref(counts)
-    launch = functools.partial(_launch, p, interpret=interpret)
-    arrays = selected, table, counts, weights, operands
-    if interpret or not runs_all_blocks_at_once():
-        # Blocks that may run one after the other do not wait for each other.
-        up, down_ = (True, False), (False, True)
-        (hidden,) = launch(up, (hidden,), [x] * len(rows), *arrays)
-        (y,) = launch(down_, (y,), hidden, *arrays)
-    else:
-        _, y = launch((True, True), (hidden, y), [x] * len(rows), *arrays)
+    y = _run_maps(p, x, routing, operands, interpret)
     if not shared:
         return y[0].reshape(tokens, -1, depth)
     return _total(y[0], y[1], selected, number) if interpret else y[-1]
 
 
+def _run_maps(p, x, routing, operands, interpret):
+    """Returns the outputs of down: the pairs', with a shared expert also the tokens', and then the total."""
+    rows = (p.pairs, p.tokens) if p.shared else (p.pairs,)
+    hidden, y = (
+        [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
+        for widths in ((p.inner, p.shared), (p.depth, p.depth))
+    )
+    if p.shared and not interpret:
+        y.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
+    inputs = [x] * len(rows)
+    if not interpret and runs_all_blocks_at_once():
+        return _launch(p, (hidden, y), inputs, routing, operands, interpret)[1]
+    # Blocks that may run one after the other cannot wait for each other.
+    for linear_map, out_type in (GATE_UP, hidden), (DOWN, y):
+        launch = dataclasses.replace(p, maps=(linear_map,))
+        (inputs,) = _launch(launch, (out_type,), inputs, routing, operands, interpret)
+    return inputs
+
+
 def _total(terms, last, selected, experts):
-    """What `routing_tables.add_up` makes of all tiles."""
+    """Returns what `tile_counters.reduce_if_last` writes over all tiles; the interpreter has no order of blocks."""
     here = (selected >= 0) & (selected < experts)
     terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
     total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
     return (total + last.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+class Routing(NamedTuple):
+    """Pairs of a token and an expert.
+
+    Attributes:
+      selected: [P] int32, the expert of each pair.
+      groups: [G * GROUP_WORDS] int32, the table of `routing.group_pairs`.
+      counts: [N] int32, the number of groups, then the counters of `tile_counters`.
+      weights: [P] float32 routing weights.
+    """
+
+    selected: Any
+    groups: Any
+    counts: Any
+    weights: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertsProblem:
-    """What is static about a call: `chosen` experts of a token, `depth` channels of it, `inner` ones of an expert.
+    """Static description of a launch.
 
-    `shared`: channels of the expert that all tokens share, 0 where there is none.
+    Attributes:
+      layout: storage of the routed experts' weights.
+      pairs: number of pairs of a token and an expert.
+      top_k: number of pairs of a token.
+      experts: number of routed experts.
+      depth: channels of a token.
+      inner: channels between the two maps of an expert.
+      shared: channels between the two maps of the shared expert; 0 if there is none.
+      limit: clipping limit of SwiGLU.
+      maps: linear maps that the launch computes.
     """
 
     layout: WeightLayout
     pairs: int
-    chosen: int
+    top_k: int
     experts: int
     depth: int
     inner: int
     shared: int
     limit: float
+    maps: tuple[int, ...] = (GATE_UP, DOWN)
 
     @property
-    def stream(self) -> SkinnyGemm:
+    def tokens(self) -> int:
+        return self.pairs // self.top_k
+
+    @property
+    def gemm(self) -> SkinnyGemm:
+        """The GEMM whose warpgroups multiply the tiles."""
         matrices = (self.layout, self.depth), (self.layout, self.inner)
         if self.shared:
             matrices += (FP8, self.depth), (FP8, self.shared)
@@ -140,53 +184,50 @@ class ExpertsProblem:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Of an expert: of gate and up, whose tiles are 32 channels of either, and of down."""
+        """The number of tiles of each map of an expert; a tile of gate_up has 32 channels of either."""
         return self.inner // HALF, self.depth // ROWS
 
     @property
     def shared_tiles(self) -> tuple[int, int]:
-        """Likewise, of the shared expert."""
+        """The number of tiles of each map of the shared expert."""
         return self.shared // HALF, self.depth // ROWS if self.shared else 0
 
     @property
-    def blocks(self) -> int:
-        """Of pairs, at most; the number behind theirs is the shared expert's."""
-        return most_blocks(self.pairs, self.experts)
+    def groups(self) -> int:
+        """The largest number of groups of pairs. The next number is that of the shared expert."""
+        return max_groups(self.pairs, self.experts)
 
-    def first_tiles(self, blocks: Any, i: int, worker: Any, workers: int) -> tuple[Any, Any]:
-        """Where a block of threads' tiles of map `i` begin, those of so many blocks of pairs and of the shared expert.
+    def first_tiles(self, groups: Any, i: int, worker: Any, workers: int) -> tuple[Any, Any]:
+        """Returns where a block's tiles of map `i` begin: among those of all groups, and of the shared expert.
 
-        The shared expert's tiles, which are larger, are spread over all blocks of threads. With the others each has as
-        many bytes to read as any, but for a part of a tile.
+        The shared expert's tiles, which have more bits, are spread evenly. The others are spread so that every block
+        reads the same number of bytes, up to a part of a tile.
         """
-        workers, tiles, shared = jnp.int32(workers), blocks * self.tiles[i], self.shared_tiles[i]
+        workers, tiles, shared = jnp.int32(workers), groups * self.tiles[i], self.shared_tiles[i]
         evenly = lax.div(worker * tiles, workers)
         if not shared:
             return evenly, jnp.int32(0)
         bits, larger = self.layout.bits, FP8.bits
         first, total = lax.div(worker * shared, workers), bits * tiles + larger * shared
         rest = lax.div(worker * total, workers) - larger * first + bits // 2
-        # Where it is less than a shared expert's tile for each, who has one of these cannot have less of the others.
+        # With less work than one shared tile per block, a block that has one could not get a negative number of others.
         balanced = total >= larger * workers
         return jnp.where(balanced, jnp.clip(lax.div(rest, jnp.int32(bits)), 0, tiles), evenly), first
 
-    def most_blocks(self, i: int, workers: int) -> int:
-        """The most blocks of pairs of which a block of threads has tiles of map `i`."""
-        tiles = -(-self.blocks * self.tiles[i] // workers)
+    def max_groups(self, i: int, workers: int) -> int:
+        """Returns the largest number of groups of which one block has tiles of map `i`."""
+        tiles = -(-self.groups * self.tiles[i] // workers)
         if self.shared:
             tiles += -(-FP8.bits * self.shared_tiles[i] // (self.layout.bits * workers)) + 1
         return -(-tiles // self.tiles[i]) + 1
 
 
-def _launch(p, maps, out_type, inputs, selected, table, counts, weights, operands, *, interpret):
-    """Outputs of the experts, and of the shared one, of each map.
-
-    `maps`: whether it multiplies with gate and up, and with down; `inputs`: of the experts, and of the shared one.
-    """
+def _launch(p, out_type, inputs, routing, operands, interpret):
+    """Returns the outputs of each map, those of the routed experts first; `inputs` are those of the first map."""
     workers = 3 if interpret else MULTIPROCESSORS
-    most = [p.most_blocks(i, workers) for i in range(2) if maps[i]]
+    sizes = [p.max_groups(i, workers) for i in p.maps]
     run = kernel(
-        functools.partial(_body, p, maps),
+        functools.partial(_body, p),
         out_type=[out for outs in out_type for out in outs],
         kernel_name="experts",
         grid=(workers,),
@@ -194,122 +235,145 @@ def _launch(p, maps, out_type, inputs, selected, table, counts, weights, operand
         num_threads=skinny_gemm.WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=dict(
-            tables=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in most],
-            factors=plgpu.SMEM((most[0] * COLUMNS,), jnp.float32) if maps[0] else None,
-            scratch=plgpu.SMEM((4,), jnp.int32),
-            ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
-            stream=p.stream.scratch(4 * WORDS * 2 * sum(most) + 2048, interpret=interpret),
+            tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
+            factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
+            scratch_smem=plgpu.SMEM((4,), jnp.int32),
+            groups_ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
+            skinny=p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
         ),
         interpret=interpret,
     )
-    return _by_map(run(selected, table, counts, weights, inputs, operands), maps, len(inputs))
+    return _by_map(p, run(*routing, inputs, operands), len(inputs))
 
 
-def _by_map(outs, maps, each):
-    """What is of the first map, and what is of the second; the latter may have more."""
-    return [outs[:each], outs[each:]] if all(maps) else [outs]
+def _by_map(p, outs, first):
+    """Splits outputs, of which the first map has `first`, by map."""
+    return [outs[:first], outs[first:]] if len(p.maps) > 1 else [outs]
 
 
-def _body(p, maps, selected, table, counts, weights, inputs, matrices, *outs, tables, factors, ready, scratch, stream):
+def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinny):
+    *routing, inputs, (matrices, shared_matrices) = refs[:6]
+    routing, outs = Routing(*routing), _by_map(p, refs[6:], len(inputs))
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
-    workers, blocks, both = lax.axis_size("worker"), counts[0], all(maps)
-    todo = [i for i in range(2) if maps[i]]
-    stretches, shared_stretches = [], []
-    for i in todo:
-        (first, shared_first), (end, shared_end) = (p.first_tiles(blocks, i, worker + n, workers) for n in range(2))
-        stretches.append((first, end - first, lax.div(first, jnp.int32(p.tiles[i]))))
-        shared_stretches.append((shared_first, shared_end - shared_first))
+    workers, groups = lax.axis_size("worker"), routing.counts[0]
+    ranges = []
+    for i in p.maps:
+        (first, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
+        first_group = lax.div(first, jnp.int32(p.tiles[i]))
+        ranges.append(((first, end - first, first_group), (shared_first, shared_end - shared_first)))
 
-    @pl.when(warpgroup == FINISHES)
+    @pl.when(warpgroup == EPILOGUE)
     def _():
-        for (_, _, block), own in zip(stretches, tables, strict=True):
-            routing_tables.load_blocks(table, block, own)
+        for ((_, _, first_group), _), own in zip(ranges, tables_smem, strict=True):
+            pair_groups.load_groups(routing.groups, first_group, own)
 
-    barriers.sync_block(ready)
+    barriers.sync_block(groups_ready)
+    if factors_smem is not None:
+        load_weights = functools.partial(pair_groups.load_weights, routing.weights, tables_smem[0], factors_smem)
+        pl.when(warpgroup == EPILOGUE)(load_weights)
 
-    @pl.when(warpgroup == FINISHES)
-    def _():
-        if factors is not None:
-            routing_tables.load_weights(weights, tables[0], factors)
-
-    def product(i, source, out, own, first, count, first_block):
-        tiles, gated = p.tiles[i], i == 0
-        each = jnp.int32(tiles)
-
-        def block_of(n):
-            """In this block's part of the table."""
-            return lax.div(first + n, each) - first_block
-
-        def rows_of(n):
-            expert, tile = own[block_of(n) * WORDS], lax.rem(first + n, each)
-            if gated:
-                row = expert * (2 * p.inner) + tile * HALF
-                return row, row + p.inner
-            row = expert * p.depth + tile * ROWS
-            return row, row + HALF
-
-        def pairs_of(n):
-            return own.at[pl.ds(block_of(n) * WORDS + FIRST_PAIR, COLUMNS)]
-
-        def load_inputs(n, load):
-            @pl.when((n == 0) | (lax.rem(first + n, each) == 0))
-            def _():
-                if both and not gated:
-                    routing_tables.await_tiles(counts, first_block + block_of(n), p.tiles[0])
-                load(source, pairs_of(n), p.chosen if gated else 1)
-
-        def finish(n, sums):
-            tile = lax.rem(first + n, each)
-            if gated:
-                own_factors = factors.at[pl.ds(block_of(n) * COLUMNS, COLUMNS)]
-                skinny_epilogue.store_swiglu(out, sums, tile, p.limit, pairs_of(n), own_factors)
-            else:
-                skinny_epilogue.store_rows(out, sums, tile, pairs_of(n))
-                add_up(tile)
-            if both and gated:
-                routing_tables.announce(counts, first_block + block_of(n))
-
-        depth, (codes, scales) = p.inner if i else p.depth, matrices[0][i]
-        return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
-
-    def shared_product(i, source, out, first, count):
-        tiles, gated = p.shared_tiles, i == 0
-
-        def rows_of(n):
-            # Also of a block of threads that has no tile.
-            row = jnp.minimum(first + n, tiles[i] - 1) * (HALF if gated else ROWS)
-            return row, row + (p.shared if gated else HALF)
-
-        def load_inputs(n, load):
-            @pl.when(n == 0)
-            def _():
-                if both and not gated:
-                    routing_tables.await_tiles(counts, jnp.int32(p.blocks), tiles[0])
-                load(source, p.pairs // p.chosen)
-
-        def finish(n, sums):
-            if gated:
-                skinny_epilogue.store_swiglu(out, sums, first + n, p.limit)
-            else:
-                skinny_epilogue.store_rows(out, sums, first + n)
-                add_up(first + n)
-            if both and gated:
-                routing_tables.announce(counts, jnp.int32(p.blocks))
-
-        depth, (codes, scales) = p.shared if i else p.depth, matrices[1][i]
-        return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
-
-    outs, products = _by_map(outs, maps, len(inputs)), []
-
-    def add_up(tile):
-        if p.shared and not interpreting():
-            terms, last, total = outs[-1]
-            arrays = total, terms, last, selected, counts
-            routing_tables.add_up(*arrays, 2 + p.blocks, tile, p.experts, scratch)
-
-    for n, i in enumerate(todo):
-        sources = inputs if n == 0 else outs[0]
-        products.append(product(i, sources[0], outs[n][0], tables[n], *stretches[n]))
+    order, products = TileOrder(p, routing, outs[-1], scratch_smem), []
+    for n, (i, (own, shared)) in enumerate(zip(p.maps, ranges, strict=True)):
+        sources, tables = inputs if n == 0 else outs[0], (tables_smem[n], factors_smem)
+        products.append(_routed_product(order, i, own, tables, sources[0], outs[n][0], matrices[i]))
         if p.shared:
-            products.append(shared_product(i, sources[1], outs[n][1], *shared_stretches[n]))
-    p.stream.run(warpgroup, products, **stream)
+            products.append(_shared_product(order, i, shared, sources[1], outs[n][1], shared_matrices[i]))
+    p.gemm.run(warpgroup, products, skinny)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrder:
+    """The dependencies between tiles of a launch, by counters in global memory.
+
+    Attributes:
+      problem: the launch.
+      routing: references of `Routing`.
+      outs_gmem: outputs of the last map: terms of pairs, of the shared expert, and their total.
+      scratch_smem: [4] int32.
+    """
+
+    problem: ExpertsProblem
+    routing: Routing
+    outs_gmem: Any
+    scratch_smem: Any
+
+    def wait_for_inputs(self, i: int, group: jax.Array, tiles: tuple[int, int]) -> None:
+        """Waits until a group's `tiles` of gate_up are written, if map `i` of this launch reads them."""
+        if i == DOWN and GATE_UP in self.problem.maps:
+            tile_counters.wait_for_tiles(self.routing.counts, group, tiles[GATE_UP])
+
+    def tile_stored(self, i: int, group: jax.Array, tile: jax.Array) -> None:
+        """Signals a tile of map `i`. After the last term of a tile of the total, adds the terms up."""
+        p, counts = self.problem, self.routing.counts
+        if i == GATE_UP and DOWN in p.maps:
+            tile_counters.signal_tile(counts, group)
+        elif i == DOWN and p.shared and not interpreting():
+            terms, last, total = self.outs_gmem
+            arrays = total, terms, last, self.routing.selected, counts
+            tile_counters.reduce_if_last(*arrays, 2 + p.groups, tile, p.experts, self.scratch_smem)
+
+
+def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
+    """Returns the product of a block's tiles of map `i`, (first, count, first group): group after group of pairs."""
+    p, (first, count, first_group), (tables_smem, factors_smem) = order.problem, own, tables
+    tiles, gated = jnp.int32(p.tiles[i]), i == GATE_UP
+
+    def group_of(n):
+        """Returns the number of a tile's group in `tables_smem`."""
+        return lax.div(first + n, tiles) - first_group
+
+    def pairs_of(n):
+        return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
+
+    def rows_of(n):
+        expert, tile = tables_smem[group_of(n) * GROUP_WORDS], lax.rem(first + n, tiles)
+        if gated:
+            row = expert * (2 * p.inner) + tile * HALF
+            return row, row + p.inner
+        row = expert * p.depth + tile * ROWS
+        return row, row + HALF
+
+    def load_inputs(n, load):
+        @pl.when((n == 0) | (lax.rem(first + n, tiles) == 0))
+        def _():
+            order.wait_for_inputs(i, first_group + group_of(n), p.tiles)
+            load(source_gmem, pairs_of(n), p.top_k if gated else 1)
+
+    def finish(n, sums):
+        tile = lax.rem(first + n, tiles)
+        if gated:
+            weights = factors_smem.at[pl.ds(group_of(n) * COLUMNS, COLUMNS)]
+            skinny_epilogue.store_swiglu(out_gmem, sums, tile, p.limit, pairs_of(n), weights)
+        else:
+            skinny_epilogue.store_rows(out_gmem, sums, tile, pairs_of(n))
+        order.tile_stored(i, first_group + group_of(n), tile)
+
+    depth, (codes, scales) = p.depth if gated else p.inner, matrix
+    return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+
+
+def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
+    """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
+    p, (first, count), gated = order.problem, own, i == GATE_UP
+    group = jnp.int32(p.groups)
+
+    def rows_of(n):
+        # Blocks without a tile ask, too.
+        row = jnp.minimum(first + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
+        return row, row + (p.shared if gated else HALF)
+
+    def load_inputs(n, load):
+        @pl.when(n == 0)
+        def _():
+            order.wait_for_inputs(i, group, p.shared_tiles)
+            load(source_gmem, p.tokens)
+
+    def finish(n, sums):
+        if gated:
+            skinny_epilogue.store_swiglu(out_gmem, sums, first + n, p.limit)
+        else:
+            skinny_epilogue.store_rows(out_gmem, sums, first + n)
+        order.tile_stored(i, group, first + n)
+
+    depth, (codes, scales) = p.depth if gated else p.shared, matrix
+    return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)

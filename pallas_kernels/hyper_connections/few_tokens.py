@@ -48,7 +48,7 @@ def add_slice(part: jax.Array, streams, fn, new, partials, inbox, y=None, mixing
 def _(part, streams, fn, new, partials, inbox, y=None, mixing=None, table=None, total=None):
     tokens, _, width = streams.shape
     rows, slices = fn.shape[0], width // CHANNELS
-    ranks = 0 if table is None else mailbox.gpus(table)
+    ranks = 0 if table is None else mailbox.num_ranks(table)
     f32, bf16 = mlir.f32_type, ir.BF16Type.get
 
     def emit(part, streams, fn, partials, inbox, new=None, y=None, mixing=None, table=None, total=None):
@@ -74,7 +74,7 @@ def _(part, streams, fn, new, partials, inbox, y=None, mixing=None, table=None, 
             def store(four):
                 words.store_shared(thread_ops.shared(total) + (thread << 4), four)
 
-            mailbox.exchange(part, table, [(thread < tokens * units, load, store)], ranks=ranks)
+            mailbox.exchange(part, table, [mailbox.Unit(thread < tokens * units, load, store)], ranks=ranks)
             mgpu.utils.warpgroup_barrier()
 
         def load(pointer):

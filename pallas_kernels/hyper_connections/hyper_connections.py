@@ -84,7 +84,7 @@ def hyper_connections(
     )
     if table is not None and y is not None:
         mailbox.check_table(table, interpret=interpret)
-        check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": adds_up_parts(*streams.shape)})
+        check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": fuses_all_reduce(*streams.shape)})
     added = () if y is None or mixing is None else tuple(x for x in (y, mixing, table) if x is not None)
     few = tokens < (many_tokens.TOKENS if interpret else MANY)
     new, partials = (_few if few else _many)(streams, fn, *added, interpret=interpret)
@@ -94,7 +94,7 @@ def hyper_connections(
     return new, x, mixing
 
 
-def adds_up_parts(tokens: int, _: int, width: int) -> bool:
+def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
     """Whether y may be a part of a sum, for streams [tokens, 4, width]: each block of threads needs a counter."""
     return tokens <= few_tokens.MAX_TOKENS and width <= few_tokens.CHANNELS * mailbox.BLOCKS
 

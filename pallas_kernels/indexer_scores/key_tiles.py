@@ -1,17 +1,17 @@
 """Tiles of packed FP4 indexer keys in registers, as the left operand of Hopper's matrix product.
 
-A warpgroup holds 64 keys of 128 dims: warp w keys 16w .. 16w + 15, and thread (r, c) of its 8 x 4 lanes the 32 dims
-32c .. 32c + 31 of keys r and r + 8. That is 16 contiguous bytes a key, which the thread copies itself, and whole scale
-blocks: one of MXFP4 or two of NVFP4. The tensor core wants other dims in that thread, but a dot product does not depend
-on the order of the dims: `permute_dims` reorders the queries instead.
+A warpgroup holds 64 keys of 128 dims. Warp w has keys 16w .. 16w + 15; thread (r, c) of its 8 x 4 lanes has dims
+32c .. 32c + 31 of keys r and r + 8. These are 16 contiguous bytes per key, which the thread copies itself, and whole
+scale blocks. The tensor core expects other dims in that thread. A dot product does not depend on the order of the dims,
+so `permute_dims` reorders the queries instead.
 
-NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, twice as fast: a key in units of its largest
-scale, a query in units of its head's, in which codes times smaller scales are exact. But the tensor core aligns 32
-products and the sum so far to the largest of them, and drops what is below 2**-13 of its power of two (a gpu test shows
-it). Products of codes are 0.25 to 36. Where scales of keys and queries lie within NEAR binades, they are multiples of
-2**-6, and sums below 2**8 exact; those of independent keys and queries are about 55. Where scales of one of a warp's 16
-keys lie farther apart, the warp multiplies all of them as bfloat16, whose sums are float32's, which takes longer. After
-the Hadamard rotation values are about normal, and of 4 million keys of normal values one was so.
+NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, twice as fast. A key is in units of its
+largest scale and a query in units of its head's largest scale; codes times smaller scales are exact in these units. But
+the tensor core aligns 32 products and the running sum to the largest of them and drops bits below 2**-13 of it (a gpu
+test shows this). Products of codes are 0.25 to 36. If the scales of keys and queries are within NEAR binades, products
+are multiples of 2**-6 and sums below 2**8 are exact; sums of independent keys and queries are about 55. If one of a
+warp's 16 keys has scales farther apart, the warp scores all of them again as bfloat16 with float32 sums. That is rare:
+after the Hadamard rotation values are about normal, and 1 of 4 million keys of normal values had such scales.
 """
 
 from typing import Any
@@ -33,22 +33,22 @@ from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
 
 
-KEYS = 64  # a tile
+KEYS = 64  # keys in a tile
 HEADS = 64
 DIM = 128
 WARPS, WARP_KEYS = 4, 16
 SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 
-# NVFP4 keys are used times 2**-SHIFT: then codes times scales are bfloat16 for every scale.
+# NVFP4 keys are multiplied by 2**-SHIFT, with which codes times scales are bfloat16 for every scale.
 SHIFT = 10
-# Of MXFP4 keys and queries, 2**-TOP times the E4M3 values are in units of the largest scale, so that 6 is 384.
+# The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale: 6 becomes 384.
 TOP, NEAR = 6, 2
 
 PER_WARP = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
 )
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
-CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8: 4 a thread and key
+CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8; 4 per thread and key
 SCALES = plgpu.ShapeDtypeStruct(
     (KEYS, 4),
     jnp.int32,
@@ -67,7 +67,7 @@ def check_layout(layout: KeyLayout) -> None:
 
 
 def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
-    """[..., 128] in the order in which tiles hold the dims: dtype float8_e4m3fn, or bfloat16."""
+    """Returns x [..., 128] in the order in which tiles of a dtype (float8_e4m3fn or bfloat16) hold the dims."""
     sizes, order = (4, 4, 2, 2, 2), (1, 3, 4, 0, 2)
     # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
     if dtype == jnp.float8_e4m3fn:
@@ -79,18 +79,24 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
 
 
 def transforms(dtype) -> tuple:
-    """Of queries in shared memory."""
+    """Returns the transforms of queries in shared memory."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
-    """`ref[index]` of an int32 array in global memory, its axes merged; `index` [n] int32, one a thread in `layout`."""
+    """Loads elements of an int32 array in global memory, whose axes are merged.
+
+    Args:
+      ref: the array.
+      index: [n] int32 in `layout`, one value per thread.
+      layout: layout of the index and the result.
+    """
     return ref[...].reshape(-1)[index]
 
 
 @load_words.mosaic
-def _(ref, index, layout):
+def _load_words_mosaic(ref, index, layout):
     def emit(ref, index):
         place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(mlir.scalar(index)), mlir.int_type())
         return [llvm.load(mlir.int_type(), place)]
@@ -100,49 +106,52 @@ def _(ref, index, layout):
 
 
 @primitive
-def start_tile(staged, place: jax.Array, pools, rows: jax.Array, wanted: jax.Array) -> None:
-    """Starts to copy a tile's codes and scales to shared memory; each thread copies what it reads back.
+def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: jax.Array) -> None:
+    """Starts to copy a tile's codes and scales to shared memory; each thread copies the bytes that it reads later.
 
-    staged: ([places, 64, 64], [places, 64, 4 or 8]) uint8 in shared memory, of which `place` is written.
-    pools: codes [.., 64] and scales [.., 4 or 8] uint8 in global memory.
-    rows: [4] int32 in layout PER_WARP, the row of each warp's first key, leading axes merged; its 16 keys stand
-      together.
-    wanted: bool scalar; if not, nothing is read or written.
+    Args:
+      tiles_smem: ([stages, 64, 64], [stages, 64, 4 or 8]) uint8 in shared memory.
+      stage: int32 scalar, index of the tile in `tiles_smem`.
+      pools: codes [.., 64] and scales [.., 4 or 8] uint8 in global memory.
+      rows: [4] int32 in layout PER_WARP, the pool row of each warp's first key, leading axes merged; a warp's 16 keys
+        are adjacent.
+      is_wanted: bool scalar; if False, nothing is copied.
     """
-    rows = (jnp.where(wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
-    for target, pool in zip(staged, pools, strict=True):
-        target[place] = jnp.where(wanted, pool[...].reshape(-1, pool.shape[-1])[rows], target[place])
+    rows = (jnp.where(is_wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
+    for target, pool in zip(tiles_smem, pools, strict=True):
+        target[stage] = jnp.where(is_wanted, pool[...].reshape(-1, pool.shape[-1])[rows], target[stage])
 
 
 @start_tile.mosaic
-def _(staged, place, pools, rows, wanted):
+def _start_tile_mosaic(tiles_smem, stage, pools, rows, is_wanted):
     width = pools[1].shape[-1]
 
-    def emit(words, factors, place, codes, scales, rows, wanted):
+    def emit(codes_smem, scales_smem, stage, codes_gmem, scales_gmem, rows, is_wanted):
         key, dims = _own_key()
         row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
-        key = U32(mlir.scalar(place)) * KEYS + key
+        key = U32(mlir.scalar(stage)) * KEYS + key
         code, operands = [], []
-        for target, source, size, offset in ((words, codes, DIM // 2, dims * 16), (factors, scales, width, U32(0))):
+        all_codes, all_scales = (codes_smem, codes_gmem, DIM // 2, dims * 16), (scales_smem, scales_gmem, width, U32(0))
+        for target, source, size, offset in (all_codes, all_scales):
             operands.append(mlir.at(mlir.shared_pointer(target), (key * size + offset).value))
             operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value))))
             held = min(size, 16)
             copy = f"@p cp.async.{'cg' if held == 16 else 'ca'}.shared.global"
             at = len(operands) - 2
             code += [f"{copy} [${at} + {below}], [${at + 1} + {below}], {held};" for below in (0, 8 * size)]
-        wanted = arith.extui(mlir.int_type(), mlir.scalar(wanted))
-        mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, wanted)
+        is_wanted = arith.extui(mlir.int_type(), mlir.scalar(is_wanted))
+        mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
 
-    mlir.inline(emit, *staged, place, *pools, (rows, PER_WARP), wanted)
+    mlir.inline(emit, *tiles_smem, stage, *pools, (rows, PER_WARP), is_wanted)
 
 
 @primitive
-def read_tile(staged, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A copied tile's words of 8 codes [64, 16] int32, and scale bytes of each 32 dims [64, 4] int32."""
-    return _joined(*(ref[place] for ref in staged))
+def read_tile(tiles_smem, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reads a copied tile: words of 8 codes [64, 16] int32 and the scale bytes of each 32 dims [64, 4] int32."""
+    return _pack_bytes(*(ref[stage] for ref in tiles_smem))
 
 
-def _joined(words, factors):
+def _pack_bytes(words, factors):
     groups = factors.shape[1] // 4
     shifts = 8 * lax.iota(jnp.int32, 4)[None, None, :]
     words = words.astype(jnp.int32).reshape(KEYS, 16, 4)
@@ -151,23 +160,23 @@ def _joined(words, factors):
 
 
 @read_tile.mosaic
-def _(staged, place):
-    def emit(words, factors, place):
-        key = mlir.to_i64((U32(mlir.scalar(place)) * KEYS + _own_key()[0]).value)
+def _read_tile_mosaic(tiles_smem, stage):
+    def emit(words, factors, stage):
+        key = mlir.to_i64((U32(mlir.scalar(stage)) * KEYS + _own_key()[0]).value)
         return _words(mlir.shared_pointer(words), mlir.shared_pointer(factors), key, factors.type.shape[-1])
 
-    return mlir.inline(emit, *staged, place, returns=(CODES, SCALES))
+    return mlir.inline(emit, *tiles_smem, stage, returns=(CODES, SCALES))
 
 
 @primitive
 def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `read_tile` returns of a tile that `start_tile` copied; straight from global memory, so its user waits."""
+    """Loads a tile from global memory in the form of `read_tile`, without a copy ahead."""
     rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
-    return _joined(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
+    return _pack_bytes(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
 
 
 @load_tile.mosaic
-def _(pools, rows):
+def _load_tile_mosaic(pools, rows):
     def emit(codes, scales, rows):
         key, _ = _own_key()
         row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
@@ -177,7 +186,7 @@ def _(pools, rows):
 
 
 def _words(codes, scales, row, width):
-    """MLIR for one thread: (8 words of codes, 2 scale bytes) of its two keys; `row` is the first one's, 64-bit."""
+    """Emits loads of a thread's two keys, the first at a 64-bit row; returns 8 words of codes and 2 scale bytes."""
     groups, dims = width // 4, _own_key()[1]
     codes = mlir.at(codes, multiply_add(row, DIM // 2, mlir.to_i64((dims * 16).value)))
     scales = mlir.at(scales, multiply_add(row, width, mlir.to_i64((dims * groups).value)))
@@ -191,16 +200,17 @@ def _words(codes, scales, row, width):
 
 
 def _own_key():
-    """(first key of this thread in a tile, its 32 dims)."""
+    """Returns this thread's first key in a tile and the number of its 32 dims."""
     thread = thread_ops.thread() % mlir.THREADS
     return (thread >> 5) * WARP_KEYS + (thread >> 2 & 7), thread & 3
 
 
 @primitive
 def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The NVFP4 keys of a copied tile as the product's left operand, without the layout's `global_scale`.
+    """Unpacks NVFP4 keys to the product's left operand, without the layout's `global_scale`.
 
-    Times 2**-SHIFT, exact, in two halves [64, 64] bfloat16 of the permuted dims.
+    Returns:
+      The keys times 2**-SHIFT, exact, as two halves [64, 64] bfloat16 of the permuted dims.
     """
     words, scales = tile
     bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
@@ -211,19 +221,24 @@ def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Arra
 
 
 @unpack_nvfp4.mosaic
-def _(tile):
+def _unpack_nvfp4_mosaic(tile):
     words, scales = tile
     return mlir.inline(_bf16_keys, (words, CODES.layout), (scales, SCALES.layout), returns=(BF16_KEYS, BF16_KEYS))
 
 
 @primitive
 def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The MXFP4 keys of a copied tile as the product's left operand: (values, largest), and `far` with one more bit.
+    """Unpacks MXFP4 keys to the product's left operand, and flags keys with scales far apart.
 
-    values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, in units of the key's largest scale, times
-      2**TOP; wrong for scales that are more than NEAR binades smaller.
-    largest: [64, 4] int32, the key's largest scale byte.
-    far: [128] int32, a word a thread, moved up by a bit; the lowest is set if one of its two scales is so.
+    Args:
+      tile: a copied tile.
+      far: [128] int32, flags of the tiles before.
+
+    Returns:
+      values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, 2**TOP times the values in units of the key's
+        largest scale; wrong for scales that are more than NEAR binades smaller.
+      largest: [64, 4] int32, the key's largest scale byte.
+      far: the flags, shifted by one bit; the lowest bit is set if one of the thread's two scales is so small.
     """
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
@@ -236,7 +251,7 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax
 
 
 @unpack_mxfp4.mosaic
-def _(tile, far):
+def _unpack_mxfp4_mosaic(tile, far):
     def emit(words, scales, far):
         scales = mlir.values(scales)
         largest = largest_scales(scales)
@@ -251,16 +266,16 @@ def _(tile, far):
 
 @primitive
 def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
-    """bool scalar: whether one of the bits of an int32 scalar is set in the warpgroup's `words`, [128] int32."""
+    """Returns whether one of the bits of an int32 scalar is set in the warpgroup's words [128] int32."""
     return jnp.any(words & bits != 0)
 
 
 @any_set.mosaic
-def _(words, bits):
+def _any_set_mosaic(words, bits):
     def emit(words, bits):
         code = (
             "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
-            # The compiler knows of a vote that all lanes have the same result, of the line above it does not.
+            # A vote tells the compiler that the result is uniform in the warp; the line above does not.
             "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         )
         barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
@@ -271,12 +286,12 @@ def _(words, bits):
 
 
 def code_values(words):
-    """[64, 4, 32] float32 of a tile's words of codes, without scales; for interpreted kernels."""
+    """Returns the values [64, 4, 32] float32 of a tile's codes, without scales; for interpreted kernels."""
     return e2m1_value((words[:, :, None] >> (4 * lax.iota(jnp.int32, 8))[None, None, :]) & 15).reshape(KEYS, 4, -1)
 
 
 def largest_scales(scales):
-    """MLIR for one thread: the largest scale bytes of its two keys; `scales` are the two that it has itself."""
+    """Emits the largest scale bytes of a thread's two keys; `scales` are the two that the thread has itself."""
     first, second = map(U32, scales)
     both = first | second << 16
     for distance in (1, 2):
@@ -294,7 +309,7 @@ def _bf16_keys(words, scales):
         factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
             for pair, bits in enumerate(e2m1_pairs(U32(word))):
-                # The register's place in the operand of one of 8 steps of 16 dims.
+                # Place of the register in the operand of one of 8 steps of 16 dims.
                 step, column = 2 * i + pair // 2, pair % 2
                 value = multiply(bits, factors[i // 2])
                 halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
@@ -302,15 +317,18 @@ def _bf16_keys(words, scales):
 
 
 def e4m3_keys(words, below):
-    """MLIR for one thread: words of E4M3 keys, times 2**(TOP - below), of as many words of codes of its first key as of
-    its second; four for each of the former, in the order of the product's operand.
+    """Emits E4M3 keys times 2**(TOP - below), in the order of the product's operand.
 
-    A byte permutation looks four sizes up in a table, which holds the scale too; signs are put beside them.
+    A byte permutation looks up four magnitudes in a table that includes the scale; the signs are added to them.
+
+    Args:
+      words: words of codes of a thread's first key, then as many of its second key.
+      below: binades by which the scales of the two keys are smaller than the largest.
     """
     held: list[Any] = [None] * (2 * len(words))
     for at, word in enumerate(map(U32, words)):
         row, i = divmod(at, len(words) // 2)
-        # 0, 0.5, 1, 1.5 and 2, 3, 4, 6, times 2**TOP; a binade less is 8 less.
+        # 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2**TOP; one binade is 8.
         low, high = U32(0x6C686000) - below[row] * 0x08080800, U32(0x7C787470) - below[row] * 0x08080808
         sizes, left = word & 0x77777777, word << 4
         for half, (selector, order) in enumerate(((sizes, 0x5140), (sizes >> 16, 0x7362))):
@@ -321,5 +339,5 @@ def e4m3_keys(words, below):
 
 
 def multiply_add(x, factor, y):
-    """x * factor + y of 64-bit integers."""
+    """Emits x * factor + y of 64-bit integers."""
     return arith.addi(arith.muli(x, mlir.i64(factor)), y)

@@ -1,8 +1,8 @@
-"""Tiles of index queries in registers: a thread holds 32 consecutive dims of a head, so whole scale blocks of keys.
+"""Tiles of indexer queries in registers; a thread holds 32 consecutive dims of a head, which are whole scale blocks.
 
-A warpgroup holds 32 heads of 128 dims: warp w heads 8w .. 8w + 7, and thread (r, c) of its 8 x 4 lanes dims 32c ..
-32c + 31 of head r. Only two of the Hadamard rotation's seven steps, and the order in which dims are stored, need
-other threads.
+A warpgroup holds 32 heads of 128 dims. Warp w has heads 8w .. 8w + 7; thread (r, c) of its 8 x 4 lanes has dims
+32c .. 32c + 31 of head r. Threads exchange values only in two of the Hadamard rotation's seven steps and to reorder
+dims before a store.
 """
 
 import jax
@@ -20,10 +20,10 @@ from pallas_kernels.mgpu.unpack import e2m1_value, halves, multiply
 from pallas_kernels.runtime.launch import primitive
 
 
-HEADS = 32  # a tile
-LANES = 4  # threads of a head
-HELD = DIM // LANES
-# Pairs of channels of a head, which hold the angles of a warp; each warp has them.
+HEADS = 32  # heads in a tile
+LANES = 4  # threads per head
+HELD = DIM // LANES  # dims of a thread
+# Angles of a head's pairs of channels; each warp has all of them.
 ANGLES = mlir.THREADS * 2
 
 
@@ -39,7 +39,7 @@ _PAIRS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 2), jnp.float32, _layout(
 
 _WORDS = plgpu.ShapeDtypeStruct(_PAIRS.shape, jnp.int32, _PAIRS.layout)
 _E4M3_WORDS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 4), jnp.int32, _layout(HELD // 4))
-# What a head's lanes share.
+# A value for each head, in all of its lanes.
 _PER_HEAD = plgpu.ShapeDtypeStruct(
     (HEADS, LANES),
     jnp.int32,
@@ -51,12 +51,12 @@ _PER_HEAD = plgpu.ShapeDtypeStruct(
 
 @primitive
 def load_heads(ref, head: jax.Array) -> jax.Array:
-    """[32, 4, 32] float32: rows head .. head + 31 of `ref` [n, 128] bfloat16 in global memory."""
+    """Loads rows head .. head + 31 of `ref` [n, 128] bfloat16 in global memory as a tile [32, 4, 32] float32."""
     return ref[pl.ds(head, HEADS)].astype(jnp.float32).reshape(_TILE.shape)
 
 
 @load_heads.mosaic
-def _(ref, head):
+def _load_heads_mosaic(ref, head):
     def emit(ref, head):
         start = (thread_ops.U32(mlir.scalar(head)) * LANES + thread_ops.thread() % mlir.THREADS).value
         pointer = mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(start), mlir.i64(2 * HELD)))
@@ -70,12 +70,12 @@ def _(ref, head):
 
 @primitive
 def spread_angles(x: jax.Array) -> jax.Array:
-    """[32, 4, 16] of [256] float32, whose values 64 i .. 64 i + 63, i = 0 .. 3, belong to the pairs of a head."""
+    """Broadcasts x [256] float32 to [32, 4, 16]; values 64 i .. 64 i + 63 for each i belong to the pairs of a head."""
     return jnp.broadcast_to(x[: DIM // 2].reshape(1, LANES, HELD // 2), _PAIRS.shape)
 
 
 @spread_angles.mosaic
-def _(x):
+def _spread_angles_mosaic(x):
     def emit(x):
         pair = [thread_ops.U32(mgpu.utils.bitcast(value, mlir.int_type())) for value in mlir.values(x)]
         first = (thread_ops.lane() & 3) * (HELD // 4)
@@ -89,16 +89,16 @@ def _(x):
 
 @primitive
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Array:
-    """A tile whose interleaved pairs from channel `first` on are rotated and rounded to bfloat16."""
+    """Rotates a tile's interleaved pairs from channel `first` on and rounds them to bfloat16."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
     return jnp.where(_channels() >= first, round_bfloat16(turned.reshape(x.shape)), x)
 
 
 @turn.mosaic
-def _(x, cos, sin, first):
+def _turn_mosaic(x, cos, sin, first):
     def times(x, y):
-        # Never contracted to an FMA with what follows.
+        # PTX is never contracted to an FMA with an addition.
         return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
     def emit(x, cos, sin):
@@ -119,7 +119,7 @@ def _(x, cos, sin, first):
 
 @primitive
 def hadamard(x: jax.Array) -> jax.Array:
-    """A tile times the Hadamard matrix of 128 dims and 128**-0.5."""
+    """Multiplies a tile by the Hadamard matrix of 128 dims and by 128**-0.5."""
     x, shape, step = x.reshape(HEADS, DIM), x.shape, 1
     while step < DIM:
         pairs = x.reshape(HEADS, -1, 2, step)
@@ -130,7 +130,7 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 
 @hadamard.mosaic
-def _(x):
+def _hadamard_mosaic(x):
     def emit(x):
         x, lane, step = mlir.values(x), thread_ops.lane(), 1
         while step < HELD:
@@ -140,7 +140,7 @@ def _(x):
                     x[i], x[i + step] = arith.addf(low, high), arith.subf(low, high)
             step *= 2
         for distance in (1, 2):
-            # 1 or -1: the product is exact.
+            # The product with 1 or -1 is exact.
             upper = ((lane & distance) > 0).value
             sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
             x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
@@ -151,13 +151,13 @@ def _(x):
 
 @primitive
 def block_largest(x: jax.Array, block: int) -> jax.Array:
-    """The largest magnitude of each value's block of 16 or 32."""
+    """Returns the largest magnitude in each value's block of 16 or 32 dims."""
     blocks = jnp.abs(x).reshape(HEADS, -1, block)
     return jnp.broadcast_to(jnp.max(blocks, axis=2, keepdims=True), blocks.shape).reshape(x.shape)
 
 
 @block_largest.mosaic
-def _(x, block):
+def _block_largest_mosaic(x, block):
     def emit(x):
         x = [math.absf(value) for value in mlir.values(x)]
         for start in range(0, HELD, block):
@@ -171,19 +171,20 @@ def _(x, block):
 
 @primitive
 def round_e2m1(x: jax.Array, codes) -> jax.Array:
-    """A tile of -6 .. 6 rounded to values of E2M1, ties to even; `codes` gives the codes of values."""
+    """Rounds a tile of values -6 .. 6 to E2M1, ties to even; `codes` is the function from values to codes."""
     return e2m1_value(codes(x))
 
 
 @round_e2m1.mosaic
-def _(x, codes):
+def _round_e2m1_mosaic(x, codes):
     def one(value):
         bits = thread_ops.U32(arith.bitcast(mlir.int_type(), value))
-        # Steps are half a power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 powers rounds to whole steps.
+        # E2M1's steps are half the value's power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 times the power
+        # rounds to whole steps.
         power = (bits & 0x7F800000).maximum(0x3F800000)
         large = arith.bitcast(mlir.f32_type(), (power + (22 << 23 | 1 << 22)).value)
         rounded = arith.bitcast(mlir.int_type(), arith.subf(arith.addf(value, large), large))
-        # What rounds to zero keeps its sign.
+        # Values that round to zero keep their sign.
         return arith.bitcast(mlir.f32_type(), (thread_ops.U32(rounded) | (bits & 0x80000000)).value)
 
     def emit(x):
@@ -194,14 +195,14 @@ def _(x, codes):
 
 @primitive
 def pack_words(x: jax.Array) -> jax.Array:
-    """A tile rounded to bfloat16, as words [32, 4, 16] int32 of channels 8 w + i and 8 w + i + 4, i = 0 .. 3."""
+    """Rounds a tile to bfloat16 and packs channels 8 w + i and 8 w + i + 4, i = 0 .. 3, to words [32, 4, 16] int32."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
     low, high = (bits.reshape(HEADS, LANES, -1, 2, 4)[:, :, :, i] for i in range(2))
     return (low | (high << 16)).reshape(_WORDS.shape)
 
 
 @pack_words.mosaic
-def _(x):
+def _pack_words_mosaic(x):
     def emit(x):
         return [word.value for word in _words(mlir.values(x))]
 
@@ -210,14 +211,17 @@ def _(x):
 
 @primitive
 def mxfp4_words(x: jax.Array, scales, codes) -> tuple[jax.Array, jax.Array]:
-    """A tile that is rounded to bfloat16, and then to MXFP4 in blocks of 32, as E4M3: (words, largest).
+    """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32, and writes the values as E4M3.
 
-    words: [32, 4, 8] int32, of E4M3 values of channels 4 w .. 4 w + 3, in units of 2**-TOP times the head's largest
-      scale; what is less than 2**-9 of E4M3 is cut off, which leaves blocks of up to 14 binades less exact.
-    largest: [32, 4] int32, E8M0 bits of the head's largest scale.
+    Args:
+      x: [32, 4, 32] float32 tile.
+      scales: function from a block's largest magnitude to its E8M0 bits, its scale and the reciprocal of the scale.
+      codes: function from values to E2M1 codes.
 
-    `scales` gives (bits, what codes are multiples of, what to multiply values with) of the blocks' largest magnitudes,
-    `codes` the codes of values.
+    Returns:
+      words: [32, 4, 8] int32, E4M3 values of channels 4 w .. 4 w + 3 in units of 2**-TOP times the head's largest
+        scale, truncated to multiples of 2**-9. Blocks with scales up to 14 binades smaller are exact.
+      largest: [32, 4] int32, E8M0 bits of the head's largest scale.
     """
     x = round_bfloat16(x)
     bits, _, factor = scales(jnp.max(jnp.abs(x), axis=2, keepdims=True))
@@ -231,7 +235,7 @@ def mxfp4_words(x: jax.Array, scales, codes) -> tuple[jax.Array, jax.Array]:
 
 
 @mxfp4_words.mosaic
-def _(x, scales, codes):
+def _mxfp4_words_mosaic(x, scales, codes):
     def pair(name, x, y):
         return thread_ops.pure(f"{name} $0, $1, $2;", x, y)
 
@@ -254,16 +258,16 @@ def _(x, scales, codes):
         held = []
         for word in words:
             value = multiply(word, factor)
-            # As in `round_e2m1`; bfloat16 has 16 bits less.
+            # The rounding of `round_e2m1` in bfloat16, which has 16 bits less.
             power = pair("max.u16x2", value & 0x7F807F80, thread_ops.U32(0x3F803F80))
             large = power + (6 << 7 | 1 << 6) * 0x00010001
             rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
-            # Times 2**(TOP - 120) a bfloat16 has E4M3's bits, subnormal ones too.
+            # A bfloat16 times 2**(TOP - 120) has the bits of E4M3, also if it is subnormal.
             value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
             held.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
         found = []
         for first in range(0, len(held), 4):
-            # Values of channels i and i + 4, i = 0 .. 3: to words of 0 .. 3 and 4 .. 7.
+            # From pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
             low, high = (held[first + i] | held[first + i + 1] << 8 for i in (0, 2))
             found += [halves(low, high, i).value for i in range(2)]
         return found, [top.value]
@@ -273,12 +277,12 @@ def _(x, scales, codes):
 
 @primitive
 def load_weights(ref, head: jax.Array) -> jax.Array:
-    """[32, 4] float32: elements head .. head + 31 of `ref` [n] float32 in global memory, for the lanes of each head."""
+    """Loads elements head .. head + 31 of `ref` [n] float32 in global memory as [32, 4], one per lane of a head."""
     return jnp.broadcast_to(ref[pl.ds(head, HEADS)][:, None], _PER_HEAD.shape)
 
 
 @load_weights.mosaic
-def _(ref, head):
+def _load_weights_mosaic(ref, head):
     def emit(ref, head):
         place = _own_head(head)
         return [llvm.load(mlir.f32_type(), mlir.at(mlir.global_pointer(ref), mlir.to_i64(place), mlir.f32_type()))]
@@ -289,12 +293,12 @@ def _(ref, head):
 
 @primitive
 def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) -> None:
-    """Elements head .. head + 31 of `ref` [n] float32 = `weights` of `load_weights` times the E8M0 bits `scale`."""
+    """Stores `weights` [32, 4] times the E8M0 scales to elements head .. head + 31 of `ref` [n] float32."""
     ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
 
 
 @store_weights.mosaic
-def _(ref, head, weights, scale):
+def _store_weights_mosaic(ref, head, weights, scale):
     def emit(ref, head, weights, scale):
         factor = mgpu.utils.bitcast((thread_ops.U32(mlir.scalar(scale)) << 23).value, mlir.f32_type())
         with thread_ops.when((thread_ops.lane() & (LANES - 1)).equals(0)):
@@ -310,9 +314,12 @@ def _own_head(head):
 
 @primitive
 def store_words(ref, head: jax.Array, words: jax.Array) -> None:
-    """Rows head .. head + 31 of `ref` [n, 128] in global memory = the packed tile in the order of `permute_dims`.
+    """Stores a packed tile in the order of `permute_dims`.
 
-    words: of `pack_words` for bfloat16, or of `mxfp4_words` for float8_e4m3fn.
+    Args:
+      ref: [n, 128] in global memory, bfloat16 or float8_e4m3fn.
+      head: int32 scalar, first of the 32 rows.
+      words: packed tile, from `pack_words` for bfloat16 or from `mxfp4_words` for float8_e4m3fn.
     """
     if ref.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(words, jnp.float8_e4m3fn).reshape(HEADS, DIM)
@@ -324,7 +331,7 @@ def store_words(ref, head: jax.Array, words: jax.Array) -> None:
 
 
 @store_words.mosaic
-def _(ref, head, words):
+def _store_words_mosaic(ref, head, words):
     size = jnp.dtype(ref.dtype).itemsize
     layout = _E4M3_WORDS.layout if size == 1 else _WORDS.layout
 
@@ -335,7 +342,7 @@ def _(ref, head, words):
         row = arith.addi(row, mlir.to_i64(((lane & 3) << 4).value))
         pointer = mlir.at(mlir.global_pointer(ref), row)
         for first in range(0, len(words), LANES):
-            # Of 16 bytes in the order of `permute_dims` each lane of a head has a word, which it gives to one of them.
+            # Each lane of a head has one word of every 16 bytes in the order of `permute_dims`: a 4 x 4 transpose.
             four = words[first : first + LANES]
             for distance in (1, 2):
                 upper = (lane & distance) > 0
@@ -354,18 +361,18 @@ def _words(x):
 
 
 def _channels():
-    """Each value's dim, for interpreted kernels."""
+    """Returns the dim of each value, for interpreted kernels."""
     return HELD * lax.broadcasted_iota(jnp.int32, _TILE.shape, 1) + lax.broadcasted_iota(jnp.int32, _TILE.shape, 2)
 
 
 def _packed(low, high):
-    """Two float32 rounded to a word of bfloat16."""
+    """Emits two float32 rounded to a word of bfloat16."""
     word = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, results=mlir.int_type(), pure=True)
     return thread_ops.U32(word)
 
 
 def _unpack(word):
-    """The float32 values of a word of two bfloat16."""
+    """Emits the float32 values of a word of two bfloat16."""
     word = thread_ops.U32(word)
     return [arith.bitcast(mlir.f32_type(), bits.value) for bits in (word << 16, word & 0xFFFF0000)]
 

@@ -1,4 +1,8 @@
-"""The lightning indexer's queries, rotated and rounded as its keys were, in the order in which tiles hold the dims."""
+"""Queries of the lightning indexer: rotation by RoPE, and the rounding that the keys went through.
+
+Grid: (token, slice of the heads); a block of one warpgroup holds 32 heads at a time in registers, see `query_tiles`.
+Blocks share nothing. Long calls take all heads of a token in one block, which computes the token's angles once.
+"""
 
 import functools
 
@@ -29,25 +33,77 @@ def round_index_query(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries for `indexer_scores`: rotated by RoPE, then quantised as indexer keys are; and their heads' weights.
+    """Rotates queries for `indexer_scores` by RoPE and quantizes them as indexer keys are.
+
+    MXFP4 queries stay in units of the head's largest scale, by which the head's weight is multiplied instead. Codes
+    with scales up to 14 binades smaller are exact; smaller ones lose 2**-15 of the largest.
 
     Args:
-      q: [T, H, 128] bfloat16, H a multiple of 32.
-      weights: [T, H] float32.
-      positions: [T] int32, at most 2**20, a negative one counts as 0; None: as inv_freq.
-      inv_freq: [P] float32, at most 1, P at most 64: the last 2 * P channels are rotated, in interleaved pairs, and
-        rounded; None: q is rotated already.
-      layout: of the keys: MXFP4 after a Hadamard rotation and rounding to bfloat16, or NVFP4.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      q: [T, H, 128] bfloat16 queries, H a multiple of 32.
+      weights: [T, H] float32 head weights.
+      positions: [T] int32, at most 2**20; a negative position counts as 0. None if `inv_freq` is None.
+      inv_freq: [P] float32 frequencies, at most 1, P at most 64. The last 2 * P channels are rotated, in interleaved
+        pairs, and rounded. None if q is already rotated.
+      layout: format of the keys: MXFP4, with a Hadamard rotation and rounding to bfloat16 before it, or NVFP4.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (queries, weights), dims in the order of `permute_dims`. NVFP4: [T, H, 128] bfloat16, dequantised, and the weights
-      as they are. MXFP4: [T, H, 128] float8_e4m3fn in units of 2**-TOP times the head's largest scale, and weights
-      times that scale. Codes whose scale is up to 14 binades smaller are exact; below, 2**-15 of the largest is lost.
+      (queries, weights). The queries are [T, H, 128] in the order of `permute_dims`. NVFP4: dequantized, bfloat16.
+      MXFP4: float8_e4m3fn in units of 2**-TOP times the head's largest scale. The weights are [T, H] float32. MXFP4:
+      multiplied by the head's largest scale.
 
     Raises:
-      NotImplementedError: the layout, a shape or a dtype is not one of these.
+      NotImplementedError: the layout, a shape or a dtype is not supported.
     """
+    _check(q, weights, positions, inv_freq, layout)
+    tokens, heads, _ = q.shape
+    mxfp4 = layout.scale == "e8m0"
+    rounded = jax.ShapeDtypeStruct((tokens * heads, DIM), jnp.float8_e4m3fn if mxfp4 else jnp.bfloat16)
+    if q.size == 0:
+        return q.astype(rounded.dtype), weights
+    tiles = heads // query_tiles.HEADS
+    splits = tiles if tokens < MULTIPROCESSORS else 1
+
+    first = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
+
+    def body(q_gmem, weights_gmem, positions_gmem, inv_freq_gmem, out_gmem, scaled_gmem):
+        token, split = lax.axis_index("token"), lax.axis_index("split")
+        angles = None if inv_freq_gmem is None else _angles(token, positions_gmem, inv_freq_gmem)
+
+        @pl.loop(0, tiles // splits)
+        def _(i):
+            head = token * heads + (split * (tiles // splits) + i) * query_tiles.HEADS
+            x = query_tiles.load_heads(q_gmem, head)
+            if angles is not None:
+                x = query_tiles.turn(x, *angles, first)
+            x = query_tiles.hadamard(x) if layout.hadamard else x
+            round_tile = _round_mxfp4 if mxfp4 else _round_nvfp4
+            words = round_tile(x, layout, head, weights_gmem, scaled_gmem)
+            query_tiles.store_words(out_gmem, head, words)
+
+    run = kernel(
+        body,
+        out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if mxfp4 else None),
+        kernel_name="round_index_query",
+        grid=(tokens, splits),
+        grid_names=("token", "split"),
+        interpret=interpret,
+    )
+    positions = None if inv_freq is None else positions
+    rounded, scaled = run(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
+    return rounded.reshape(q.shape), weights if scaled is None else scaled.reshape(weights.shape)
+
+
+def _angles(token, positions, inv_freq):
+    """Returns the cosines and sines of a token's pairs."""
+    pairs = inv_freq.shape[0]
+    pair = (vectors.channels(query_tiles.ANGLES) & (DIM // 2 - 1)) - (DIM // 2 - pairs)
+    position = jnp.maximum(positions[token], 0).astype(jnp.float32)
+    cos, sin = cos_sin(vectors.take(inv_freq, pair) * position)
+    return query_tiles.spread_angles(cos), query_tiles.spread_angles(sin)
+
+
+def _check(q, weights, positions, inv_freq, layout):
     check_layout(layout)
     check_array("q", q, jnp.bfloat16, None, None, layout.dim)
     tokens, heads, _ = q.shape
@@ -57,63 +113,22 @@ def round_index_query(
         check_array("inv_freq", inv_freq, jnp.float32, None)
         check_rules({f"at most {DIM} rotated channels, got {2 * inv_freq.size}": 2 * inv_freq.size <= DIM})
     check_array("weights", weights, jnp.float32, tokens, heads)
-    mxfp4 = layout.scale == "e8m0"
-    rounded = jax.ShapeDtypeStruct((tokens * heads, DIM), jnp.float8_e4m3fn if mxfp4 else jnp.bfloat16)
-    if q.size == 0:
-        return q.astype(rounded.dtype), weights
-    tiles = heads // query_tiles.HEADS
-    # Angles are worked out once a block.
-    parts = tiles if tokens < MULTIPROCESSORS else 1
-
-    def body(q, weights, positions, inv_freq, out, scaled):
-        token, part = lax.axis_index("token"), lax.axis_index("part")
-        turn = functools.partial(_turn, *_angles(token, positions, inv_freq)) if inv_freq is not None else lambda x: x
-
-        @pl.loop(0, tiles // parts)
-        def _(i):
-            head = token * heads + (part * (tiles // parts) + i) * query_tiles.HEADS
-            x = query_tiles.load_heads(q, head)
-            x = query_tiles.hadamard(turn(x)) if layout.hadamard else turn(x)
-            if mxfp4:
-                weight = query_tiles.load_weights(weights, head)
-                scales = functools.partial(key_scales, layout=layout, registers=query_tiles.VALUES)
-                words, scale = query_tiles.mxfp4_words(x, scales, e2m1_codes)
-                query_tiles.store_weights(scaled, head, weight, scale)
-            else:
-                words = _nvfp4_words(x, layout)
-            query_tiles.store_words(out, head, words)
-
-    run = kernel(
-        body,
-        out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if mxfp4 else None),
-        kernel_name="round_index_query",
-        grid=(tokens, parts),
-        grid_names=("token", "part"),
-        interpret=interpret,
-    )
-    positions = None if inv_freq is None else positions
-    rounded, scaled = run(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
-    return rounded.reshape(q.shape), weights if scaled is None else scaled.reshape(weights.shape)
 
 
-def _angles(token, positions, inv_freq):
-    """(cosines, sines) of a token's pairs, and its first rotated channel."""
-    pairs = inv_freq.shape[0]
-    pair = (vectors.channels(query_tiles.ANGLES) & (DIM // 2 - 1)) - (DIM // 2 - pairs)
-    position = jnp.maximum(positions[token], 0).astype(jnp.float32)
-    angles = cos_sin(vectors.take(inv_freq, pair) * position)
-    return *map(query_tiles.spread_angles, angles), DIM - 2 * pairs
+def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
+    """Returns the tile's words in E4M3 and stores the weights of its heads times their largest scales."""
+    weight = query_tiles.load_weights(weights_gmem, head)
+    scales = functools.partial(key_scales, layout=layout, registers=query_tiles.VALUES)
+    words, scale = query_tiles.mxfp4_words(x, scales, e2m1_codes)
+    query_tiles.store_weights(scaled_gmem, head, weight, scale)
+    return words
 
 
-def _turn(cos, sin, first, x):
-    return query_tiles.turn(x, cos, sin, first)
-
-
-def _nvfp4_words(x, layout):
-    """Packed words of a tile, quantised and dequantised."""
+def _round_nvfp4(x, layout, *_):
+    """Returns the tile's words in bfloat16, quantized and dequantized."""
     x = round_bfloat16(x) if layout.hadamard else x
     largest = query_tiles.block_largest(x, layout.scale_block)
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
-    # E8M0 scales are rounded up, these to the nearest.
+    # E4M3 scales are rounded to nearest, so values may exceed the largest code; E8M0 scales are rounded up.
     scaled = jnp.minimum(jnp.maximum(x * factor, -E2M1_MAX), E2M1_MAX)
     return query_tiles.pack_words(query_tiles.round_e2m1(scaled, e2m1_codes) * step)

@@ -1,4 +1,4 @@
-"""Scores of a tile of index keys for a token: products on the tensor cores, and the sum over heads."""
+"""Scores of a tile of indexer keys for one token: products on the tensor cores and the sum over heads."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -29,7 +29,7 @@ from pallas_kernels.mgpu.unpack import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.runtime.launch import primitive
 
 
-# Scales that are more binades smaller than the largest are taken for that much smaller: nothing is left of them.
+# Scales that are smaller by more binades than this contribute nothing.
 MAX_BELOW = 126
 
 
@@ -46,16 +46,18 @@ def score(
     block: jax.Array,
     factor: float,
 ) -> None:
-    """out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile's keys.
+    """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
 
     Args:
-      keys: what `unpack_nvfp4` or `unpack_mxfp4` returned.
+      keys: the tile, from `unpack_nvfp4` or `unpack_mxfp4` without its flags.
       queries: [tokens * 64, 128] bfloat16, or float8_e4m3fn for MXFP4 keys, with `transforms`, in shared memory.
-      weights: [tokens, 64] float32 in shared memory.
-      token, row, first: int32 scalars.
+      weights: [tokens, 64] float32 head weights in shared memory.
+      token: int32 scalar, number of the token in the chunk.
       out: [T, E] float32 in global memory; entries past E are not written.
-      block: [4] int32 in layout PER_WARP, negative where the warp's keys do not exist: their score is -inf.
-      factor: positive.
+      row: int32 scalar, row of `out`.
+      first: int32 scalar, column of `out` of the tile's first key.
+      block: [4] int32 in layout PER_WARP, negative if the warp's keys do not exist; their score is -inf.
+      factor: positive factor.
     """
     if queries.dtype == jnp.float8_e4m3fn:
         tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
@@ -66,7 +68,7 @@ def score(
 
 
 @score.mosaic
-def _(keys, *, queries, weights, token, out, row, first, block, factor):
+def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, factor):
     mxfp4 = queries.dtype == jnp.float8_e4m3fn
     layouts = (E4M3_KEYS, SCALES) if mxfp4 else (BF16_KEYS, BF16_KEYS)
 
@@ -86,13 +88,18 @@ def _(keys, *, queries, weights, token, out, row, first, block, factor):
 def score_far(
     tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens: jax.Array, out, row, first, block, factor
 ) -> None:
-    """`score` again of the warps' keys of which one has scales that lie far apart, for a chunk of `tokens` tokens.
-
-    By the warp alone, with keys and queries as bfloat16: their sums are float32's.
+    """Scores the keys of warps with scales far apart again, as bfloat16 with float32 sums, for all tokens of a chunk.
 
     Args:
-      tile: what `load_tile` returned.
-      queries, weights, out, row, first, block, factor: as for `score`; `row` is the first token's.
+      tile: the tile, from `load_tile`.
+      queries: as in `score`.
+      weights: as in `score`.
+      tokens: int32 scalar, number of tokens.
+      out: as in `score`.
+      row: int32 scalar, row of `out` of the first token.
+      first: as in `score`.
+      block: as in `score`.
+      factor: as in `score`.
     """
     words, scales = tile
     largest = jnp.max(scales, axis=1, keepdims=True)
@@ -109,7 +116,7 @@ def score_far(
 
 
 @score_far.mosaic
-def _(tile, *, queries, weights, tokens, out, row, first, block, factor):
+def _score_far_mosaic(tile, *, queries, weights, tokens, out, row, first, block, factor):
     def emit(words, scales, queries, weights, tokens, out, row, first, block):
         tokens, row, first, block = map(mlir.scalar, (tokens, row, first, block))
         words, scales = map(mlir.values, (words, scales))
@@ -123,7 +130,7 @@ def _(tile, *, queries, weights, tokens, out, row, first, block, factor):
             _store(sums, [x.value for x in largest], out, (U32(row) + j).value, first, block, factor * 2.0**TOP)
 
         with thread_ops.when(far > 0):
-            # Unpacked codes are 2**126 smaller.
+            # Unpacked codes are 2**126 times smaller.
             factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
             keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
             thread_ops.loop(U32(tokens), again)
@@ -134,7 +141,7 @@ def _(tile, *, queries, weights, tokens, out, row, first, block, factor):
 
 
 def _totals(tile, largest, queries, weights, token):
-    """[64] scores of keys [64, 128] float32 in units of their `largest` scales; for interpreted kernels."""
+    """Returns the scores [64] of keys [64, 128] in units of their `largest` scales; for interpreted kernels."""
     q = queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
     total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest")
@@ -142,7 +149,7 @@ def _totals(tile, largest, queries, weights, token):
 
 
 def _put(total, out, row, first, block, only=None):
-    """Stores a tile's scores, of warps for whose keys `only` holds; for interpreted kernels."""
+    """Stores a tile's scores, if `only` is set those of the warps that it names; for interpreted kernels."""
     total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
@@ -152,7 +159,7 @@ def _put(total, out, row, first, block, only=None):
 
 
 def _far_sums(keys, queries, weights, token):
-    """The sums of a thread's two keys with a token, as of `_add_up`. keys: four pairs of dims of each of 8 words."""
+    """Emits the sums of `_add_up` for a thread's two keys, whose 8 words have four pairs of dims each."""
     lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
     head = lane >> 2
     start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
@@ -166,7 +173,7 @@ def _far_sums(keys, queries, weights, token):
         for word in range(4):
             lines = [start + i * (8 * DIM) + ((head ^ 2 * word + half) << 4) for half in range(2)]
             first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line) for line in lines)
-            # Codes i and i + 4 of these 8, as of the keys; times 2**120, by which `e4m3_pairs` are smaller.
+            # Codes i and i + 4 of 8, in the order of the keys; `e4m3_pairs` are 2**120 times smaller.
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
@@ -174,13 +181,13 @@ def _far_sums(keys, queries, weights, token):
                 dots = mlir.ptx(product, *operands, *dots, results=[f32] * 4)
         return [U32(x) for x in _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums])]
 
-    # A loop that is not unrolled, so that its operands fit into registers.
+    # The compiler does not unroll a loop of unknown length, whose operands then fit into registers.
     count = thread_ops.ptx("mov.b32 $0, $1;", U32(HEADS // 8))
     return [x.value for x in thread_ops.loop(count, of_heads, zero, zero)]
 
 
 def _add_up(dots, weights, head, sums):
-    """Adds products times the weights from number `head` on to the sums of a thread's two keys."""
+    """Emits the sums of a thread's two keys plus relu(dots) times the head weights from `head` on."""
     place, sums = head + ((thread_ops.lane() & 3) << 1), list(sums)
     pointer = mlir.at(mlir.shared_pointer(weights), place.value, mlir.f32_type())
     for i in range(len(dots) // 4):
@@ -189,14 +196,14 @@ def _add_up(dots, weights, head, sums):
         for j in range(2):
             for half in range(2):
                 x = dots[4 * i + 2 * half + j]
-                # 2 * relu(x): Hopper adds at twice the rate of taking the larger.
+                # 2 * relu(x) = x + |x|: Hopper adds at twice the rate of max.
                 weight = vector.extract(pair, [], [j])
                 sums[half] = math.fma(weight, arith.addf(x, math.absf(x)), sums[half])
     return sums
 
 
 def _store(sums, largest, out, row, first, block, factor):
-    """Stores what four lanes together have of each key's sums, times `factor` and the scales of `largest`."""
+    """Emits the sum over four lanes, times `factor` and the scales of `largest`, and its store."""
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
     if largest is not None:
@@ -214,7 +221,7 @@ def _store(sums, largest, out, row, first, block, factor):
 
 
 def _add_quads(sums, lane):
-    """Sums over the four lanes of a key: the first key's in the even lanes, the second's in the odd ones."""
+    """Emits sums over the four lanes of a key; even lanes get the first key's sum, odd lanes the second key's."""
     odd = (lane & 1) > 0
     mine, other = (arith.select(odd.value, x, y) for x, y in ((sums[1], sums[0]), sums))
     total = arith.addf(mine, mgpu.utils.shfl_bfly(other, 1))
@@ -222,18 +229,18 @@ def _add_quads(sums, lane):
 
 
 def _dots(registers, queries, token, kind):
-    """A tile's products with a token's queries, complete: 32 float32 values of [64 keys, 64 heads]."""
+    """Emits the products of a tile with a token's queries: a thread's 32 float32 values of [64 keys, 64 heads]."""
     size = dict(e4m3=1, bf16=2)[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + U32(token) * (HEADS * DIM * size >> 4)
     count, steps = HEADS // 2, len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
-    # From 8 heads to the next; 128-byte swizzle.
+    # Stride between groups of 8 heads, and the 128-byte swizzle.
     high = 1 << 30 | 1024 * size >> 4
     lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
-        # After 4 steps of 32 bytes the heads' next 128 bytes follow.
+        # The next 128 bytes of the heads follow after 4 steps of 32 bytes.
         place = step // 4 * 1024 + step % 4 * 32
         lines += [
             f"add.u32 l, ${count + 4 * steps}, {place >> 4}; mov.b64 d, {{l, {high}}};",

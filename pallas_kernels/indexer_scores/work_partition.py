@@ -1,4 +1,4 @@
-"""Equal shares of a row of work items of different cost: sums over a warp's lanes, the same in all warps."""
+"""Division of work items of different cost into equal shares, by a warp or by XLA."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from pallas_kernels.mgpu import mlir
 from pallas_kernels.runtime.launch import primitive
 
 
-# [32] with one value a lane; every warp holds them all.
+# Layout of [32], one value per lane, the same in every warp.
 LANES = plgpu.Layout.TILED(
     plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
 )
@@ -19,13 +19,22 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def my_share(
-    cost: Callable, items: int, part: jax.Array, parts: int
+    cost: Callable, items: int, share: jax.Array, num_shares: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Share `part` of `parts` equal shares of the work. The costs of all items, one after the other, make up its units.
+    """Finds one of several equal shares of the work, whose units are numbered through the costs of all items.
 
-    `cost`: (first, state) -> (costs, state): [32] int32 >= 0 in layout LANES, those of items first .. first + 31, 0
-    past the last; the state starts as int32 0. Returns int32 scalars (begin, end, item, before): the share is units
-    begin .. end - 1; `item` is the one that unit `begin` belongs to, and `before` the sum of the costs before it.
+    Args:
+      cost: function of (int32 scalar first, state) that returns the costs of items first .. first + 31, [32] int32 in
+        layout LANES, 0 past the last item, and the next state. The state starts as 0.
+      items: number of items.
+      share: int32 scalar, number of the share.
+      num_shares: number of shares.
+
+    Returns:
+      begin: int32 scalar, first unit of the share.
+      end: int32 scalar, end of its units.
+      item: int32 scalar, the item that unit `begin` belongs to.
+      before: int32 scalar, sum of the costs before that item.
     """
     zero = jnp.int32(0)
 
@@ -35,8 +44,8 @@ def my_share(
         return total + sum_lanes(costs), state
 
     total, _ = lax.fori_loop(0, -(-items // 32), add_up, (zero, zero))
-    share, extra = lax.div(total, jnp.int32(parts)), lax.rem(total, jnp.int32(parts))
-    begin = part * share + jnp.minimum(part, extra)
+    units, extra = lax.div(total, jnp.int32(num_shares)), lax.rem(total, jnp.int32(num_shares))
+    begin = share * units + jnp.minimum(share, extra)
 
     def search(carry):
         first, _, before, state = carry
@@ -44,32 +53,32 @@ def my_share(
         lane, before = find_share(costs, begin - before, before)
         return first + 32, first + lane, before, state
 
-    # Not found among 32, the item is the next 32's first.
+    # The lane is 32 if the item is not among these.
     _, item, before, _ = lax.while_loop(
         lambda carry: (carry[0] < items) & (carry[0] == carry[1]), search, (zero, zero, zero, zero)
     )
-    return begin, begin + share + (part < extra).astype(jnp.int32), item, before
+    return begin, begin + units + (share < extra).astype(jnp.int32), item, before
 
 
-def planned_shares(costs: jax.Array, parts: int) -> jax.Array:
-    """[4 * parts] int32: what `my_share` returns for each part, of the costs [items] int32 >= 0 of all items."""
+def planned_shares(costs: jax.Array, num_shares: int) -> jax.Array:
+    """Returns [4 * num_shares] int32, the results of `my_share` for each share; costs are [items] int32."""
     ends = jnp.cumsum(costs)
-    share, extra = ends[-1] // parts, ends[-1] % parts
-    part = jnp.arange(parts + 1, dtype=jnp.int32)
-    begin = part * share + jnp.minimum(part, extra)
-    item = jnp.sum(ends[None, :] <= begin[:parts, None], axis=1, dtype=jnp.int32)
+    units, extra = ends[-1] // num_shares, ends[-1] % num_shares
+    share = jnp.arange(num_shares + 1, dtype=jnp.int32)
+    begin = share * units + jnp.minimum(share, extra)
+    item = jnp.sum(ends[None, :] <= begin[:-1, None], axis=1, dtype=jnp.int32)
     before = jnp.where(item > 0, ends[jnp.maximum(item - 1, 0)], 0)
-    return jnp.stack([begin[:parts], begin[1:], item, before], axis=1).reshape(-1)
+    return jnp.stack([begin[:-1], begin[1:], item, before], axis=1).reshape(-1)
 
 
 @primitive
 def sum_lanes(x: jax.Array) -> jax.Array:
-    """The sum of [32] int32 in layout LANES."""
+    """Returns the sum of [32] int32 in layout LANES."""
     return jnp.sum(x)
 
 
 @sum_lanes.mosaic
-def _(x):
+def _sum_lanes_mosaic(x):
     def emit(x):
         return mlir.ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", mlir.scalar(x), results=mlir.int_type())
 
@@ -78,10 +87,14 @@ def _(x):
 
 @primitive
 def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the run that each lane belongs to starts: [32] int32 in layout LANES, and that of lane 31.
+    """Finds the start of each lane's run.
 
-    `starts`: [32] int32 in layout LANES, ascending: the start of a run that starts in the lane, or -1 if none does.
-    `earlier`: int32 scalar, where the run starts that reaches into lane 0.
+    Args:
+      starts: [32] int32 in layout LANES, ascending, the start of a run that starts in the lane, or -1 if none does.
+      earlier: int32 scalar, start of the run that reaches into lane 0.
+
+    Returns:
+      [32] int32 in layout LANES, and the value of lane 31.
     """
     lane = lax.iota(jnp.int32, 32)
     found = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
@@ -90,7 +103,7 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
 
 
 @latest_start.mosaic
-def _(starts, earlier):
+def _latest_start_mosaic(starts, earlier):
     lines = [
         "{ .reg .pred p; .reg .b32 m, v; setp.ge.s32 p, $2, 0; vote.sync.ballot.b32 m, p, 0xffffffff;",
         "mov.u32 v, %lanemask_le; and.b32 m, m, v; bfind.u32 v, m;",
@@ -108,19 +121,22 @@ def _(starts, earlier):
 
 @primitive
 def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(lane, base + sum of the costs before it): the lane of the item that holds unit `begin` >= 0; 32 if none does.
+    """Finds the lane of the item that has unit `begin`, or 32 if none has; also returns `base` + the costs before it.
 
-    x: [32] int32 >= 0 in layout LANES, the items' costs.
+    Args:
+      x: [32] int32 >= 0 in layout LANES, costs of the items.
+      begin: int32 scalar >= 0, number of a unit.
+      base: int32 scalar.
     """
     lane = lax.iota(jnp.int32, 32)
-    # Not cumsum: the interpreter's threads can block each other in it.
+    # In cumsum the interpreter's threads can block each other.
     ends = jnp.sum(jnp.where(lane[None, :] <= lane[:, None], x[None, :], 0), axis=1)
     before = ends <= begin
     return jnp.sum(before.astype(jnp.int32)), base + jnp.max(jnp.where(before, ends, 0))
 
 
 @find_share.mosaic
-def _(x, begin, base):
+def _find_share_mosaic(x, begin, base):
     lines = ["{ .reg .pred p; .reg .s32 n, other; .reg .b32 votes; mov.s32 n, $2;"]
     for distance in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 other|p, n, {distance}, 0, 0xffffffff; @p add.s32 n, n, other;")

@@ -1,42 +1,64 @@
-"""Exact top-k of each row's first scores, in one launch that reads the scores once."""
+"""Exact top-k of each row's first scores by radix select, in one launch that reads the scores once.
+
+    selected(row) = the k largest of scores[row, : lengths[row]], in ascending order of their indices
+
+Grid: one cluster of `plan.blocks` blocks for each row. Warpgroups have no special roles: all of them run these steps of
+`RadixSelect`, each on its own stretch of the row.
+
+    step                      does                                                         waits for
+    zero, load, count         counts scores by the first 11 bits of their keys             zeroed counts of all blocks
+    find                      finds the first digit of the k-th largest key                counts of all blocks
+    collect, append           lists the scores that have this digit or a larger one
+    share_candidates          sends the lists to all blocks, if they are short             lists of all blocks
+    count_candidates, find    repeats the search with the next 11 and the last 10 bits     counts unless lists were sent
+    mark                      sets one bit for each selected entry
+    write                     writes the marked entries in ascending order                 marks unless lists were sent
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_topk.radix_plan import FIRST_KEY, SHARED_BYTES, SHIFTS, VECTOR, CandidateList, RadixPlan
+from pallas_kernels.indexer_topk.radix_plan import (
+    FIRST_KEY,
+    MAX_K,
+    SHARED_BYTES,
+    SHIFTS,
+    VECTOR,
+    CandidateList,
+    RadixPlan,
+)
 from pallas_kernels.indexer_topk.radix_select import RadixSelect
-from pallas_kernels.indexer_topk.radix_select_interpreted import InterpretedRadixSelect
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_K = 2048
-
-
 @cached_trace("k")
 def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bool = False) -> jax.Array:
-    """The k largest of the first lengths[t] scores of each row.
+    """Selects the k largest of the first lengths[t] scores of each row.
 
-    A cluster of blocks shares a row. Of equal scores the lower index is selected first; 0 and -0 are equal. NaN is not
-    allowed.
+    Of equal scores the lower index is selected first; 0 and -0 are equal. NaN is not allowed.
 
     Args:
-      scores: [T, E] float32, E a multiple of 4. -inf is never selected. Scores from lengths[t] on are neither
+      scores: [T, E] float32 scores, E a multiple of 4. -inf is never selected. Scores from lengths[t] on are neither
         selected nor read.
-      lengths: [T] int32, 0 .. E.
-      k: entries to select, 1 .. 2048.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      lengths: [T] int32 number of scores that count in each row, 0 .. E.
+      k: number of entries to select, 1 .. 2048.
+      interpret: not supported: the steps are PTX, which the interpreter cannot run.
 
     Returns:
-      [T, k] int32, ascending; -1 at the end where fewer than k are selectable.
+      [T, k] int32 indices, ascending; -1 at the end where fewer than k are selectable.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these, or rows are longer than fit the marks in shared
-        memory (about 1.4 million).
+      NotImplementedError: `interpret` is set, a shape or dtype is not supported, or a row has more than about 1.4
+        million scores.
     """
+    if interpret:
+        raise NotImplementedError("the top-k kernel is written in PTX, which the interpreter cannot run")
     tokens, entries = scores.shape
     check_array("scores", scores, jnp.float32, None, None)
     check_array("lengths", lengths, jnp.int32, tokens)
@@ -48,44 +70,29 @@ def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bo
     )
     if scores.size == 0:
         return jnp.full((tokens, k), -1, jnp.int32)
-    # Interpreted: the smallest plan in which blocks exchange data.
-    plan = RadixPlan(k, 2, 1, 4, -(-entries // (2 * 128 * 4))) if interpret else _plan(tokens, entries, k)
-    return select(scores, lengths, plan, interpret=interpret)
+    return select(scores, lengths, RadixPlan.for_rows(tokens, entries, k))
 
 
-def _plan(tokens, entries, k):
-    """How many blocks share a row, and how much of it a thread holds; measured on an H100 and an H200."""
-    # As many blocks as run at once: one row more would wait for all others. With more rows than that, blocks that
-    # share one only wait for each other.
-    most = next((blocks for blocks, at_once in _AT_ONCE.items() if tokens <= at_once), 1)
-    if entries <= 32768:
-        # One block keeps up: a cluster costs more to start and to wait for than it saves.
-        blocks, warpgroups = 1, 8
-    elif most == 8 and entries <= 8 * 16384:
-        blocks, warpgroups = 8, 4
-    else:
-        blocks, warpgroups = min(most, -(-entries // 32768)), 8
-    while True:
-        share = -(-entries // (blocks * warpgroups * 128))
-        plan = RadixPlan(k, blocks, warpgroups, -(-share // 4) * 4)
-        if share > 32:
-            plan = RadixPlan(k, blocks, warpgroups, 24, -(-share // 24))
-        if plan.shared_bytes <= SHARED_BYTES or blocks == 8:
-            return plan
-        blocks += 1
+def select(
+    scores: jax.Array,
+    lengths: jax.Array,
+    plan: RadixPlan,
+    *,
+    algorithm: type[RadixSelect] = RadixSelect,
+    interpret: bool = False,
+) -> jax.Array:
+    """`indexer_topk` with a given plan.
 
-
-# Blocks of a cluster -> rows that run at once. A block fills a multiprocessor. Fewer clusters fit than 132 / blocks,
-# since none spans two groups of up to 18 multiprocessors: of 8 blocks 16 did not fit, of 4 blocks 32 did not.
-_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
-
-
-def select(scores: jax.Array, lengths: jax.Array, plan: RadixPlan, *, interpret: bool = False) -> jax.Array:
-    """`indexer_topk` with rows divided as `plan` says."""
+    Args:
+      scores: [T, E] float32.
+      lengths: [T] int32.
+      plan: division of a row among blocks and threads.
+      algorithm: implementation of the steps; tests pass one in jnp.
+      interpret: whether to run in the interpreter, which takes an algorithm in jnp only.
+    """
     tokens = scores.shape[0]
     rule = f"rows whose marks fit shared memory, got rows of {scores.shape[1]}"
     check_rules({rule: plan.shared_bytes <= SHARED_BYTES})
-    algorithm = InterpretedRadixSelect if interpret else RadixSelect
 
     def body(*refs, **scratch):
         _select_row(algorithm(plan, *refs, **scratch))
@@ -106,71 +113,106 @@ def select(scores: jax.Array, lengths: jax.Array, plan: RadixPlan, *, interpret:
     return run(scores, lengths)[0]
 
 
+class _Search(NamedTuple):
+    """State of the search for the k-th largest key, int32 scalars.
+
+    The k-th largest key is the `rank`-th largest of the keys low .. low + width - 1, which all larger keys exceed.
+
+    Attributes:
+      low: smallest key of the interval.
+      width: number of keys in the interval; 0 if all scores are selected.
+      rank: rank of the k-th largest key in the interval, from 1 on.
+      spare: number of scores in the interval that are not selected.
+    """
+
+    low: Any
+    width: Any
+    rank: Any
+    spare: Any
+
+
 def _select_row(radix: RadixSelect) -> None:
-    """Runs the steps for one row."""
-    plan = radix.plan
-    one_chunk, first = plan.chunks == 1, jnp.int32(0)
-    per_chunk = plan.values // VECTOR
+    """Runs all steps for one row."""
+    per_chunk = radix.plan.values // VECTOR
     chunks = lax.div(radix.steps + (per_chunk - 1), jnp.int32(per_chunk))
+    with jax.named_scope("count_scores"):
+        scores, is_long = _count_scores(radix, chunks)
+    digit, rank, spare = radix.found(0)
+    low = jnp.where(digit > 0, (digit - 1) << SHIFTS[0], FIRST_KEY)
+    search = _Search(low, jnp.where(digit > 0, 1 << SHIFTS[0], 0), rank, spare)
+    with jax.named_scope("list_candidates"):
+        kept, overflowed = _list_candidates(radix, scores, low, chunks)
+
+    def for_each_list(visit):
+        """Visits the list of all chunks or, if it overflowed, a new list for each chunk."""
+        pl.when(~overflowed)(lambda: visit(kept))
+        if radix.plan.chunks > 1:
+            again = pl.loop(0, chunks)
+            pl.when(overflowed)(lambda: again(lambda chunk: visit(radix.collect(radix.load(chunk), low, chunk))))
+
+    shared = jnp.bool(False)
+    if radix.plan.blocks > 1:
+        exchanges = is_long & ~radix.alone
+        pl.when(exchanges)(lambda: radix.share_candidates(kept, overflowed))
+        shared = exchanges & radix.all_shared()
+    with jax.named_scope("refine"):
+        for number in (1, 2):
+            search = _refine(radix, number, search, shared, for_each_list)
+    with jax.named_scope("write"):
+        for_each_list(lambda kept: radix.mark(kept, search.low, search.width))
+        pl.when(shared)(lambda: radix.total_shared_marks(search.low, search.width))
+        radix.write(search.rank, shared)
+
+
+def _count_scores(radix, chunks):
+    """Counts the row's scores by first digits; returns the scores of chunk 0 and whether there are more than k."""
+    plan, first = radix.plan, jnp.int32(0)
     radix.zero()
-    if one_chunk:
-        held = radix.load(first)
+    if plan.chunks == 1:
+        # Loading overlaps the wait.
+        scores = radix.load(first)
         radix.wait()
     else:
         radix.wait()
-        # Down to the first chunk, which stays in registers, and up again: what was read last may still be in a cache.
+        # The last chunk comes first: `_list_candidates` goes back up, and the latest reads may still be in a cache.
         pl.loop(1, chunks)(lambda i: radix.count(radix.load(chunks - i), chunks - i))
-        held = radix.load(first)
+        scores = radix.load(first)
     is_long = radix.length > plan.k
 
     @pl.when(is_long)
     def _():
-        radix.count(held, first)
+        radix.count(scores, first)
         radix.find(0, jnp.int32(plan.k), radix.alone)
 
-    # Keys low .. low + width - 1 contain the k-th largest key as their rank-th largest. Larger keys are selected.
-    digit, rank, spare = radix.found(0)
-    first_low = low = jnp.where(digit > 0, (digit - 1) << SHIFTS[0], FIRST_KEY)
-    width = jnp.where(digit > 0, 1 << SHIFTS[0], 0)
+    return scores, is_long
 
-    if one_chunk:
-        kept, overflowed = radix.collect(held, low, first), jnp.bool(False)
-    else:
-        counts = lax.fori_loop(
-            1,
-            chunks,
-            lambda chunk, counts: radix.append(counts, radix.load(chunk), first_low, chunk),
-            radix.append(radix.no_candidates(), held, low, first),
-        )
-        kept, overflowed = CandidateList(counts, None), radix.overflowed()
 
-    def each_list(visit):
-        """Visits the list of all chunks or, where it overflowed, a new list for each chunk."""
-        pl.when(~overflowed)(lambda: visit(kept))
-        if not one_chunk:
-            again = pl.loop(0, chunks)
-            pl.when(overflowed)(lambda: again(lambda chunk: visit(radix.collect(radix.load(chunk), first_low, chunk))))
+def _list_candidates(radix, scores, low, chunks):
+    """Lists the row's scores with keys from `low` on; returns the list and whether a thread had too few slots."""
+    first = jnp.int32(0)
+    if radix.plan.chunks == 1:
+        return radix.collect(scores, low, first), jnp.bool(False)
+    counts = radix.append(radix.no_candidates(), scores, low, first)
 
-    shared = jnp.bool(False)
-    if plan.blocks > 1:
-        exchanges = is_long & ~radix.alone
-        pl.when(exchanges)(lambda: radix.share_candidates(kept, overflowed))
-        shared = exchanges & radix.all_shared()
+    def append(chunk, counts):
+        return radix.append(counts, radix.load(chunk), low, chunk)
 
-    for number in (1, 2):
+    counts = lax.fori_loop(1, chunks, append, counts)
+    return CandidateList(counts, None), radix.overflowed()
 
-        @pl.when(spare > 0)
-        def _(number=number, low=low, width=width, rank=rank):
-            pl.when(shared)(lambda: radix.count_shared_candidates(number, low, width))
-            pl.when(~shared)(lambda: each_list(lambda kept: radix.count_candidates(number, kept, low, width)))
-            radix.find(number, rank, shared | radix.alone)
 
-        # All zero where the pass was skipped.
-        digit, *found = radix.found(number)
-        low = jnp.where(digit > 0, low + ((digit - 1) << SHIFTS[number]), low)
-        width = jnp.where(digit > 0, 1 << SHIFTS[number], width)
-        rank, spare = jnp.where(digit > 0, found[0], rank), found[1]
+def _refine(radix, number, search, shared, for_each_list):
+    """Narrows the interval to the next digit of the k-th largest key, unless all of its scores are selected."""
+    low, width, rank, spare = search
 
-    each_list(lambda kept: radix.mark(kept, low, width))
-    pl.when(shared)(lambda: radix.total_shared_marks(low, width))
-    radix.write(rank, shared)
+    @pl.when(spare > 0)
+    def _():
+        pl.when(shared)(lambda: radix.count_shared_candidates(number, low, width))
+        pl.when(~shared)(lambda: for_each_list(lambda kept: radix.count_candidates(number, kept, low, width)))
+        radix.find(number, rank, shared | radix.alone)
+
+    # The digit is 0 if the pass was skipped.
+    digit, found_rank, spare = radix.found(number)
+    low = jnp.where(digit > 0, low + ((digit - 1) << SHIFTS[number]), low)
+    width = jnp.where(digit > 0, 1 << SHIFTS[number], width)
+    return _Search(low, width, jnp.where(digit > 0, found_rank, rank), spare)

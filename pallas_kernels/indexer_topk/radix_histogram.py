@@ -1,4 +1,4 @@
-"""The first half of `radix_select`: the histogram of first digits, and the candidates that share the digit found."""
+"""The first half of `radix_select`: counts scores by first digits and lists the candidates for the k-th largest key."""
 
 import functools
 
@@ -17,7 +17,7 @@ _PER_THREAD = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 
 def key_of(bits: U32) -> U32:
-    """The key of a score, from its bits."""
+    """Returns the key of the score that has these bits."""
     return bits ^ ((U32(0) - (bits >> 31)) | _SIGN)
 
 
@@ -26,18 +26,25 @@ def _score_bits(key: U32) -> U32:
 
 
 class RadixHistogram:
-    """The steps of one row's selection up to its candidates, called by every warpgroup of every block of the cluster.
+    """The steps of one row's selection up to its candidates; every warpgroup of the cluster calls them.
 
     Attributes:
-      length: int32 scalar, how many entries of the row count.
-      alone: bool scalar, whether the row is so short that the first block of the cluster holds all of it. Then no block
-        waits for another.
-      steps: int32 scalar, how many loads cover a warp's stretch.
+      plan: division of the row.
+      length: int32 scalar, number of scores that count.
+      alone: bool scalar, whether the first block of the cluster holds the whole row. Then no block waits for another.
+      steps: int32 scalar, number of loads that cover a warp's stretch.
     """
 
     def __init__(self, plan: RadixPlan, scores, lengths, out, *, memory, candidates):
-        """Takes references: scores [T, E] float32, lengths [T] int32 and out [T, k] int32 in global memory; in shared
-        memory, int32, `memory` [plan.offsets.end] and the threads' lists, `candidates` [plan.values * plan.threads].
+        """Takes the kernel's references.
+
+        Args:
+          plan: division of the row.
+          scores: [T, E] float32 in global memory.
+          lengths: [T] int32 in global memory.
+          out: [T, k] int32 in global memory.
+          memory: [plan.offsets.end] int32 in shared memory, the areas of the plan.
+          candidates: [plan.values * plan.threads] int32 in shared memory, the threads' lists.
         """
         self.plan, self._scores, self._out = plan, scores, out
         self._memory, self._candidates = memory, candidates
@@ -49,7 +56,7 @@ class RadixHistogram:
         self._first = self._block * (self.steps * (plan.warps * STEP))
 
     def zero(self) -> None:
-        """Clears this block's counts and marks. `wait` has to follow before anything is counted."""
+        """Clears this block's counts and marks; call `wait` before counting."""
         plan = self.plan
 
         def emit(memory, alone):
@@ -66,7 +73,7 @@ class RadixHistogram:
         ops.inline(emit, self._memory, self.alone)
 
     def wait(self) -> None:
-        """Waits until every block of the cluster has done `zero`, or only this one if it needs no other."""
+        """Waits until every block that counts this row has called `zero`."""
 
         def emit(alone):
             with ops.when(alone > 0):
@@ -82,7 +89,7 @@ class RadixHistogram:
     # --- scores ---
 
     def load(self, chunk: jax.Array) -> jax.Array:
-        """This thread's scores of a chunk: -inf where there is none, and 0 for -0."""
+        """Loads this thread's scores of a chunk, with -inf for missing scores and 0 for -0."""
         plan = self.plan
 
         def emit(scores, row, chunk, *stretch):
@@ -100,22 +107,22 @@ class RadixHistogram:
             zero, nothing = mlir.f32(0.0), mlir.f32(float("-inf"))
             held = [arith.addf(x, zero) for x in held]
 
-            def cut():
+            def mask_tail():
                 entry = first + (ops.lane() << 2)
                 inside = [entry + ((i // VECTOR) * STEP + i % VECTOR) < limit for i in range(plan.values)]
                 return [arith.select(is_in.value, x, nothing) for is_in, x in zip(inside, held, strict=True)]
 
-            return ops.replace_if((limit & (VECTOR - 1)) > 0, held, cut)
+            return ops.replace_if((limit & (VECTOR - 1)) > 0, held, mask_tail)
 
         where = jax.ShapeDtypeStruct((128 * plan.values,), jnp.float32)
         return ops.inline(emit, self._scores, self.row, chunk, *self._stretch(), returns=where)
 
     def _stretch(self):
-        """The scalars from which `_chunk_range` finds a warp's entries."""
+        """Returns the scalars that `_chunk_range` takes after the chunk."""
         return self._first, self.steps, self.length
 
     def _chunk_range(self, chunk, first, steps, length):
-        """(first entry of this warp's chunk, end of what the warp has to load of it)."""
+        """Returns the first entry of this warp's chunk and the end of the warp's stretch."""
         begin = first + ops.warp() * steps * STEP
         end = (begin + steps * STEP).minimum(length)
         return begin + chunk * (self.plan.values * 32), end
@@ -126,7 +133,7 @@ class RadixHistogram:
         def emit(memory, scores, chunk, *stretch):
             first, limit = self._chunk_range(chunk, *stretch)
             histogram = ops.shared(memory, self.plan.counts(0))
-            # By the first bits of the score itself: `find` knows in which order they rank.
+            # The bins are the first bits of the scores, not of the keys; `find` ranks them.
             code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
             code = "{ .reg .b32 a; " + code + " }"
             for r in range(self.plan.values // VECTOR):
@@ -139,7 +146,7 @@ class RadixHistogram:
     # --- candidates ---
 
     def collect(self, scores: jax.Array, low: jax.Array, chunk: jax.Array) -> CandidateList:
-        """Lists the scores of one chunk whose keys are at least `low`, each in the slot of its number."""
+        """Lists the scores of one chunk whose keys are at least `low`; a score's number is its slot."""
 
         def emit(candidates, scores, low, chunk, *stretch):
             first, limit = self._chunk_range(chunk, *stretch)
@@ -162,9 +169,9 @@ class RadixHistogram:
         return CandidateList(ops.inline(emit, self._candidates, *arrays, returns=_PER_THREAD), chunk)
 
     def append(self, count: jax.Array, scores: jax.Array, low: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Lists the scores of one more chunk behind the `count` that a thread has listed; returns the new count.
+        """Appends the scores of one more chunk to the `count` that a thread has listed; returns the new count.
 
-        Where slots are too few, it sets the word that `overflowed` reads.
+        If there are too few slots, it sets the word that `overflowed` reads.
         """
         plan = self.plan
         stride = 4 * plan.threads
@@ -196,16 +203,16 @@ class RadixHistogram:
         return ops.inline(emit, self._memory, self._candidates, *arrays, returns=_PER_THREAD)
 
     def overflowed(self) -> jax.Array:
-        """Whether some thread had more candidates than slots. Synchronises the block."""
+        """Returns whether some thread had more candidates than slots; synchronizes the block."""
         ops.inline(ops.sync)
         return self._memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
-        """What `append` starts from."""
+        """Returns the count of an empty list, for `append`."""
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
     def _each_candidate(self, candidates, mask_or_count, chunk, visit):
-        """Calls `visit(bits of a score, its number among the thread's scores, how many came before)`."""
+        """Calls `visit(score bits, number of the score in the thread, number of candidates before it)` for each."""
         own, stride = ops.shared(candidates, ops.thread()), 4 * self.plan.threads
         if chunk is None:
 
@@ -224,7 +231,7 @@ class RadixHistogram:
         ops.loop(ops.count_bits(mask_or_count), one_bit, mask_or_count)
 
     def share_candidates(self, kept: CandidateList, overflowed: jax.Array) -> None:
-        """Sends this block's candidates to all blocks of the cluster, or tells them that there are too many."""
+        """Sends this block's candidates, or the news that there are too many, to all blocks of the cluster."""
         plan = self.plan
 
         def emit(memory, candidates, mask_or_count, overflowed, block):
@@ -254,7 +261,7 @@ class RadixHistogram:
         ops.inline(emit, self._memory, self._candidates, kept.mask_or_count, overflowed, self._block)
 
     def all_shared(self) -> jax.Array:
-        """Whether `share_candidates` sent all candidates of every block."""
+        """Returns whether `share_candidates` sent the candidates of every block."""
         plan = self.plan
         fits = [self._memory[plan.offsets.candidate_counts + block] <= plan.max_shared for block in range(plan.blocks)]
         return functools.reduce(jnp.logical_and, fits)

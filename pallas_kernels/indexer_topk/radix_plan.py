@@ -1,4 +1,4 @@
-"""How the blocks of a cluster divide one row for `radix_select`, and the layout of their shared memory."""
+"""The division of a row among the blocks of a cluster, and the layout of their shared memory."""
 
 import dataclasses
 import functools
@@ -8,29 +8,33 @@ import types
 import jax
 
 
+MAX_K = 2048
 BINS = 2048
-SHIFTS = (21, 10, 0)  # of the three digits in a key
-FIRST_KEY = 0x00800000  # of the smallest finite score
-VECTOR = 4  # scores of a 16-byte load
+SHIFTS = (21, 10, 0)  # positions of the three digits in a key
+FIRST_KEY = 0x00800000  # key of the smallest finite score
+VECTOR = 4  # scores in a 16-byte load
 STEP = 32 * VECTOR  # scores that a warp loads at a time
 RESULT = 4  # words that hold the result of one pass
 MAX_BLOCKS = 8
-SHARED_BYTES = 226 << 10  # that a block may use; Mosaic's barriers take some of the last 1 KB
+SHARED_BYTES = 226 << 10  # available to a block; Mosaic's barriers take some of the last 1 KB
+# {blocks of a cluster: rows that run at once}; a block fills a multiprocessor. Fewer clusters fit than 132 / blocks,
+# since a cluster lies in one group of up to 18 multiprocessors: 16 clusters of 8 blocks or 32 of 4 did not fit.
+_ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
 @dataclasses.dataclass(frozen=True)
 class RadixPlan:
-    """How a row is divided.
+    """The division of a row, and the tuning choices of the kernel.
 
-    A warp owns a contiguous stretch of `steps` loads of 128 entries; `steps`, which depends on the row's length, is at
+    A warp owns a contiguous stretch of `steps` loads of 128 entries. The row's length determines `steps`, which is at
     most `chunks * values / 4`.
 
     Attributes:
-      k: entries to select.
-      blocks: blocks of the cluster that shares a row.
-      warpgroups: warpgroups of a block.
-      values: scores that a thread holds at a time; a multiple of 4, at most 32.
-      chunks: how many times a thread loads `values` scores to see all of the longest row.
+      k: number of entries to select.
+      blocks: number of blocks in the cluster that shares a row.
+      warpgroups: number of warpgroups in a block.
+      values: number of scores that a thread holds at a time; a multiple of 4, at most 32.
+      chunks: number of times that a thread loads `values` scores to see all of the longest row.
     """
 
     k: int
@@ -38,6 +42,28 @@ class RadixPlan:
     warpgroups: int
     values: int
     chunks: int = 1
+
+    @classmethod
+    def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
+        """Chooses the plan for `rows` rows of `entries` scores; measured on an H100 and an H200."""
+        # All clusters run at once if possible: one row more would wait for all others. Beyond that, blocks that share
+        # a row only wait for each other.
+        max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
+        if entries <= 32768:
+            # A cluster costs more to start and to wait for than it saves.
+            blocks, warpgroups = 1, 8
+        elif max_blocks == 8 and entries <= 8 * 16384:
+            blocks, warpgroups = 8, 4
+        else:
+            blocks, warpgroups = min(max_blocks, -(-entries // 32768)), 8
+        while True:
+            share = -(-entries // (blocks * warpgroups * 128))
+            plan = cls(k, blocks, warpgroups, -(-share // 4) * 4)
+            if share > 32:
+                plan = cls(k, blocks, warpgroups, 24, -(-share // 24))
+            if plan.shared_bytes <= SHARED_BYTES or blocks == 8:
+                return plan
+            blocks += 1
 
     @property
     def warps(self) -> int:
@@ -49,22 +75,22 @@ class RadixPlan:
 
     @property
     def marks(self) -> int:
-        """Words of a block's marks, one bit for each entry."""
+        """The number of words of a block's marks, which have one bit for each entry."""
         return self.warps * self.chunks * self.values
 
     @property
     def slots(self) -> int:
-        """Candidates that a thread can list. With several chunks their numbers take half of the same memory."""
+        """The number of candidates that a thread can list; several chunks need half of the memory for numbers."""
         return self.values if self.chunks == 1 else self.values // 2
 
     @property
     def max_shared(self) -> int:
-        """Candidates that a block can send to the others."""
+        """The number of candidates that a block can send to the others."""
         return self.threads
 
     @functools.cached_property
     def offsets(self) -> types.SimpleNamespace:
-        """Where the areas of shared memory begin, in words."""
+        """The first word of each area of shared memory."""
         cluster = self.blocks > 1
         sizes = dict(
             counts=len(SHIFTS) * BINS,  # this block's histogram of each pass
@@ -72,39 +98,41 @@ class RadixPlan:
             results=len(SHIFTS) * RESULT,  # what each pass found
             above=self.marks,  # marks of entries above the threshold
             ties=self.marks,  # marks of entries at the threshold
-            overflow=4,  # 1 where some thread has more candidates than slots
+            overflow=4,  # 1 if some thread has more candidates than slots
             totals=MAX_BLOCKS,  # the number of marks in each block: above in the upper half-word, ties in the lower
-            zeroed=0,  # areas up to here start as zero
+            zeroed=0,  # the areas before this one start as zero
             candidate_counts=MAX_BLOCKS,  # the number of candidates in each block
-            scratch=32,  # a word for each warp
+            scratch=32,  # one word for each warp
             shared_candidates=self.blocks * self.max_shared if cluster else 0,  # the candidates of each block
         )
         starts = itertools.accumulate(sizes.values(), initial=0)
         return types.SimpleNamespace(**dict(zip((*sizes, "end"), starts, strict=True)))
 
     def counts(self, number: int) -> int:
-        """Where this block's histogram of pass `number` begins."""
+        """The first word of this block's histogram of pass `number`."""
         return self.offsets.counts + number * BINS
 
     def cluster_counts(self, number: int) -> int:
-        """Where the cluster's histogram of pass `number` begins; a single block's own is the cluster's."""
+        """The first word of the cluster's histogram of pass `number`, which a single block shares with its own."""
         return self.offsets.cluster_counts + number * BINS if self.blocks > 1 else self.counts(number)
 
     def results(self, number: int) -> int:
-        """Where the result of pass `number` begins."""
+        """The first word of the result of pass `number`."""
         return self.offsets.results + number * RESULT
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the areas, and the threads' lists of candidates."""
+        """The shared memory of a block: the areas and the threads' lists of candidates."""
         return 4 * (self.offsets.end + self.values * self.threads)
 
 
 @dataclasses.dataclass(frozen=True)
 class CandidateList:
-    """Which scores of one chunk, an int32 scalar, or of all, None, each thread has listed as candidates.
+    """Scores that each thread has listed as candidates, from one chunk or from all.
 
-    `mask_or_count` [128] int32 has a bit for each score of one chunk, or the number of candidates in all chunks.
+    Attributes:
+      mask_or_count: [128] int32, a bit for each score of one chunk, or the number of candidates from all chunks.
+      chunk: int32 scalar, number of the chunk, or None for all chunks.
     """
 
     mask_or_count: jax.Array

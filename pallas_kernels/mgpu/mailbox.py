@@ -1,21 +1,21 @@
-"""Mailboxes, through which the GPUs of one process add up: each stores its values into the memory of all others.
+"""Mailboxes: buffers through which the GPUs of one process add up values, written by peers without any barrier.
 
-Each GPU has a mailbox, memory that never moves and whose address all know. A value travels with the number of the call,
-both in 8 bytes that are written at once, so there are no barriers, and nothing has to be cleared: a thread reads its
-places again until all hold the number of its call. The number is counted in the mailbox itself, so it follows what ran
-on the GPU, whatever the host did or did not launch, and several programs, kernels and models share a mailbox.
+Each GPU owns a mailbox, memory that never moves and whose address all GPUs know. A thread sends its values by storing
+them into its slots of every mailbox. It receives by polling its own mailbox. A value and the number of the call travel
+in one 8-byte store, so a slot is complete when it holds the call's number, and no slot has to be cleared. The mailbox
+itself counts the calls: the number follows what ran on the GPU, and kernels, programs and models share a mailbox.
 
-The program must have waited for all its GPUs before, by a collective of XLA's: CUDA loads a kernel on one GPU only when
-no kernel waits on another (its "lazy loading"), and XLA loads all of a program's before the collective.
+Two generations of slots are enough. A GPU sends call n + 2 into the slots of call n after it has received call n + 1
+of all others. Those had then started call n + 1 and so finished call n. The argument holds for each thread block, which
+has its own slots and counter and only meets the block of the same number on the other GPUs.
 
-Two generations of places are enough. A GPU sends call n + 2, into the places of call n, after it has received call
-n + 1 of all others; these had then begun call n + 1, so had ended call n. This holds for each block of threads by
-itself, which has its own places and counter: blocks meet their equals on the other GPUs alone.
+Before its first exchange a program has to wait for all its GPUs in a collective of XLA. CUDA loads a kernel lazily, and
+only while no other kernel waits on that GPU; XLA loads all kernels of a program before the collective.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,123 +28,130 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 
 
 GENERATIONS = 2
-BLOCKS = 128  # all of which run at once
-ROUNDS = 4  # most that a thread goes through
-UNIT = 8  # values of a thread and round
-PLACE = 16  # bytes: two words, each followed by the number of the call
-HALVES = 2  # places of a unit
-OWN, PEERS = 1, 2  # in the table: this GPU's mailbox, and the first of all
-PATIENCE = 1 << 25  # times that a thread looks, half a minute: then another GPU has failed, and this one stops too
+BLOCKS = 128  # thread blocks of a kernel; the GPU runs so many at once
+ROUNDS = 4  # units that a thread exchanges in a call
+UNIT = 8  # values
+SLOT_BYTES = 16  # two words, each followed by the number of the call
+SLOTS_PER_UNIT = 2
+OWN, PEERS = 1, 2  # entries of the table: this GPU's mailbox, and the first of all mailboxes
+MAX_POLLS = 1 << 25  # half a minute; then another GPU has failed, and this one traps
+
+
+class Unit(NamedTuple):
+    """Eight values that a thread exchanges.
+
+    Attributes:
+      active: whether the thread takes part.
+      load: returns the thread's values, four words of two bfloat16.
+      store: takes the four words of the sum.
+    """
+
+    active: U32
+    load: Callable[[], list[U32]]
+    store: Callable[[list[U32]], None]
 
 
 def check_table(table: jax.Array, *, interpret: bool) -> int:
-    """The number of GPUs that a table of mailboxes names.
+    """Returns the number of GPUs in a table of mailboxes.
 
     Args:
-      table: [2 * (2 + GPUs)] uint32, low and high halves of: this GPU's number among them; the address of its mailbox;
-        the addresses of all mailboxes, by number. See `mailbox_bytes`.
-      interpret: has to be False: the interpreter knows one GPU.
+      table: [2 * (2 + GPUs)] uint32, the low and high halves of this GPU's rank, of the address of its mailbox, and of
+        the addresses of all mailboxes by rank.
+      interpret: whether the kernel is interpreted.
 
     Raises:
-      NotImplementedError: these are not 2 to 8, or are interpreted.
+      NotImplementedError: the kernel is interpreted, or the number of GPUs is not 2 to 8.
     """
     check_array("table", table, jnp.uint32, None)
-    ranks = gpus(table)
+    ranks = num_ranks(table)
     check_rules({"several GPUs: it is not interpreted": not interpret, f"2 to 8 GPUs, got {ranks}": 2 <= ranks <= 8})
     return ranks
 
 
-def gpus(table: Any) -> int:
-    """How many GPUs an array or a reference of `check_table` names."""
+def num_ranks(table: Any) -> int:
+    """Returns the number of GPUs in a table, an array or a reference as for `check_table`."""
     return table.shape[0] // 2 - PEERS
 
 
-def place(generation: Any, rank: Any, step: int, block: Any, thread: Any, *, ranks: int) -> Any:
-    """Bytes before the first place of a unit in a mailbox; the second is THREADS * PLACE further on."""
-    row = ((generation * ranks + rank) * ROUNDS + step) * BLOCKS + block
-    return (row * (HALVES * THREADS) + thread) * PLACE
+def slot_offset(generation: Any, rank: Any, round_: int, block: Any, thread: Any, *, ranks: int) -> Any:
+    """Returns the byte offset of a unit's first slot in a mailbox; the second is THREADS * SLOT_BYTES further on."""
+    row = ((generation * ranks + rank) * ROUNDS + round_) * BLOCKS + block
+    return (row * (SLOTS_PER_UNIT * THREADS) + thread) * SLOT_BYTES
 
 
-def counter(block: Any, *, ranks: int) -> Any:
-    """Bytes before the counter of a block of threads in a mailbox."""
-    return block * 4 + GENERATIONS * ranks * ROUNDS * BLOCKS * HALVES * THREADS * PLACE
+def counter_offset(block: Any, *, ranks: int) -> Any:
+    """Returns the byte offset of a thread block's call counter in a mailbox."""
+    return block * 4 + GENERATIONS * ranks * ROUNDS * BLOCKS * SLOTS_PER_UNIT * THREADS * SLOT_BYTES
 
 
 def mailbox_bytes(ranks: int) -> int:
-    """Of each GPU's mailbox; zeros at first."""
-    return counter(BLOCKS, ranks=ranks)
+    """Returns the size of each GPU's mailbox, which has to hold zeros before the first call."""
+    return counter_offset(BLOCKS, ranks=ranks)
 
 
-def exchange(
-    block: U32,
-    table: Any,
-    steps: Sequence[tuple[U32, Callable[[], list[U32]], Callable[[list[U32]], None]]],
-    *,
-    ranks: int,
-) -> None:
-    """Code of one thread: sends units of 8 values, then receives those of all GPUs, and adds them up in their order.
+def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) -> None:
+    """Emits code of one thread that replaces each unit by its sum over the GPUs.
 
-    Sums are float32 and rounded once.
+    Sums are float32, in the order of ranks, and rounded once.
 
     Args:
-      block: number of the block of threads, below `BLOCKS`.
-      table: as for `check_table`, in global memory.
-      steps: up to `ROUNDS`, of each: whether this thread takes part; what loads its unit, four words of bfloat16; what
-        stores the sum's.
-      ranks: GPUs.
+      block: number of the thread block, below `BLOCKS`.
+      table_gmem: [2 * (2 + ranks)] uint32, see `check_table`.
+      units: at most `ROUNDS` units.
+      ranks: number of GPUs.
     """
-    addresses = [load_address(mlir.at(mlir.global_pointer(table), 8 * i)) for i in range(PEERS + ranks)]
+    addresses = [_load_address(mlir.at(mlir.global_pointer(table_gmem), 8 * i)) for i in range(PEERS + ranks)]
     rank, own, peers = U32(arith.trunci(mlir.int_type(), addresses[0])), addresses[OWN], addresses[PEERS:]
     thread = U32(mlir.thread())
-    own_counter = further(own, counter(block, ranks=ranks))
-    call = U32(mlir.ptx("ld.volatile.global.u32 $0, [$1];", own_counter, results=mlir.int_type())) + 1
+    counter = _add_offset(own, counter_offset(block, ranks=ranks))
+    call = U32(mlir.ptx("ld.volatile.global.u32 $0, [$1];", counter, results=mlir.int_type())) + 1
     thread_ops.sync()  # all threads have read the counter
     with thread_ops.when(thread.equals(0)):
-        mlir.ptx("st.volatile.global.u32 [$0], $1;", own_counter, call.value)
+        mlir.ptx("st.volatile.global.u32 [$0], $1;", counter, call.value)
     generation = call & (GENERATIONS - 1)
 
-    for step, (here, load, _) in enumerate(steps):
-        with thread_ops.when(here):
-            mine = load()
-            to = place(generation, rank, step, block, thread, ranks=ranks)
+    for round_, unit in enumerate(units):
+        with thread_ops.when(unit.active):
+            values = unit.load()
+            offset = slot_offset(generation, rank, round_, block, thread, ranks=ranks)
             for peer in peers:
-                send(further(peer, to), mine, call)
+                _send(_add_offset(peer, offset), values, call)
 
-    for step, (here, _, store) in enumerate(steps):
-        with thread_ops.when(here):
-            start = further(own, place(generation, 0, step, block, thread, ranks=ranks))
-            apart = place(0, 1, 0, 0, 0, ranks=ranks)
-            values = [[x for word in four for x in words.unpack(word)] for four in receive(start, call, ranks, apart)]
+    rank_stride = slot_offset(0, 1, 0, 0, 0, ranks=ranks)
+    for round_, unit in enumerate(units):
+        with thread_ops.when(unit.active):
+            first = _add_offset(own, slot_offset(generation, 0, round_, block, thread, ranks=ranks))
+            received = _receive(first, call, ranks, rank_stride)
+            values = [[x for word in four for x in words.unpack(word)] for four in received]
             total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
-            store([words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)])
+            unit.store([words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)])
 
 
-def load_address(pointer: Any) -> Any:
+def _load_address(pointer):
     return mlir.ptx("ld.global.nc.b64 $0, [$1];", pointer, results=mlir.int_type(64))
 
 
-def further(address: Any, offset: Any) -> Any:
-    """An address some bytes further on."""
+def _add_offset(address, offset):
     return arith.addi(address, arith.extui(mlir.int_type(64), U32(offset).value))
 
 
-def send(address: Any, four: list[U32], call: U32) -> None:
-    """Stores four words, each with the number of the call, into the two places from an address on."""
-    for half in range(HALVES):
-        low, high = (word.value for word in four[2 * half : 2 * half + 2])
+def _send(address, four, call):
+    """Stores four words, each with the number of the call, into a unit's two slots."""
+    for slot in range(SLOTS_PER_UNIT):
+        low, high = (word.value for word in four[2 * slot : 2 * slot + 2])
         code = f"""{{ .reg .b64 a, b; mov.b64 a, {{$1, $3}}; mov.b64 b, {{$2, $3}};
-            st.relaxed.sys.global.v2.b64 [$0 + {half * THREADS * PLACE}], {{a, b}}; }}"""
+            st.relaxed.sys.global.v2.b64 [$0 + {slot * THREADS * SLOT_BYTES}], {{a, b}}; }}"""
         mlir.ptx(code, address, low, high, call.value)
 
 
-def receive(address: Any, call: U32, ranks: int, apart: int) -> list[list[U32]]:
-    """Waits for four words of each GPU, in places that begin `apart` bytes after each other."""
-    count = 2 * HALVES * ranks
+def _receive(address, call, ranks, rank_stride):
+    """Waits for a unit of each GPU and returns its four words; `rank_stride` is in bytes."""
+    count = 2 * SLOTS_PER_UNIT * ranks
     loads, checks = [], []
-    for i in range(HALVES * ranks):
-        rank, half = divmod(i, HALVES)
-        at = rank * apart + half * THREADS * PLACE
-        loads.append(f"ld.relaxed.sys.global.v2.b64 {{a{i}, b{i}}}, [${count} + {at}];")
+    for i in range(SLOTS_PER_UNIT * ranks):
+        rank, slot = divmod(i, SLOTS_PER_UNIT)
+        offset = rank * rank_stride + slot * THREADS * SLOT_BYTES
+        loads.append(f"ld.relaxed.sys.global.v2.b64 {{a{i}, b{i}}}, [${count} + {offset}];")
         for j, name in enumerate("ab"):
             checks.append(f"mov.b64 {{${2 * i + j}, f}}, {name}{i}; setp.eq.and.u32 p, f, ${count + 1}, p;")
     code = f"""{{ .reg .b64 a<{count}>, b<{count}>; .reg .b32 f, n; .reg .pred p, q;
@@ -153,7 +160,7 @@ def receive(address: Any, call: U32, ranks: int, apart: int) -> list[list[U32]]:
         setp.eq.u32 p, n, n; {" ".join(checks)}
         @p bra DONE;
         add.u32 n, n, 1;
-        setp.gt.u32 q, n, {PATIENCE}; @q trap;
+        setp.gt.u32 q, n, {MAX_POLLS}; @q trap;
         bra AGAIN;
         DONE: }}"""
     found = [U32(x) for x in mlir.ptx(code, address, call.value, results=[mlir.int_type()] * count)]

@@ -1,20 +1,41 @@
-"""What JAX 0.12 does quicker than 0.11: with both functions the kernels of a decode step are lowered in half the time.
+"""Patches of JAX's lowering for GPUs, applied when the first kernel is lowered for one.
 
-The modules that Mosaic makes of them are the same, byte for byte. Importing this module changes JAX 0.11.
+JAX 0.11    two functions of JAX 0.12, with which the kernels of a decode step are lowered in half the time. The modules
+            that Mosaic makes of the kernels stay the same, byte for byte.
+both        the mark `uses_pdl` on a kernel's call, without which CUDA graphs do not overlap consecutive kernels.
 """
 
-import contextvars
+import functools
+import logging
 
 import jax
-from jax._src.interpreters import mlir
 from jax.experimental.mosaic.gpu import constraints, core
 from jaxlib.mlir import ir
 
 
-def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
-    """For each variable of an equation those that it is equal to, through others too; in order of appearance.
+# The versions in which the mark was seen to work on a GPU.
+PDL_VERSIONS = ((0, 11, 2), (0, 12, 0))
+logger = logging.getLogger("pallas_kernels")
 
-    JAX 0.11 sorts the variables by their operations' text, and to print one takes 3 ms.
+
+@functools.cache
+def apply_patches() -> None:
+    """Patches JAX, once, if its version is one that a patch was written for."""
+    version = jax.__version_info__[:3]
+    if version[:2] == (0, 11):
+        constraints.compute_transitively_equal_vars = equal_variables
+        constraints.ConstraintSystem.__and__ = join_systems
+    if version in PDL_VERSIONS:
+        core._mosaic_gpu_lowering_rule = _marks_dependent_launches(core._mosaic_gpu_lowering_rule)
+    else:
+        logger.warning("JAX %s: CUDA graphs do not overlap kernels; the patch for it is unverified", jax.__version__)
+
+
+def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
+    """Returns the other variables that equal each variable of an equation, through others too.
+
+    JAX 0.11 sorts the variables by the text of their operations, and takes 3 ms to print one. Here they stay in order
+    of appearance.
     """
     groups: dict[constraints.Variable, list[constraints.Variable]] = {}
     for constraint in system.constraints:
@@ -30,9 +51,9 @@ def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Va
 def join_systems(
     self: constraints.ConstraintSystem, other: constraints.ConstraintSystem | constraints.Unsatisfiable
 ) -> constraints.ConstraintSystem | constraints.Unsatisfiable:
-    """The constraints of both; Unsatisfiable where they assign different layouts to a variable.
+    """Returns the constraints of both systems, or Unsatisfiable if they assign different layouts to a variable.
 
-    JAX 0.11 looks at all assignments of the first, which grows with every operation of a kernel.
+    JAX 0.11 compares all assignments of the first system, whose number grows with every operation of a kernel.
     """
     if isinstance(other, constraints.Unsatisfiable):
         return other
@@ -44,32 +65,16 @@ def join_systems(
     )
 
 
-if jax.__version_info__ < (0, 12):
-    constraints.compute_transitively_equal_vars = equal_variables
-    constraints.ConstraintSystem.__and__ = join_systems
+def _marks_dependent_launches(lower):
+    """Returns JAX's lowering rule of kernels, whose calls say `uses_pdl` to XLA; JAX marks only the kernel's module."""
 
-
-def _mark_programmatic_launches() -> None:
-    """Lets CUDA graphs start a kernel's blocks while those of the kernel before end: XLA reads `uses_pdl` of the call.
-
-    JAX 0.12 sets it in the module alone, which serves launches outside of graphs.
-    """
-    uses = contextvars.ContextVar("uses", default=False)
-    lower, call = core._mosaic_gpu_lowering_rule, mlir.custom_call
-
+    @functools.wraps(lower)
     def lower_kernel(*args, module, **options):
-        token = uses.set("mosaic_gpu.uses_pdl" in module.operation.attributes)
-        try:
-            return lower(*args, module=module, **options)
-        finally:
-            uses.reset(token)
+        results = lower(*args, module=module, **options)
+        if "mosaic_gpu.uses_pdl" in module.operation.attributes:
+            attributes = results[0].owner.attributes
+            config = {attribute.name: attribute.attr for attribute in attributes["mhlo.backend_config"]}
+            attributes["mhlo.backend_config"] = ir.DictAttr.get({**config, "uses_pdl": ir.BoolAttr.get(True)})
+        return results
 
-    def custom_call(*args, **options):
-        if uses.get() and options.get("call_target_name") == "mosaic_gpu_v2":
-            options["backend_config"] = {**options["backend_config"], "uses_pdl": ir.BoolAttr.get(True)}
-        return call(*args, **options)
-
-    core._mosaic_gpu_lowering_rule, mlir.custom_call = lower_kernel, custom_call
-
-
-_mark_programmatic_launches()
+    return lower_kernel

@@ -45,7 +45,6 @@ def test_conversations_share_system_prompts_and_fit_their_context():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["append", "serve"], "serve runs alone, not with ['append']"),
         (["serve", "--conversations", "0"], "--conversations 0 must be at least 1"),
         (["serve", "--turns", "-1"], "--turns -1 must be at least 1"),
         (["serve", "--drafts", "-1"], "--drafts -1 must be at least 0"),

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import dsv4_jax
-from dsv4_jax.cli import main
+from dsv4_jax.cli import bench_command as bench, main
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.options import use_compilation_cache
 from dsv4_jax.cli.plan_command import PlanCommand
@@ -18,20 +18,33 @@ from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
 
 
+COMMANDS = {
+    "generate": GenerateCommand,
+    "serve": ServeCommand,
+    "score": ScoreCommand,
+    "plan": PlanCommand,
+    "bench step": bench.StepBench,
+    "bench layer": bench.LayerBench,
+    "bench model": bench.ModelBench,
+    "bench prefill": bench.PrefillBench,
+    "bench serve": bench.ServeBench,
+    "bench all_reduce": bench.AllReduceBench,
+}
+
+
 def words(text):
     """The text without line breaks and the lines of boxes, which depend on the terminal."""
     return " ".join(re.sub("[│╭╮╰╯─|]", " ", text).split())
 
 
-@pytest.mark.parametrize("command", [GenerateCommand, ServeCommand, ScoreCommand, PlanCommand])
-def test_help_teaches_with_an_example(command, capsys):
-    name = command.__name__.removesuffix("Command").lower()
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_every_option_and_has_an_example(name, capsys):
     with pytest.raises(SystemExit) as end:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert f"For example:\n  dsv4-jax {name}" in out
-    assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(command))
+    assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name]))
     # An explanation stands between an option and its default.
     assert not re.findall(r"--[\w-]+(?: \S+)? \((?:default|required)", words(out))
 
@@ -47,6 +60,13 @@ def test_help_lists_the_commands(capsys):
     ("arguments", "message"),
     [
         ([], "{generate, serve, score, plan, bench}"),
+        (["bench"], "{ops, step, layer, model, prefill, serve, all_reduce}"),
+        (["bench", "ops", "sort"], "sort"),
+        (["bench", "ops", "append", "--plot", "x.png"], "--plot"),
+        (["bench", "ops", "append", "--mesh", "model=2"], "--mesh"),
+        (["bench", "step", "--expert-parallel"], "--expert-parallel"),
+        (["bench", "layer", "--layers", "2"], "--layers"),
+        (["bench", "all_reduce"], "--mesh"),
         (["generate", "--cache-format", "v5"], "('v4', 'per_entry', 'plain')"),
         (["generate", "--dtype", "float16"], "('float32', 'bfloat16')"),
         (["generate", "--max-new-tokens", "many"], "--max-new-tokens"),

@@ -1,9 +1,9 @@
-"""Which implementation runs: the best that takes device and arguments, or exactly the named one."""
+"""`dispatch` runs the best implementation that takes the device and the arguments, or exactly the named one."""
 
 import logging
 import threading
-from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,15 +13,29 @@ from dsv4_jax.ops import dispatch, use_implementation
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-def refuses(x):
-    raise NotImplementedError(f"the kernel takes even numbers, got {x}")
+def doubled(x):
+    """The reference of the op "double"."""
+    return 2 * x, None
 
 
-def leaves_to_xla(x):
-    raise dispatch.PreferXla("the kernel is for large numbers")
+def doubled_by_kernel(x, *, interpret):
+    """The kernel of the op "double", which takes even numbers; its second result says that it ran."""
+    if x.size % 2:
+        raise NotImplementedError(f"the kernel takes even sizes, got {x.size}")
+    return 2 * x, jnp.int32(interpret)
 
 
-BOTH = {"xla": lambda x: ("xla", x), "mosaic_gpu": lambda x: ("mosaic_gpu", x) if x % 2 == 0 else refuses(x)}
+def prefers_xla(x, *, interpret):
+    raise dispatch.PreferXla("the kernel is for large arrays")
+
+
+def double(size, implementation=None, op="double", kernel=doubled_by_kernel):
+    """The name of the implementation that doubled an array of this size."""
+    value, found = dispatch.dispatch(op, implementation, jnp.ones((size,)), xla=doubled, kernel=kernel)
+    chex.assert_trees_all_equal(value, jnp.full((size,), 2.0))
+    return "xla" if found is None else "interpret" if found else "mosaic_gpu"
+
+
 NO_GPU = "the default backend is 'cpu', not an NVIDIA GPU"
 
 
@@ -48,89 +62,103 @@ def log(caplog):
 
 
 def test_none_takes_the_best_that_can(reason):
-    best = "xla" if reason else "mosaic_gpu"
-    assert dispatch.run("op", BOTH, None, 2) == (best, 2)
+    assert double(2) == ("xla" if reason else "mosaic_gpu")
     # The kernel refuses the arguments: XLA takes them.
-    assert dispatch.run("op", BOTH, None, 3) == ("xla", 3)
-    assert dispatch.run("op", {"xla": BOTH["xla"]}, None, 2) == ("xla", 2)
+    assert double(3) == "xla"
 
 
 def test_a_named_one_runs_or_says_why_not(reason):
-    assert dispatch.run("op", BOTH, "xla", 2) == ("xla", 2)
+    assert double(2, "xla") == "xla"
+    assert double(2, "interpret") == "interpret"
     if reason:
-        with pytest.raises(NotImplementedError, match="op cannot run as 'mosaic_gpu': the default backend is 'cpu'"):
-            dispatch.run("op", BOTH, "mosaic_gpu", 2)
+        with pytest.raises(
+            NotImplementedError, match="double cannot run as 'mosaic_gpu': the default backend is 'cpu'"
+        ):
+            double(2, "mosaic_gpu")
     else:
-        assert dispatch.run("op", BOTH, "mosaic_gpu", 2) == ("mosaic_gpu", 2)
-        with pytest.raises(NotImplementedError, match="op cannot run as 'mosaic_gpu': .* takes even numbers, got 3"):
-            dispatch.run("op", BOTH, "mosaic_gpu", 3)
-    with pytest.raises(
-        NotImplementedError, match=r"op has no implementation 'interpret'; it has \['mosaic_gpu', 'xla'"
-    ):
-        dispatch.run("op", BOTH, "interpret", 2)
+        assert double(2, "mosaic_gpu") == "mosaic_gpu"
+        with pytest.raises(NotImplementedError, match="double cannot run as 'mosaic_gpu': .* takes even sizes, got 3"):
+            double(3, "mosaic_gpu")
     with pytest.raises(ValueError, match="implementation='cuda' is not known; choose None or one of"):
-        dispatch.run("op", BOTH, "cuda", 2)
+        double(2, "cuda")
 
 
 def test_a_context_decides_for_ops_that_have_it(reason):
     with use_implementation("mosaic_gpu"):
-        assert dispatch.run("op", BOTH, None, 2) == ("mosaic_gpu", 2)
-        assert dispatch.run("op", BOTH, None, 3) == ("xla", 3)
-        assert dispatch.run("op", BOTH, "xla", 2) == ("xla", 2)
+        assert double(2) == "mosaic_gpu"
+        assert double(3) == "xla"
+        assert double(2, "xla") == "xla"
     with pytest.raises(ValueError, match="implementation='cuda' is not known"), use_implementation("cuda"):
         pass
+
+
+def test_the_gradient_is_that_of_the_reference():
+    """Also where the kernel returns more than the reference, and takes integers and static options."""
+
+    def reference(x, selected, *, factor):
+        return factor * x[selected], None
+
+    def kernel(x, selected, *, factor, interpret):
+        return jnp.zeros_like(x[selected]), (selected, x)
+
+    def loss(x, selected, implementation):
+        functions = dict(xla=reference, kernel=kernel)
+        y, _ = dispatch.dispatch("op", implementation, x, selected, **functions, factor=3)
+        return jnp.sum(y * jnp.arange(2.0))
+
+    x, selected = jnp.zeros((4,)), jnp.array([1, 3])
+    values = {name: jax.grad(loss)(x, selected, name) for name in ("xla", "interpret")}
+    chex.assert_trees_all_equal(*values.values(), jnp.array([0.0, 0.0, 0.0, 3.0]))
 
 
 # A fallback is said once, or is an error.
 
 
 def test_a_fallback_is_said_once_for_each_reason(with_gpu, log):
-    for x in (2, 3, 3, 5, 3):
-        dispatch.run("op", BOTH, None, x)
-    dispatch.run("other", BOTH, None, 3)
+    for size in (2, 3, 3, 5, 3):
+        double(size)
+    double(3, op="other")
     assert log() == [
-        ("INFO", "op runs as 'xla': the kernel takes even numbers, got 3"),
-        ("INFO", "op runs as 'xla': the kernel takes even numbers, got 5"),
-        ("INFO", "other runs as 'xla': the kernel takes even numbers, got 3"),
+        ("INFO", "double runs as 'xla': the kernel takes even sizes, got 3"),
+        ("INFO", "double runs as 'xla': the kernel takes even sizes, got 5"),
+        ("INFO", "other runs as 'xla': the kernel takes even sizes, got 3"),
     ]
 
 
 def test_where_there_are_no_kernels_it_is_said_to_who_debugs(monkeypatch, log):
     monkeypatch.setattr(dispatch, "why_no_mosaic_gpu", lambda: NO_GPU)
-    for x in (2, 3):
-        dispatch.run("op", BOTH, None, x)
-    assert log() == [("DEBUG", f"op runs as 'xla': {NO_GPU}")]
+    for size in (2, 3):
+        double(size)
+    assert log() == [("DEBUG", f"double runs as 'xla': {NO_GPU}")]
 
 
 def test_a_choice_is_no_fallback(with_gpu, log, monkeypatch):
-    """XLA by name, XLA because it is faster, and an op without a kernel: nothing to say, and no error."""
+    """XLA by name, XLA because it is faster, and XLA by the context are neither reported nor an error."""
     monkeypatch.setenv("DSV4_JAX_REQUIRE_KERNELS", "1")
-    left = BOTH | {"mosaic_gpu": leaves_to_xla}
-    assert dispatch.run("op", BOTH, "xla", 3) == dispatch.run("op", left, None, 3) == ("xla", 3)
-    assert dispatch.run("op", {"xla": BOTH["xla"]}, None, 3) == ("xla", 3)
+    assert double(3, "xla") == double(3, kernel=prefers_xla) == "xla"
     with use_implementation("xla"):
-        assert dispatch.run("op", BOTH, None, 3) == ("xla", 3)
+        assert double(3) == "xla"
     assert log() == []
-    with pytest.raises(NotImplementedError, match="op cannot run as 'mosaic_gpu': the kernel is for large numbers"):
-        dispatch.run("op", left, "mosaic_gpu", 3)
+    with pytest.raises(NotImplementedError, match="double cannot run as 'mosaic_gpu': the kernel is for large arrays"):
+        double(3, "mosaic_gpu", kernel=prefers_xla)
 
 
 def test_required_kernels_turn_a_fallback_into_an_error(reason, monkeypatch):
     monkeypatch.setenv("DSV4_JAX_REQUIRE_KERNELS", "1")
-    message = reason or "the kernel takes even numbers, got 3"
-    with pytest.raises(NotImplementedError, match=f"op would run as 'xla', .*REQUIRE_KERNELS is set: {message}"):
-        dispatch.run("op", BOTH, None, 3)
+    message = reason or "the kernel takes even sizes, got 3"
+    with pytest.raises(NotImplementedError, match=f"double would run as 'xla', .*REQUIRE_KERNELS is set: {message}"):
+        double(3)
     monkeypatch.setenv("DSV4_JAX_REQUIRE_KERNELS", "0")
-    assert dispatch.run("op", BOTH, None, 3) == ("xla", 3)
+    assert double(3) == "xla"
 
 
 # The choice is part of the key of jit's cache. The stub's implementations return different numbers.
 
-STUB = {name: partial(lambda number, x: x + number, number) for number, name in enumerate(dispatch.KNOWN)}
-
 
 def stub(x, implementation=None):
-    return dispatch.run("stub", STUB, implementation, x)
+    """x, plus 1 by the kernel or 2 by the interpreted one: the name's place in `dispatch.KNOWN`."""
+    functions = dict(xla=lambda x: x, kernel=lambda x, interpret: x + (2 if interpret else 1))
+    return dispatch.dispatch("stub", implementation, x, **functions)
 
 
 def program(x):
@@ -204,7 +232,7 @@ def test_a_context_holds_for_its_thread():
     assert found == {"outside": "xla", "inside": "mosaic_gpu"}
 
 
-# Programs over several devices. conftest.py makes two CPU devices; the stub's kernel returns x + 1.
+# Programs over two of the eight CPU devices that conftest.py makes; the stub's kernel returns x + 1.
 
 MANY = "the program runs on 2 devices and XLA cannot partition a kernel; call it in jax.shard_map"
 
@@ -219,28 +247,28 @@ def on(mesh, spec, shape=(4, 2)):
 
 def in_every_form(x):
     """Sums of the stub's results, called directly and in all the ways that a model calls an op."""
-    tree = {"xla": lambda tree: tree["x"][0], "mosaic_gpu": lambda tree: tree["x"][0] + 1}
+    tree = dict(xla=lambda tree: tree["x"][0], kernel=lambda tree, interpret: tree["x"][0] + 1)
     forms = dict(
         eager=stub,
         jit=jax.jit(stub),
         nested=jax.jit(lambda x: jax.jit(stub)(x * 2)),
         loop=jax.jit(lambda x: jax.lax.while_loop(lambda s: s[0] < 1, lambda s: (1, stub(s[1])), (0, x))[1]),
         vmap=jax.jit(jax.vmap(stub)),
-        tree=jax.jit(lambda x: dispatch.run("stub", tree, None, {"x": (x, None)})),
+        tree=jax.jit(lambda x: dispatch.dispatch("stub", None, {"x": (x, None)}, **tree)),
     )
     return {name: form(x).sum() for name, form in forms.items()}
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_arrays_of_one_of_two_devices_keep_their_kernel(with_gpu, device):
-    assert jax.device_count() > device
+def test_arrays_of_one_of_several_devices_keep_their_kernel(with_gpu, device):
+    assert jax.device_count() == 8
     x = jax.device_put(jnp.zeros((4, 2)), jax.devices()[device])
     assert set(map(float, in_every_form(x).values())) == {8.0}
     alone = jax.make_mesh((1,), ("data",), devices=jax.devices()[device : device + 1])
     assert set(map(float, in_every_form(on(alone, P("data"))).values())) == {8.0}
 
 
-@pytest.mark.parametrize("spec", [P("data"), P()], ids=["cut", "copied"])
+@pytest.mark.parametrize("spec", [P("data"), P()], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_of_two_devices_are_left_to_xla(with_gpu, log, kind, spec):
     x = on(mesh(kind), spec)
@@ -252,13 +280,13 @@ def test_arrays_of_two_devices_are_left_to_xla(with_gpu, log, kind, spec):
                 call(x, name)
     # One argument of several is enough; so is a mesh that is set.
     with pytest.raises(NotImplementedError, match=MANY):
-        dispatch.run("op", {"mosaic_gpu": lambda *args: None}, "mosaic_gpu", jnp.zeros(()), x)
+        dispatch.dispatch("op", "mosaic_gpu", jnp.zeros(()), x, xla=max, kernel=max)
     with jax.set_mesh(mesh(kind)):
         assert jax.jit(stub)(jnp.zeros((4, 2))).sum() == 0
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_parts_of_arrays_in_shard_map_keep_their_kernel(with_gpu, kind):
+def test_shards_in_shard_map_keep_their_kernel(with_gpu, kind):
     def body(x):
         return {name: value[None] for name, value in in_every_form(x).items()}
 
@@ -267,9 +295,9 @@ def test_parts_of_arrays_in_shard_map_keep_their_kernel(with_gpu, kind):
     assert {name: value.tolist() for name, value in found.items()} == dict.fromkeys(found, [4.0, 4.0])
 
 
-def test_a_copied_constant_in_shard_map_keeps_its_kernel(with_gpu):
-    copied = on(mesh(), P())
-    local = jax.shard_map(lambda: stub(copied), mesh=mesh(), in_specs=(), out_specs=P("data"))
+def test_a_replicated_constant_in_shard_map_keeps_its_kernel(with_gpu):
+    replicated = on(mesh(), P())
+    local = jax.shard_map(lambda: stub(replicated), mesh=mesh(), in_specs=(), out_specs=P("data"))
     assert jax.jit(local)().tolist() == [[1.0, 1.0]] * 8
 
 

@@ -20,15 +20,11 @@ LAYOUTS = {name: fmt.entries(NOPE, ROPE).layout for name, fmt in FORMATS.items()
 
 
 def check(op, implementation, *args, **kwargs):
-    """Runs an op as kernel and as reference and compares every byte; the interpreter also looks for races."""
+    """Runs an op as kernel and as reference and compares every byte."""
     cpu = jax.devices("cpu")[0]
     expected = _jitted(op, implementation="xla", **kwargs)(*jax.device_put(args, cpu))
     got = _jitted(op, implementation=implementation, **kwargs)(*args)
     same_bytes(expected, got)
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
 @functools.cache

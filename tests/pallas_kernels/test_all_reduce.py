@@ -11,7 +11,16 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from pallas_kernels.all_reduce import all_reduce
-from pallas_kernels.mgpu.mailbox import BLOCKS, GENERATIONS, HALVES, PLACE, ROUNDS, counter, mailbox_bytes, place
+from pallas_kernels.mgpu.mailbox import (
+    BLOCKS,
+    GENERATIONS,
+    ROUNDS,
+    SLOT_BYTES,
+    SLOTS_PER_UNIT,
+    counter_offset,
+    mailbox_bytes,
+    slot_offset,
+)
 from pallas_kernels.mgpu.mlir import THREADS
 from tests.pallas_kernels.kernels import registers
 
@@ -68,17 +77,17 @@ def test_the_protocol_needs_two_generations_and_no_more():
     assert any(lost(2, GENERATIONS - 1, seed) for seed in seeds)
 
 
-def test_places_lie_apart_and_within_the_mailbox():
+def test_slots_lie_apart_and_within_the_mailbox():
     ranks = 4
-    half = THREADS * PLACE
+    slot = THREADS * SLOT_BYTES
     sizes = GENERATIONS, ranks, ROUNDS, BLOCKS
-    starts = {place(*at, 0, ranks=ranks) for at in np.ndindex(sizes)}
+    starts = {slot_offset(*at, 0, ranks=ranks) for at in np.ndindex(sizes)}
     assert len(starts) == np.prod(sizes)
     ordered = sorted(starts)
-    assert {b - a for a, b in zip(ordered, ordered[1:], strict=False)} == {HALVES * half}
-    assert place(0, 0, 0, 0, 1, ranks=ranks) == PLACE
-    assert ordered[-1] + HALVES * half == counter(0, ranks=ranks)
-    assert counter(BLOCKS, ranks=ranks) == mailbox_bytes(ranks)
+    assert {b - a for a, b in zip(ordered, ordered[1:], strict=False)} == {SLOTS_PER_UNIT * slot}
+    assert slot_offset(0, 0, 0, 0, 1, ranks=ranks) == SLOT_BYTES
+    assert ordered[-1] + SLOTS_PER_UNIT * slot == counter_offset(0, ranks=ranks)
+    assert counter_offset(BLOCKS, ranks=ranks) == mailbox_bytes(ranks)
 
 
 def test_what_the_kernel_does_not_take_is_refused():

@@ -59,7 +59,6 @@ def check(got, want):
 def test_interpreted(tokens, width, rows, added):
     arrays = operands(tokens, width, rows, added=added)
     check(run("interpret", *arrays), run("xla", *arrays))
-    assert_no_races()
 
 
 def test_values_and_gradient_interpreted():
@@ -72,16 +71,9 @@ def test_values_and_gradient_interpreted():
     want = run("xla", *arrays)
     (values, gradient), (_, expected) = pulled("interpret"), pulled("xla")
     check(values, want)
-    assert_no_races()
     for mine, other in zip(gradient, expected, strict=True):
         # The same program on the same inputs.
         np.testing.assert_allclose(np.float32(mine), np.float32(other), rtol=1e-5, atol=1e-5)
-
-
-def assert_no_races():
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The scores' kernel against float64 and the reference: interpreted, on a GPU, and compiled for one."""
 
+import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from dsv4_jax.ops.indexer_scores import scores_kernel
 from dsv4_jax.quant import IndexRows, kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
-from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels import IndexerKeys, indexer_scores
+from pallas_kernels.indexer_scores.config import Config
 from pallas_kernels.indexer_scores.key_tiles import NEAR
 from pallas_kernels.indexer_scores.work_partition import planned_shares
 from tests.ops.pools import indexer_view, ints, poison
@@ -60,9 +62,12 @@ def queries(rng, tokens):
     return q, jnp.asarray(rng.standard_normal((tokens, HEADS)), jnp.float32)
 
 
-def check(view, q, weights, slots, positions, implementation):
-    run = jax.jit(functools.partial(ops.indexer_scores, implementation=implementation))
-    got = np.asarray(run(view, q, weights, ints(slots), ints(positions)))
+def check(view, q, weights, slots, positions, implementation, config=None):
+    if config is None:
+        run = functools.partial(ops.indexer_scores, implementation=implementation)
+    else:
+        run = functools.partial(scores_kernel, inv_freq=None, interpret=True, config=config)
+    got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions)))
     assert got.shape == (len(slots), view.max_entries)
     q = np.asarray(jax.jit(view.codec.round_query)(q), np.float64)
     weights = np.asarray(weights, np.float64)
@@ -81,10 +86,6 @@ def check(view, q, weights, slots, positions, implementation):
         mine = got[t, :visible].astype(np.float64)
         np.testing.assert_array_equal(mine[~valid], -np.inf)
         assert (np.abs(mine - want)[valid] <= BOUND * size[valid]).all()
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
 # slots and positions: a decode step with padding and a request without keys; a long run, in chunks of 8 tokens and a
@@ -105,13 +106,12 @@ def test_interpreted(name, step):
     check(view, *queries(rng, len(slots)), slots, positions, "interpret")
 
 
-def test_planned_interpreted(monkeypatch):
-    """As for many tokens, the shares come from outside of the kernel."""
-    kernel = importlib.import_module("pallas_kernels.indexer_scores.indexer_scores")
-    monkeypatch.setattr(kernel, "MAX_SEARCHED", 0)
-    rng = np.random.default_rng(3)
+def test_planned_interpreted():
+    """XLA computes the blocks' shares, as for many tokens."""
+    rng, config = np.random.default_rng(3), dataclasses.replace(Config.for_tokens(12, True), plan_in_xla=True)
+    view = paged(FORMATS["v4"], rng, lengths=[40, 90], max_blocks=3)
     slots, positions = [1] * 10 + [-1, 0], [*range(330, 340), -1, 63]
-    check(paged(FORMATS["v4"], rng, lengths=[40, 90], max_blocks=3), *queries(rng, 12), slots, positions, "interpret")
+    check(view, *queries(rng, 12), slots, positions, "interpret", config)
 
 
 @pytest.mark.parametrize("costs", [[3, 0, 5, 0, 0, 7, 1], [0, 0], [0, 100, 0], [1] * 300], ids=str)
@@ -154,8 +154,8 @@ def test_how_many_bits_fp8_sums_keep_on_gpu(large, small):
 
     @jax.jit
     def score(q):
-        place = ints([0]), ints([255]), ints(0), ints([[0]])
-        return indexer_scores(q.astype(jnp.float8_e4m3fn), weights, *place, *rows, compress_rate=4, layout=key.layout)
+        keys = IndexerKeys(ints(0), ints([[0]]), *rows, 4, key.layout)
+        return indexer_scores(q.astype(jnp.float8_e4m3fn), weights, ints([0]), ints([255]), keys)
 
     q = jnp.zeros((1, HEADS, DIM))
     one = score(q.at[0, 0, large].set(1.0))[0, 0]
@@ -167,8 +167,8 @@ def test_how_many_bits_fp8_sums_keep_on_gpu(large, small):
 @pytest.mark.aot
 def test_compiles_for_h100_without_spills():
     used = registers("""
-import functools, jax, jax.numpy as jnp
-from pallas_kernels import indexer_scores
+import jax, jax.numpy as jnp
+from pallas_kernels import IndexerKeys, indexer_scores
 from pallas_kernels.formats.layouts import KeyLayout
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
@@ -178,9 +178,8 @@ for scales, layout in layouts.items():
         pools = S((3, 8192, 32, 64), jnp.uint8), S((3, 8192, 32, scales), jnp.uint8)
         q = S((tokens, 64, 128), jnp.float8_e4m3fn if scales == 4 else jnp.bfloat16)
         weights = S((tokens, 64), jnp.float32)
-        f = functools.partial(indexer_scores, compress_rate=4, layout=layout)
-        args = q, weights, ints(tokens), ints(tokens), ints(), ints(64, 2048), *pools
-        compile_for_h100(f"{scales}-{tokens}", f, *args)
+        keys = IndexerKeys(ints(), ints(64, 2048), *pools, 4, layout)
+        compile_for_h100(f"{scales}-{tokens}", indexer_scores, q, weights, ints(tokens), ints(tokens), keys)
 """)
     # 4 warpgroups on a multiprocessor.
     assert len(used) == 6 and max(used.values()) <= 128, used

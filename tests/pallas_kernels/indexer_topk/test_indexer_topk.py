@@ -1,4 +1,4 @@
-"""The top-k kernel against the reference: interpreted, on a GPU, and compiled for one."""
+"""The top-k kernel against the reference: its protocol in the interpreter, the kernel on a GPU and compiled for one."""
 
 import functools
 
@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsv4_jax import ops
+from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.indexer_topk.indexer_topk import select
 from pallas_kernels.indexer_topk.radix_plan import RadixPlan
 from tests.ops.pools import ints, same_bytes
+from tests.pallas_kernels.indexer_topk.interpreted_radix_select import InterpretedRadixSelect
 from tests.pallas_kernels.kernels import check, registers
 
 
@@ -46,17 +48,14 @@ def unwritten(scores, lengths):
 
 @functools.cache
 def _select(plan, interpret):
-    return jax.jit(functools.partial(select, plan=plan, interpret=interpret))
+    options = dict(algorithm=InterpretedRadixSelect, interpret=True) if interpret else {}
+    return jax.jit(functools.partial(select, plan=plan, **options))
 
 
 def check_plan(plan, scores, lengths, *, interpret=False):
-    """As `check`, for a plan that the op chooses only at other shapes."""
+    """Compares `select` with the reference; the interpreter runs the steps in jnp and also looks for races."""
     expected = jax.jit(functools.partial(ops.indexer_topk, k=plan.k, implementation="xla"))(scores, lengths)
     same_bytes(expected, _select(plan, interpret)(scores, lengths))
-    if interpret:
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
 ROW = st.tuples(st.sampled_from(sorted(ROWS)), st.sampled_from([0, 1, 16, 17, 18, 511, 640, 1021, 1024]))
@@ -67,7 +66,7 @@ ROW = st.tuples(st.sampled_from(sorted(ROWS)), st.sampled_from([0, 1, 16, 17, 18
 def test_interpreted(rows, seed):
     kinds, lengths = zip(*rows, strict=True)
     scores = unwritten(draw(np.random.default_rng(seed), kinds, 1024), lengths)
-    check(ops.indexer_topk, "interpret", scores, ints(lengths), k=17)
+    check_plan(RadixPlan(17, 2, 1, 4), scores, ints(lengths), interpret=True)
 
 
 # Two blocks that load twice; two warpgroups.
@@ -123,13 +122,20 @@ for tokens, entries in shapes:
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():
-    call = functools.partial(ops.indexer_topk, implementation="interpret")
     with pytest.raises(NotImplementedError, match="k of 1 to 2048, got 2049"):
-        call(jnp.ones((1, 4096)), ints([4096]), 2049)
+        indexer_topk(jnp.ones((1, 4096)), ints([4096]), 2049)
     with pytest.raises(NotImplementedError, match="multiple of 4 scores, got 30"):
-        call(jnp.ones((1, 30)), ints([30]), 4)
+        indexer_topk(jnp.ones((1, 30)), ints([30]), 4)
     with pytest.raises(NotImplementedError, match=r"scores as float32.*got bfloat16"):
-        call(jnp.ones((1, 32), jnp.bfloat16), ints([32]), 4)
+        indexer_topk(jnp.ones((1, 32), jnp.bfloat16), ints([32]), 4)
     with pytest.raises(NotImplementedError, match="marks fit shared memory"):
-        call(jnp.ones((1, 1 << 22)), ints([32]), 4)
-    assert call(jnp.ones((0, 32)), ints([]), 4).shape == (0, 4)
+        indexer_topk(jnp.ones((1, 1 << 22)), ints([32]), 4)
+    assert indexer_topk(jnp.ones((0, 32)), ints([]), 4).shape == (0, 4)
+
+
+def test_the_interpreter_is_refused():
+    scores, lengths = jnp.asarray([[0.5, 2.0, 1.0, -1.0]]), ints([3])
+    with pytest.raises(NotImplementedError, match="cannot run as 'interpret': .*PTX, which the interpreter cannot run"):
+        ops.indexer_topk(scores, lengths, 2, implementation="interpret")
+    with ops.use_implementation("interpret"):
+        assert ops.indexer_topk(scores, lengths, 2).tolist() == [[1, 2]]

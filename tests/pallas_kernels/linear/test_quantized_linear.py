@@ -1,7 +1,7 @@
 """The linear kernel of FP8 and bfloat16 weights against float64: interpreted, on a GPU, and compiled for one."""
 
+import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import QuantizedWeight
-from pallas_kernels.matmul.quantized_weights import FP8
+from pallas_kernels.linear.quantized_linear import Config, quantized_linear
 from tests.pallas_kernels.kernels import registers
+
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def make_spec(outputs, groups=1):
+    """The spec of outputs given as (size, dtype)."""
+    sizes, dtypes = zip(*outputs, strict=True)
+    return LinearSpec(sizes, dtypes, groups)
 
 
 def random_weight(rng, rows, depth, scales=(110, 124)):
@@ -25,35 +35,36 @@ def random_weight(rng, rows, depth, scales=(110, 124)):
     return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), "FP8", jnp.dtype(jnp.bfloat16)), values
 
 
-def check(implementation, tokens, parts, depth, groups=1, scales=(110, 124), plain=0):
-    """`plain`: how many of the parts, the last ones, are of a second weight, in bfloat16."""
+def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), plain=0):
+    """Compares `ops.linear` or another implementation of it with float64.
+
+    `plain`: number of outputs, the last ones, of a second weight, in bfloat16.
+    """
     rng = np.random.default_rng(tokens)
-    rows = sum(size for size, _ in parts)
+    rows = sum(size for size, _ in outputs)
     x = jnp.asarray(rng.standard_normal((tokens, groups * depth)), jnp.bfloat16)
-    plain_rows = sum(size for size, _ in parts[len(parts) - plain :])
+    plain_rows = sum(size for size, _ in outputs[len(outputs) - plain :])
     weight, values = random_weight(rng, rows - plain_rows, depth, scales)
     if plain:
         bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
         weight, values = (weight, jnp.asarray(bfloat16)), np.concatenate([values, bfloat16.astype(np.float64)])
-    found = jax.jit(functools.partial(ops.linear, parts=parts, groups=groups, implementation=implementation))(x, weight)
+    is_name = isinstance(implementation, str)
+    linear = functools.partial(ops.linear, implementation=implementation) if is_name else implementation
+    found = jax.jit(functools.partial(linear, spec=make_spec(outputs, groups)))(x, weight)
     inputs = np.asarray(x, np.float64).reshape(tokens, groups, depth).swapaxes(0, 1)
     matrices = values.reshape(groups, -1, depth).swapaxes(1, 2)
     want = (inputs @ matrices).swapaxes(0, 1).reshape(tokens, -1)
     # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2**-23 of a partial sum;
     # none is larger than the sum of the products' sizes. bfloat16 has 8 bits.
     bound = (np.abs(inputs) @ np.abs(matrices)).swapaxes(0, 1).reshape(tokens, -1) * depth / 16 * 2.0**-23
-    bounds = np.cumsum([size for size, _ in parts])[:-1]
-    for (_, rounded), got, expected, atol in zip(
-        parts, found, np.split(want, bounds, axis=1), np.split(bound, bounds, axis=1), strict=True
+    bounds = np.cumsum([size for size, _ in outputs])[:-1]
+    for (_, dtype), got, expected, atol in zip(
+        outputs, found, np.split(want, bounds, axis=1), np.split(bound, bounds, axis=1), strict=True
     ):
-        assert got.dtype == (jnp.bfloat16 if rounded else jnp.float32)
+        assert got.dtype == dtype
         assert got.shape == expected.shape
         error = np.abs(np.float64(got) - expected)
-        assert (error <= (2.0**-8 * np.abs(expected) if rounded else 0) + atol).all()
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
+        assert (error <= (2.0**-8 * np.abs(expected) if dtype == BF16 else 0) + atol).all()
 
 
 def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
@@ -61,7 +72,7 @@ def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
     weight, values = random_weight(rng, 2 * inner, depth, scales=(115, 120))
-    (got,) = jax.jit(functools.partial(ops.linear, swiglu_limit=limit, implementation=implementation))(x, weight)
+    got = jax.jit(functools.partial(ops.linear_swiglu, limit=limit, implementation=implementation))(x, weight)
     assert got.shape == (tokens, inner) and got.dtype == jnp.bfloat16
     gate, up = np.split(np.asarray(x, np.float64) @ values.T, 2, axis=1)
     assert (gate > limit).any() and (np.abs(up) > limit).any() and (np.abs(up) < limit).any()
@@ -70,19 +81,15 @@ def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
     # gate and up within half a bfloat16 each of values up to the limit, whose factor is at most the limit, and the sum
     # of what is added in float32; then the result's own rounding.
     np.testing.assert_allclose(np.float64(got), want, rtol=3 * 2.0**-8, atol=2.0**-8 * limit**2)
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
 
 
-# Parts of two dtypes and fewer tokens than columns of a product; groups with inputs of their own.
+# Outputs of two dtypes and fewer tokens than columns of a product; groups with inputs of their own.
 @pytest.mark.parametrize(
-    ("tokens", "parts", "depth", "groups"),
-    [(3, ((64, True), (64, False)), 256, 1), (9, ((128, True), (128, False)), 256, 2)],
+    ("tokens", "outputs", "depth", "groups"),
+    [(3, ((64, BF16), (64, F32)), 256, 1), (9, ((128, BF16), (128, F32)), 256, 2)],
 )
-def test_interpreted(tokens, parts, depth, groups):
-    check("interpret", tokens, parts, depth, groups)
+def test_interpreted(tokens, outputs, depth, groups):
+    check("interpret", tokens, outputs, depth, groups)
 
 
 def check_norm(implementation, tokens, rows, depth):
@@ -118,7 +125,7 @@ def test_norm_on_gpu(tokens, rows, depth):
 # Two blocks: the second's stretch has tiles of the first weight and then those of the other.
 @pytest.mark.parametrize("tokens", [3, 9])
 def test_bfloat16_beside_fp8_interpreted(tokens):
-    check("interpret", tokens, ((128, True), (64, True), (64, False)), 512, plain=1)
+    check("interpret", tokens, ((128, BF16), (64, BF16), (64, F32)), 512, plain=1)
 
 
 def test_swiglu_interpreted():
@@ -131,53 +138,49 @@ def test_swiglu_on_gpu(tokens, inner, depth):
     check_swiglu("mosaic_gpu", tokens, inner, depth)
 
 
-# Where there is no room for the sums of all warpgroups they add to one place, in turn; where there is less, tokens are
-# halved. Two tiles a block: each place is used again.
-@pytest.mark.parametrize(("kilobytes", "places"), [(80, 1), (70, None)])
-def test_less_room_interpreted(kilobytes, places, monkeypatch):
-    module = sys.modules["pallas_kernels.linear.quantized_linear"]
-    monkeypatch.setattr(module, "CLUSTERS", {1: 2})
-    monkeypatch.setattr(module.skinny_gemm, "SHARED_BYTES", kilobytes << 10)
-    parts = ((192, True), (64, False)) if places else ((192, False), (64, True))
-    problem = module._problem(25, ((FP8, 256),), 512, 1, parts, None, 0.0, True)
-    assert (problem and problem.stream.places) == places
-    check("interpret", 25, parts, 512)
+# Warpgroups add to one place, in turn; more tokens than a launch takes; blocks of a cluster that add up. Several tiles
+# a block, of more stages than there are.
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [(25, Config(32, places=1, max_stages=8)), (9, Config(8, max_stages=8)), (8, Config(8, splits=2))],
+)
+def test_configs_interpreted(tokens, config):
+    def linear(x, weight, spec):
+        own = dataclasses.replace(config, workers=2)
+        return quantized_linear(x, ((weight.codes, weight.scale),), spec=spec, config=own, interpret=True)
 
-
-def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
-    monkeypatch.setattr(sys.modules["pallas_kernels.linear.quantized_linear"], "MIN_STAGES", 24)
-    check("interpret", 8, ((192, False),), 512)
+    check(linear, tokens, ((192, BF16), (64, F32)), 512)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("parts", "depth", "groups"),
+    ("outputs", "depth", "groups"),
     [
-        (((32768, True), (8192, True)), 1024, 1),
-        (((1024, True), (512, False)), 4096, 1),
-        (((4096, True),), 8192, 1),
-        (((8192, True),), 4096, 8),
+        (((32768, BF16), (8192, BF16)), 1024, 1),
+        (((1024, BF16), (512, F32)), 4096, 1),
+        (((4096, BF16),), 8192, 1),
+        (((8192, BF16),), 4096, 8),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 8, 20, 32])
-def test_on_gpu(tokens, parts, depth, groups):
-    check("mosaic_gpu", tokens, parts, depth, groups)
+def test_on_gpu(tokens, outputs, depth, groups):
+    check("mosaic_gpu", tokens, outputs, depth, groups)
 
 
 # The maps of the inputs of layers of V4-Flash; a weight of which no block has only whole tiles.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("parts", "depth", "plain"),
+    ("outputs", "depth", "plain"),
     [
-        (((1024, True), (512, True), (1024, False), (1024, False), (256, False), (256, False), (64, True)), 4096, 5),
-        (((1024, True), (512, True), (512, False), (512, False)), 4096, 2),
-        (((64, True), (320, False)), 512, 1),
-        (((8192, True), (8192, True)), 1024, 1),
+        (((1024, BF16), (512, BF16), (1024, F32), (1024, F32), (256, F32), (256, F32), (64, BF16)), 4096, 5),
+        (((1024, BF16), (512, BF16), (512, F32), (512, F32)), 4096, 2),
+        (((64, BF16), (320, F32)), 512, 1),
+        (((8192, BF16), (8192, BF16)), 1024, 1),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 8, 20, 32])
-def test_bfloat16_beside_fp8_on_gpu(tokens, parts, depth, plain):
-    check("mosaic_gpu", tokens, parts, depth, plain=plain)
+def test_bfloat16_beside_fp8_on_gpu(tokens, outputs, depth, plain):
+    check("mosaic_gpu", tokens, outputs, depth, plain=plain)
 
 
 @pytest.mark.gpu
@@ -188,8 +191,8 @@ def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
     weights = (random_weight(rng, rows, depth)[0],)
     if plain:
         weights += (jnp.asarray(rng.standard_normal((plain, depth)), jnp.bfloat16),)
-    parts = ((rows, False), (plain, False))[: len(weights)]
-    run = jax.jit(functools.partial(ops.linear, parts=parts, implementation="mosaic_gpu"))
+    spec = LinearSpec((rows, plain)[: len(weights)])
+    run = jax.jit(functools.partial(ops.linear, spec=spec, implementation="mosaic_gpu"))
     all_together = run(x, weights)
     for tokens in (1, 8, 12, 20):
         for alone, together in zip(run(x[:tokens], weights), all_together, strict=True):
@@ -199,7 +202,7 @@ def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
 def test_scales_far_from_one_on_gpu(scales):
-    check("mosaic_gpu", 8, ((256, False),), 512, scales=scales)
+    check("mosaic_gpu", 8, ((256, F32),), 512, scales=scales)
 
 
 @pytest.mark.aot
@@ -207,21 +210,24 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import quantized_linear
+from pallas_kernels.linear import LinearSpec
 S = jax.ShapeDtypeStruct
 # Clusters of one block and of several.
 for tokens, rows, depth, groups in (1, 32768, 1024, 1), (32, 32768, 1024, 1), (32, 4096, 8192, 1), (8, 8192, 4096, 8):
     x, codes = S((tokens, groups * depth), jnp.bfloat16), S((rows, depth), jnp.uint8)
     args = x, ((codes, S((rows // 128, depth // 128), jnp.uint8)),)
-    run = functools.partial(quantized_linear, parts=((rows, True),), groups=groups)
+    run = functools.partial(quantized_linear, spec=LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups))
     compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
     if groups == 1:
         norm, some = functools.partial(run, eps=1e-6), S((min(tokens, 16), depth), jnp.bfloat16)
         compile_for_h100(f"norm{tokens}x{rows}x{depth}", norm, some, *args[1:], S((depth,), jnp.float32))
-        run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
+        spec = LinearSpec((rows // 2, rows // 2), jnp.bfloat16)
+        run = functools.partial(quantized_linear, spec=spec, swiglu_limit=7.0)
         compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
 for tokens in 1, 16:
     weights = (S((1536, 4096), jnp.uint8), S((12, 32), jnp.uint8)), S((2624, 4096), jnp.bfloat16)
-    run = functools.partial(quantized_linear, parts=((1536, True), (2560, False), (64, True)))
+    spec = LinearSpec((1536, 2560, 64), (jnp.bfloat16, jnp.float32, jnp.bfloat16))
+    run = functools.partial(quantized_linear, spec=spec)
     compile_for_h100(f"mixed{tokens}", run, S((tokens, 4096), jnp.bfloat16), weights)
 """)
     # One block of 640 threads a multiprocessor.

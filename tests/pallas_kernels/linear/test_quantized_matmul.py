@@ -1,35 +1,31 @@
 """The kernel of FP8 weights with many tokens against float64: interpreted, on a GPU, and compiled for one."""
 
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from pallas_kernels.linear.quantized_matmul import Config, quantized_matmul
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.linear.test_quantized_linear import check, check_swiglu, random_weight
+from tests.pallas_kernels.linear.test_quantized_linear import BF16, F32, check, check_swiglu, random_weight
 
 
-MODULE = sys.modules["pallas_kernels.linear.quantized_matmul"]
-
-
-# Tiles with fewer rows and tokens than others, parts of two dtypes; several tiles a block, not all in one batch
+# Tiles with fewer rows and tokens than others, outputs of two dtypes; several tiles a block, not all in one batch
 # of tiles of tokens, and groups with inputs of their own.
 @pytest.mark.parametrize(
-    ("tokens", "parts", "depth", "groups"),
-    [(5, ((64, True), (128, False)), 256, 1), (70, ((128, True), (128, False)), 128, 2)],
+    ("tokens", "outputs", "depth", "groups"),
+    [(5, ((64, BF16), (128, F32)), 256, 1), (70, ((128, BF16), (128, F32)), 128, 2)],
 )
-def test_interpreted(monkeypatch, tokens, parts, depth, groups):
-    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MAX_STORED_TOKENS", 0)
-    for name, value in dict(MAX_INPUTS=32, MIN_INPUTS=32, TOGETHER=2).items():
-        monkeypatch.setattr(MODULE, name, value)
-    check("interpret", tokens, parts, depth, groups)
+def test_interpreted(tokens, outputs, depth, groups):
+    def linear(x, weight, spec):
+        config = Config(tile_tokens=32, batch_tiles=2)
+        return quantized_matmul(x, weight.codes, weight.scale, spec=spec, config=config, interpret=True)
+
+    check(linear, tokens, outputs, depth, groups)
 
 
-def test_swiglu_interpreted(monkeypatch):
-    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MAX_STORED_TOKENS", 0)
-    check_swiglu("interpret", 5, 128, 256)
+def test_swiglu_interpreted():
+    check_swiglu("interpret", 33, 128, 256)
 
 
 @pytest.mark.gpu
@@ -40,25 +36,25 @@ def test_swiglu_on_gpu(tokens, inner, depth):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("tokens", "parts", "depth", "groups"),
+    ("tokens", "outputs", "depth", "groups"),
     [
         # The second block of the last cluster has no rows.
-        (33, ((64, True), (320, True)), 1024, 1),
-        (400, ((64, False), (576, True)), 256, 1),
-        (100, ((1024, True), (512, False)), 4096, 1),
-        (300, ((1024, True),), 512, 4),
-        (2048, ((4096, True),), 4096, 1),
-        (4001, ((1024, True),), 1024, 1),
+        (33, ((64, BF16), (320, BF16)), 1024, 1),
+        (400, ((64, F32), (576, BF16)), 256, 1),
+        (100, ((1024, BF16), (512, F32)), 4096, 1),
+        (300, ((1024, BF16),), 512, 4),
+        (2048, ((4096, BF16),), 4096, 1),
+        (4001, ((1024, BF16),), 1024, 1),
     ],
 )
-def test_on_gpu(tokens, parts, depth, groups):
-    check("mosaic_gpu", tokens, parts, depth, groups)
+def test_on_gpu(tokens, outputs, depth, groups):
+    check("mosaic_gpu", tokens, outputs, depth, groups)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
 def test_scales_far_from_one_on_gpu(scales):
-    check("mosaic_gpu", 40, ((256, False),), 512, scales=scales)
+    check("mosaic_gpu", 40, ((256, F32),), 512, scales=scales)
 
 
 @pytest.mark.gpu
@@ -75,15 +71,17 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import quantized_matmul
+from pallas_kernels.linear import LinearSpec
 S = jax.ShapeDtypeStruct
 # All sizes of accumulators, and tokens and rows past the end of the last tile.
 for tokens, rows, depth, groups in (2048, 32768, 1024, 1), (40, 4096, 8192, 1), (300, 1024, 512, 4), (99, 192, 1024, 1):
     x, codes = S((tokens, groups * depth), jnp.bfloat16), S((rows, depth), jnp.uint8)
     args = x, codes, S((-(-rows // 128), depth // 128), jnp.uint8)
-    run = functools.partial(quantized_matmul, parts=((64, False), (rows - 64, True)), groups=groups)
+    run = functools.partial(quantized_matmul, spec=LinearSpec((64, rows - 64), (jnp.float32, jnp.bfloat16), groups))
     compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
     if groups == 1 and rows > 192:
-        run = functools.partial(run, parts=((rows // 2, True),) * 2, limit=7.0)
+        spec = LinearSpec((rows // 2, rows // 2), jnp.bfloat16)
+        run = functools.partial(quantized_matmul, spec=spec, swiglu_limit=7.0)
         compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
 """)
     # Three warpgroups start with as many each, and may not hold more together.

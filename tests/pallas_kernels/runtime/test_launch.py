@@ -1,6 +1,9 @@
 """Which implementation of a primitive a kernel gets, and what the checks before a launch say."""
 
+import contextlib
+
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from jax import lax
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, quantised
 from pallas_kernels.mgpu import mlir, vectors
 from pallas_kernels.runtime.launch import interpreting, kernel, primitive
+from tests.races import race_checked
 
 
 @primitive
@@ -58,6 +62,36 @@ def test_operands_keep_their_structure():
 
     run = kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), interpret=True)
     np.testing.assert_array_equal(run(dict(pair=[jnp.ones(128), jnp.ones(128)])), 2)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_races_of_every_kernel_of_a_program_are_found(ordered):
+    """The first of two kernels has a race if its two warpgroups do not meet before the second one reads."""
+
+    def body(out, barrier):
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _():
+            out[0] = jnp.int32(1)
+
+        if ordered:
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+
+        @pl.when(warpgroup == 1)
+        def _():
+            out[1] = out[0]
+
+    shape = jax.ShapeDtypeStruct((2,), jnp.int32)
+    options = dict(num_threads=2, thread_name="warpgroup", scratch_types=[plgpu.Barrier(num_arrivals=2)])
+    run = kernel(body, out_type=shape, interpret=True, **options)
+    # JAX 0.12 raises where 0.11 prints.
+    found = pytest.raises((AssertionError, RuntimeError), match="1 of the interpreted kernels|RACE DETECTED")
+    race = contextlib.nullcontext() if ordered else found
+    with race, race_checked():
+        jax.block_until_ready(run())
+        jax.block_until_ready(jax.jit(negate_often(True))(jnp.zeros(128)))
 
 
 def test_exchanges_and_votes_interpreted():

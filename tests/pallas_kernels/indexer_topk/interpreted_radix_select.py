@@ -1,4 +1,4 @@
-"""The steps of `radix_select` in jnp, for the interpreter, which cannot run inline code."""
+"""The steps of `RadixSelect` in jnp, which the interpreter can run."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from pallas_kernels.indexer_topk.radix_plan import BINS, FIRST_KEY, RESULT, SHIF
 from pallas_kernels.indexer_topk.radix_select import RadixSelect
 
 
-# What blocks send each other: a histogram of each pass; totals of marks; the number of candidates; candidates.
+# Messages between blocks: the histogram of each pass, totals of marks, the number of candidates, candidates.
 TOTALS, CANDIDATE_COUNT, CANDIDATES = range(len(SHIFTS), len(SHIFTS) + 3)
 EXCHANGED = CANDIDATES + 1
 
 
 class InterpretedRadixSelect(RadixSelect):
-    """`RadixSelect` in jnp.
+    """`RadixSelect` in jnp, to test the protocol with race detection.
 
-    Interpreted tests check the protocol: the order of the steps, what every block counts, lists and sends, and who
-    waits for whom. The inline code of `RadixSelect` is checked by the tests marked `gpu`. Here each warpgroup has a
-    histogram of its own, the first one does the work of the block, and blocks exchange data through global memory.
+    The interpreted tests check the order of the steps, the messages between blocks and the waits. The tests marked
+    `gpu` check the PTX of `RadixSelect`. Here each warpgroup has its own histogram, the first one does the work of the
+    block, and blocks exchange data through global memory.
     """
 
     def __init__(self, plan, scores, lengths, out, exchange, *, histograms, block_barrier, cluster_barrier=None, **kw):

@@ -1,4 +1,4 @@
-"""The linear kernel against float64: interpreted, on a GPU, and compiled for one."""
+"""The bfloat16 linear kernel against float64: interpreted, on a GPU, and compiled for one."""
 
 import functools
 
@@ -8,59 +8,57 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from dsv4_jax.ops import LinearSpec
 from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.linear.test_quantized_linear import BF16, F32, make_spec
 
 
-def check(implementation, tokens, parts, depth, groups=1):
+def check(implementation, tokens, outputs, depth, groups=1):
     rng = np.random.default_rng(tokens)
-    rows = sum(size for size, _ in parts) // groups
+    rows = sum(size for size, _ in outputs) // groups
     x = jnp.asarray(rng.standard_normal((tokens, groups * depth)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((groups * rows, depth)), jnp.bfloat16)
-    call = functools.partial(ops.linear, parts=parts, groups=groups, implementation=implementation)
+    call = functools.partial(ops.linear, spec=make_spec(outputs, groups), implementation=implementation)
     found = jax.jit(call)(x, weight)
     exact = [np.asarray(a, np.float64) for a in (x, weight)]
     want = np.einsum("tgk,gmk->tgm", exact[0].reshape(tokens, groups, -1), exact[1].reshape(groups, rows, depth))
-    want = np.split(want.reshape(tokens, -1), np.cumsum([size for size, _ in parts])[:-1], axis=1)
-    for (_, rounded), got, expected in zip(parts, found, want, strict=True):
-        assert got.dtype == (jnp.bfloat16 if rounded else jnp.float32)
+    want = np.split(want.reshape(tokens, -1), np.cumsum([size for size, _ in outputs])[:-1], axis=1)
+    for (_, dtype), got, expected in zip(outputs, found, want, strict=True):
+        assert got.dtype == dtype
         # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2**-23 of a partial
         # sum; these are up to 4 * depth**0.5 large. bfloat16 has 8 bits.
         atol = depth / 16 * 2**-23 * 4 * depth**0.5
-        np.testing.assert_allclose(np.float64(got), expected, rtol=2.0**-8 if rounded else 0, atol=atol)
-    if implementation == "interpret":
-        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-        assert not interpret_pallas_call.get_races().races_found
+        np.testing.assert_allclose(np.float64(got), expected, rtol=2.0**-8 if dtype == BF16 else 0, atol=atol)
 
 
-# One block a tile over several tiles; clusters of 2 whose blocks add up; of groups, and parts of two dtypes.
+# One block a tile over several tiles; clusters of 2 whose blocks add up; of groups, and outputs of two dtypes.
 @pytest.mark.parametrize(
-    ("tokens", "parts", "depth", "groups"),
+    ("tokens", "outputs", "depth", "groups"),
     [
-        (8, ((320, False),), 256, 1),
-        (16, ((64, True), (64, False)), 512, 1),
-        (8, ((128, True), (64, False), (64, False)), 768, 2),
+        (8, ((320, F32),), 256, 1),
+        (16, ((64, BF16), (64, F32)), 512, 1),
+        (8, ((128, BF16), (64, F32), (64, F32)), 768, 2),
     ],
 )
-def test_interpreted(tokens, parts, depth, groups):
-    check("interpret", tokens, parts, depth, groups)
+def test_interpreted(tokens, outputs, depth, groups):
+    check("interpret", tokens, outputs, depth, groups)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("parts", "depth", "groups"),
+    ("outputs", "depth", "groups"),
     [
-        (((32768, True), (8192, True)), 1024, 1),
-        (((1024, True), (512, True), (1024, False), (1024, False), (256, False), (256, False), (64, True)), 4096, 1),
-        (((1024, True), (512, True), (512, False), (512, False)), 4096, 1),
-        (((1024, True), (512, True)), 4096, 1),
-        (((4096, True),), 8192, 1),
-        (((8192, True),), 4096, 8),
+        (((32768, BF16), (8192, BF16)), 1024, 1),
+        (((1024, BF16), (512, BF16), (1024, F32), (1024, F32), (256, F32), (256, F32), (64, BF16)), 4096, 1),
+        (((1024, BF16), (512, BF16), (512, F32), (512, F32)), 4096, 1),
+        (((1024, BF16), (512, BF16)), 4096, 1),
+        (((4096, BF16),), 8192, 1),
+        (((8192, BF16),), 4096, 8),
     ],
 )
 @pytest.mark.parametrize("tokens", [8, 32, 64])
-def test_on_gpu(tokens, parts, depth, groups):
-    check("mosaic_gpu", tokens, parts, depth, groups)
+def test_on_gpu(tokens, outputs, depth, groups):
+    check("mosaic_gpu", tokens, outputs, depth, groups)
 
 
 def test_its_gradient_is_that_of_the_reference():
@@ -69,7 +67,9 @@ def test_its_gradient_is_that_of_the_reference():
 
     def gradient(implementation):
         def loss(x, weight):
-            rounded, sums = ops.linear(x, weight, parts=((64, True), (64, False)), implementation=implementation)
+            rounded, sums = ops.linear(
+                x, weight, spec=make_spec(((64, BF16), (64, F32))), implementation=implementation
+            )
             return jnp.sum(rounded.astype(jnp.float32)) + jnp.sum(sums)
 
         return jax.grad(loss, argnums=(0, 1))(x, weight)
@@ -82,14 +82,15 @@ def test_its_gradient_is_that_of_the_reference():
 def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import LinearSpec, bfloat16_linear
 S = jax.ShapeDtypeStruct
 for tokens in (8, 64):
     # Clusters of one block, of two, and of four.
-    one, two, four = ((8192, True),), ((2048, True), (2048, False)), ((1536, True),)
-    for parts, depth, groups in (one, 4096, 8), (two, 8192, 1), (four, 4096, 1):
-        args = S((tokens, groups * depth), jnp.bfloat16), S((sum(n for n, _ in parts), depth), jnp.bfloat16)
-        compile_for_h100(f"{tokens}x{depth}x{groups}", functools.partial(linear, parts=parts, groups=groups), *args)
+    one, two, four = (8192,), (2048, 2048), (1536,)
+    for sizes, depth, groups in (one, 4096, 8), (two, 8192, 1), (four, 4096, 1):
+        spec = LinearSpec(sizes, (jnp.bfloat16, jnp.float32)[: len(sizes)], groups)
+        args = S((tokens, groups * depth), jnp.bfloat16), S((sum(sizes), depth), jnp.bfloat16)
+        compile_for_h100(f"{tokens}x{depth}x{groups}", functools.partial(bfloat16_linear, spec=spec), *args)
 """)
     # One block of 256 threads a multiprocessor.
     assert len(used) == 6 and max(used.values()) <= 255, used
@@ -98,7 +99,9 @@ for tokens in (8, 64):
 def test_what_the_kernel_does_not_take_is_refused():
     weight = jnp.zeros((64, 256), jnp.bfloat16)
     for x, w in ((jnp.zeros((8, 128)), weight[:, :128]), (jnp.zeros((8, 256)), weight[:9])):
-        with pytest.raises(NotImplementedError, match="the kernel takes parts of a multiple of 64 rows"):
+        with pytest.raises(
+            NotImplementedError, match="takes (outputs of a multiple of 64 rows|columns in multiples of 256)"
+        ):
             ops.linear(x.astype(jnp.bfloat16), w, implementation="interpret")
     for tokens in (1, 72):
         with pytest.raises(NotImplementedError, match=f"takes 8, 16, .. or 64 tokens, got {tokens}"):
@@ -123,10 +126,10 @@ def test_mistakes_are_explained():
     x, weight = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((6, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"x must have 1 \* 128 channels for a weight \[6, 128\], got 256"):
         ops.linear(x, weight)
-    with pytest.raises(ValueError, match="groups=4 must divide the weight's 6 rows"):
-        ops.linear(jnp.zeros((8, 512), jnp.bfloat16), weight, groups=4)
-    with pytest.raises(ValueError, match=r"parts=\(\(4, True\),\) must have 6 rows together"):
-        ops.linear(x, weight, groups=2, parts=((4, True),))
+    with pytest.raises(ValueError, match="num_groups=4 must divide the weight's 6 rows"):
+        ops.linear(jnp.zeros((8, 512), jnp.bfloat16), weight, LinearSpec(num_groups=4))
+    with pytest.raises(ValueError, match=r"output_sizes=\(4,\) must sum to 6"):
+        ops.linear(x, weight, LinearSpec((4,), num_groups=2))
 
 
 def test_a_tokens_bits_do_not_change_when_its_neighbours_do():

@@ -1,0 +1,108 @@
+"""Groups of up to 8 (token, expert) pairs of one expert: a kernel that makes their table, and copies of its rows."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.matmul.routing import (
+    FIRST_PAIR,
+    GROUP_SIZE,
+    GROUP_WORDS,
+    counts_size,
+    group_pairs,
+    max_groups,
+    scratch_words,
+)
+from pallas_kernels.mgpu import mlir, thread_ops as ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.launch import kernel, primitive
+
+
+def group_by_expert(
+    selected: jax.Array, experts: int, channels: int, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the table and the counts of `group_pairs`; one block of one warpgroup makes them.
+
+    Args:
+      selected: [P] int32, the expert of each pair.
+      experts: number of experts.
+      channels: channels of a token.
+      interpret: run on the CPU, interpreted, with the race detector on.
+    """
+    groups = max_groups(selected.size, experts)
+    run = kernel(
+        functools.partial(_body, experts),
+        out_type=(
+            jax.ShapeDtypeStruct((groups * GROUP_WORDS,), jnp.int32),
+            jax.ShapeDtypeStruct((counts_size(groups, channels),), jnp.int32),
+        ),
+        kernel_name="experts_group_pairs",
+        grid=(1,),
+        grid_names=("worker",),
+        scratch_types=dict(scratch_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32)),
+        interpret=interpret,
+    )
+    return tuple(run(selected))
+
+
+def _body(experts, selected_gmem, table_gmem, counts_gmem, *, scratch_smem):
+    group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem)
+
+
+@primitive
+def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
+    """Copies the table's groups from number `first` on to `groups_smem` [16 * groups] int32; one warpgroup runs it."""
+    rows = jnp.minimum(first * GROUP_WORDS + lax.iota(jnp.int32, groups_smem.shape[0]), table_gmem.shape[0] - 1)
+    groups_smem[...] = table_gmem[...][rows]
+
+
+@load_groups.mosaic
+def _(table_gmem, first, groups_smem):
+    size, last = groups_smem.shape[0], table_gmem.shape[0] - 1
+
+    def emit(table_gmem, first, groups_smem):
+        thread, first = ops.thread() % mlir.THREADS, U32(mlir.scalar(first)) * GROUP_WORDS
+        target = ops.shared(groups_smem)
+        for start in range(0, size, mlir.THREADS):
+            word = thread + start
+            with ops.when(word < size):
+                ops.store(target + (word << 2), ops.load_global(table_gmem, (first + word).minimum(last)))
+
+    mlir.inline(emit, table_gmem, first, groups_smem)
+
+
+@primitive
+def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
+    """Copies the routing weights of the pairs in groups; the warpgroup that called `load_groups` runs it.
+
+    Args:
+      weights_gmem: [P] float32.
+      groups_smem: [16 * groups] int32.
+      weights_smem: [8 * groups] float32, unspecified where there is no pair.
+    """
+    pairs = groups_smem[...].reshape(-1, GROUP_WORDS)[:, FIRST_PAIR:].reshape(-1)
+    inside = (pairs >= 0) & (pairs < weights_gmem.shape[0])
+    weights_smem[...] = jnp.where(inside, weights_gmem[...][jnp.where(inside, pairs, 0)], 0.0)
+
+
+@load_weights.mosaic
+def _(weights_gmem, groups_smem, weights_smem):
+    size, last = weights_smem.shape[0], weights_gmem.shape[0] - 1
+
+    def emit(weights_gmem, groups_smem, weights_smem):
+        thread = ops.thread() % mlir.THREADS
+        source, target = ops.shared(groups_smem), ops.shared(weights_smem)
+        mgpu.utils.warpgroup_barrier()
+        for start in range(0, size, mlir.THREADS):
+            at = thread + start
+            with ops.when(at < size):
+                word = (at >> 3) * GROUP_WORDS + (at & GROUP_SIZE - 1) + FIRST_PAIR
+                pair = ops.load(source + (word << 2)).minimum(last)
+                ops.store(target + (at << 2), ops.load_global(weights_gmem, pair))
+        mgpu.utils.warpgroup_barrier()
+
+    mlir.inline(emit, weights_gmem, groups_smem, weights_smem)

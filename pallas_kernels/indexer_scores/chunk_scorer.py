@@ -1,0 +1,230 @@
+"""Scores of one chunk: a pipeline of key tiles from global memory to the tensor cores."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.indexer_scores import key_tiles
+from pallas_kernels.indexer_scores.config import Config
+from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.operands import IndexerKeys
+from pallas_kernels.indexer_scores.tile_scores import score, score_far
+from pallas_kernels.mgpu.copies import commit_copies, wait_copies
+
+
+FLAGS = 32  # tiles whose flags fit into a word
+
+
+class Chunk(NamedTuple):
+    """Work of a block on one chunk, int32 scalars.
+
+    Attributes:
+      token: first token.
+      count: number of tokens.
+      slot: row of the block table.
+      first_tile: first tile of keys.
+      end_tile: end of the tiles of keys.
+    """
+
+    token: Any
+    count: Any
+    slot: Any
+    first_tile: Any
+    end_tile: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """The shared memory and barriers of a block.
+
+    Attributes:
+      queries_full: barriers, one for each token of a chunk whose query and head weights were copied.
+      queries_empty: barrier at which every warpgroup arrives when it no longer reads the queries.
+      queries_smem: [chunk_tokens * 64, 128] queries of the chunk.
+      weights_smem: [chunk_tokens, 64] float32 head weights of the chunk.
+      tiles_smem: [tiles, 64, 64] codes and [tiles, 64, 4 or 8] scales of `config.stages` tiles per warpgroup.
+    """
+
+    queries_full: Any
+    queries_empty: Any
+    queries_smem: Any
+    weights_smem: Any
+    tiles_smem: Any
+
+    @classmethod
+    def types(cls, config: Config, q_dtype: Any, scale_width: int) -> "Scratch":
+        """Returns the types to allocate."""
+        tiles, queries = config.warpgroups * config.stages, (config.chunk_tokens * HEADS, DIM)
+        return cls(
+            queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=config.chunk_tokens),
+            queries_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
+            queries_smem=plgpu.SMEM(queries, q_dtype, transforms=key_tiles.transforms(q_dtype)),
+            weights_smem=plgpu.SMEM((config.chunk_tokens, HEADS), jnp.float32),
+            tiles_smem=tuple(plgpu.SMEM((tiles, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkScorer:
+    """A warpgroup's view of a chunk; `i` numbers the warpgroup's tiles.
+
+    Attributes:
+      config: tuning choices.
+      chunk: the work.
+      warpgroup: int32 scalar, number of the warpgroup.
+      q_gmem: [T, 64, 128] rounded queries.
+      weights_gmem: [T, 64] float32 head weights.
+      keys: references to the keys; `layer` is a scalar.
+      out_gmem: [T, E] float32 scores.
+      scratch: the block's shared memory and barriers.
+    """
+
+    config: Config
+    chunk: Chunk
+    warpgroup: Any
+    q_gmem: Any
+    weights_gmem: Any
+    keys: IndexerKeys
+    out_gmem: Any
+    scratch: Scratch
+
+    def run(self) -> None:
+        """Scores the chunk's tiles for its tokens."""
+        # Orders reads of shared memory before the bulk copies that overwrite it.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.scratch.queries_empty)
+        with jax.named_scope("load_queries"):
+            pl.when(self.warpgroup == 0)(self._load_queries)
+        *started, block_ids = (self._load_block_ids(jnp.int32(i)) for i in range(self.config.stages))
+        missing = plgpu.layout_cast(jnp.zeros((4,), jnp.int32), PER_WARP)
+        for i, ids in enumerate(started):
+            self._start_copy(jnp.int32(i), ids)
+            missing = _push_sign(missing, ids)
+        for i in range(self.config.chunk_tokens):
+
+            @pl.when(i < self.chunk.count)
+            def _(i=i):
+                plgpu.barrier_wait(self.scratch.queries_full.at[i])
+
+        _, _, _, first, end = self.chunk
+        warpgroups = self.config.warpgroups
+        own = lax.div(jnp.maximum(end - first - self.warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
+        with jax.named_scope("score_tiles"):
+            runs = lax.div(own + (FLAGS - 1), jnp.int32(FLAGS))
+            lax.fori_loop(0, runs, functools.partial(self._score_run, own), (block_ids, missing))
+        wait_copies(0)
+
+    def _load_queries(self):
+        plgpu.barrier_wait(self.scratch.queries_empty)
+        for i in range(self.config.chunk_tokens):
+            pl.when(i < self.chunk.count)(functools.partial(self._load_query, i))
+
+    def _load_query(self, i):
+        token, full = self.chunk.token + i, self.scratch.queries_full.at[i]
+        plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * HEADS, HEADS)], full)
+        plgpu.copy_gmem_to_smem(self.weights_gmem.at[token], self.scratch.weights_smem.at[i], full)
+
+    # --- addresses ---
+
+    def _tile(self, i):
+        """Returns the number of the tile among the request's."""
+        return self.chunk.first_tile + self.warpgroup + i * self.config.warpgroups
+
+    def _stage(self, i):
+        return self.warpgroup * self.config.stages + lax.rem(i, jnp.int32(self.config.stages))
+
+    def _in_blocks(self, operation, i):
+        """Returns the first key of each warp, divided (div or rem) by the keys per block; unsigned is faster."""
+        warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
+        key = (self._tile(i) * KEYS + warp_key).astype(jnp.uint32)
+        return operation(key, jnp.uint32(self.keys.per_block)).astype(jnp.int32)
+
+    def _load_block_ids(self, i):
+        """Loads the block id of each warp's keys."""
+        max_blocks = self.keys.block_table.shape[1]
+        column = jnp.minimum(self._in_blocks(lax.div, i), max_blocks - 1)
+        return load_words(self.keys.block_table, self.chunk.slot * max_blocks + column, PER_WARP)
+
+    def _first_rows(self, i, block_ids):
+        """Returns the pool row of each warp's first key."""
+        block = self.keys.layer * self.keys.codes.shape[1] + jnp.maximum(block_ids, 0)
+        return block * self.keys.per_block + self._in_blocks(lax.rem, i)
+
+    def _start_copy(self, i, block_ids):
+        """Starts to copy a tile; past the last tile there is nothing to copy, and no thread waits for it."""
+        stage, rows = self._stage(i), self._first_rows(i, block_ids)
+        is_wanted = self._tile(i) < self.chunk.end_tile
+        key_tiles.start_tile(self.scratch.tiles_smem, stage, (self.keys.codes, self.keys.scales), rows, is_wanted)
+        commit_copies()
+
+    # --- scores ---
+
+    def _score_run(self, own, number, carry):
+        """Scores up to 32 tiles, then those of them again that have keys with scales far apart."""
+        begin, end = number * FLAGS, jnp.minimum((number + 1) * FLAGS, own)
+        far = None
+        if self.keys.is_mxfp4:
+            far = plgpu.layout_cast(jnp.zeros(PER_THREAD.shape, jnp.int32), PER_THREAD.layout)
+        *carry, far = lax.fori_loop(begin, end, self._score_tile, (*carry, far))
+
+        def rescore_if_far(i, _):
+            is_far = key_tiles.any_set(far, jnp.int32(1) << (end - 1 - i))
+            pl.when(is_far)(functools.partial(self._rescore_tile, i))
+
+        if self.keys.is_mxfp4:
+            any_far = key_tiles.any_set(far, jnp.int32(-1))
+            pl.when(any_far)(lambda: lax.fori_loop(begin, end, rescore_if_far, None))
+        return tuple(carry)
+
+    def _score_tile(self, i, carry):
+        block_ids, missing, far = carry
+        stages = self.config.stages
+        next_block_ids = self._load_block_ids(i + stages)
+        self._start_copy(i + stages - 1, block_ids)
+        missing = _push_sign(missing, block_ids)
+        wait_copies(stages - 1)
+        tile = key_tiles.read_tile(self.scratch.tiles_smem, self._stage(i))
+        if self.keys.is_mxfp4:
+            values, largest, far = key_tiles.unpack_mxfp4(tile, far)
+            keys = values, largest
+        else:
+            keys = key_tiles.unpack_nvfp4(tile)
+
+        def score_token(j, _):
+            row = self.chunk.token + j
+            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
+
+        lax.fori_loop(0, self.chunk.count, score_token, None)
+        return next_block_ids, missing, far
+
+    def _rescore_tile(self, i):
+        block_ids = self._load_block_ids(i)
+        tile = key_tiles.load_tile((self.keys.codes, self.keys.scales), self._first_rows(i, block_ids))
+        score_far(tile, tokens=self.chunk.count, row=self.chunk.token, **self._operands(i, block_ids))
+
+    def _operands(self, i, block_ids):
+        """Returns the operands of `score` and `score_far` that do not depend on the token."""
+        if self.keys.is_mxfp4:
+            factor = 2.0 ** (-2 * key_tiles.TOP)
+        else:
+            factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
+        return dict(
+            queries=self.scratch.queries_smem,
+            weights=self.scratch.weights_smem,
+            out=self.out_gmem,
+            first=self._tile(i) * KEYS,
+            block=block_ids,
+            factor=factor,
+        )
+
+
+def _push_sign(words, block_ids):
+    """Shifts into each word a bit that says whether a block is missing."""
+    return words << 1 | lax.shift_right_logical(block_ids, jnp.int32(31))

@@ -1,0 +1,86 @@
+"""Chunks: adjacent tokens of one request whose queries share the tiles of its keys."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.indexer_scores.key_tiles import KEYS, load_words
+from pallas_kernels.indexer_scores.work_partition import LANES, latest_start
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The division of a call's tokens into chunks.
+
+    A chunk has consecutive tokens of one request, in groups of `size` from the request's first token on. Its cost is
+    the number of tiles that it sees times the number of its tokens.
+
+    Attributes:
+      slots: [T] int32 array, or a reference to it within a kernel.
+      positions: [T] int32 array, or a reference to it within a kernel.
+      size: maximum number of tokens in a chunk.
+      compress_rate: number of tokens per key.
+      max_keys: maximum number of keys of a request.
+    """
+
+    slots: Any
+    positions: Any
+    size: int
+    compress_rate: int
+    max_keys: int
+
+    def num_tiles(self, position: jax.Array) -> jax.Array:
+        """Returns the number of tiles that hold the keys visible at a position."""
+        keys = jnp.clip(lax.div(position + 1, jnp.int32(self.compress_rate)), 0, self.max_keys)
+        return lax.div(keys + (KEYS - 1), jnp.int32(KEYS))
+
+    def costs(self) -> jax.Array:
+        """Returns [T] int32, the cost of the chunk that starts at each token, or 0. For arrays, outside of kernels."""
+        slots, tokens = self.slots, self.slots.shape[0]
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        changes, edge = slots[1:] != slots[:-1], jnp.ones((1,), bool)
+        start = lax.cummax(jnp.where(jnp.concatenate([edge, changes]), token, 0))
+        end = lax.cummin(jnp.where(jnp.concatenate([changes, edge]), token + 1, tokens), reverse=True)
+        count = jnp.where((token - start) % self.size == 0, jnp.minimum(end - token, self.size), 0)
+        last = self.positions[jnp.maximum(token + count - 1, 0)]
+        return jnp.where(slots >= 0, count * self.num_tiles(last), 0)
+
+    def costs_of_lanes(self, first: jax.Array, run: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the costs of the chunks that start at 32 tokens, and the run that reaches past them.
+
+        Args:
+          first: int32 scalar, the first of the tokens.
+          run: int32 scalar, first token of the run of equal slots that reaches into token `first`.
+
+        Returns:
+          [32] int32 in layout LANES, and the first token of the run of the last token.
+        """
+        tokens = self.slots.shape[0]
+        token = first + plgpu.broadcasted_iota(jnp.int32, (32,), 0, layout=LANES)
+        slot = self._load(self.slots, token)
+        is_first = (token == 0) | (slot != self._load(self.slots, token - 1))
+        start, run = latest_start(jnp.where(is_first, token, -1), run)
+        starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, jnp.int32(self.size)) == 0)
+        count, same = jnp.ones_like(token), starts
+        for i in range(1, self.size):
+            same = same & (token + i < tokens) & (self._load(self.slots, token + i) == slot)
+            count = jnp.where(same, i + 1, count)
+        return jnp.where(starts, count * self.num_tiles(self._load(self.positions, token + count - 1)), 0), run
+
+    def _load(self, ref, token):
+        """Loads the values of tokens; past the last token it repeats the last value."""
+        return load_words(ref, jnp.clip(token, 0, self.slots.shape[0] - 1), LANES)
+
+    def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the slot, the number of tokens and the number of tiles of the chunk that starts at a token."""
+        tokens = self.slots.shape[0]
+        slot = self.slots[token]
+        count, same = jnp.int32(1), True
+        for i in range(1, self.size):
+            same &= (token + i < tokens) & (self.slots[jnp.minimum(token + i, tokens - 1)] == slot)
+            count = jnp.where(same, i + 1, count)
+        return slot, count, jnp.where(slot >= 0, self.num_tiles(self.positions[token + count - 1]), 0)
