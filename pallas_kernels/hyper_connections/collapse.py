@@ -338,7 +338,7 @@ def _warp_sums_mosaic(x, target):
         terms = mlir.values(x)
         while len(terms) > 1:
             terms = [arith.addf(*pair) for pair in zip(terms[::2], terms[1::2], strict=True)]
-        total = thread_ops.sum_lanes(*terms)
+        total = thread_ops.sum_lanes(terms[0])
         thread = U32(mlir.thread())
         with thread_ops.when((thread & (WARP - 1)).equals(0)):
             thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
