@@ -8,8 +8,6 @@ token. Both load their rows before they compute the rotation, which hides the lo
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,7 +22,7 @@ from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, ro
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
 from pallas_kernels.formats.pools import Rings
 from pallas_kernels.formats.row_encoder import store_quantised
-from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu import bfloat16_words, mlir
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
@@ -48,27 +46,10 @@ class Config:
 
     @classmethod
     def choose(cls, tokens: int, heads: int) -> "Config":
-        """As many blocks as run at once on an H100, and several rows at once if there are enough for all warps."""
+        """Fills an H100 once, and loads several rows at once if there are enough for all warps."""
         rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
         steps = -(-heads // (WARPS * rows_at_once))
         return cls(rows_at_once, min(steps, -(-4 * MULTIPROCESSORS // tokens)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _KVTarget:
-    """The destination of key-value rows.
-
-    Attributes:
-      locate: function (tokens [4], *operands) -> row numbers, called before anything is computed.
-      store: function (rows [4, 8, 64] bfloat16, row numbers, operands, outputs) that stores the rows.
-      operands: arrays and references for both.
-      out_types: types of outputs [rows, 512] beside the queries.
-    """
-
-    locate: Callable
-    store: Callable
-    operands: Sequence[Any] = ()
-    out_types: Sequence[jax.ShapeDtypeStruct] = ()
 
 
 @cached_trace("eps")
@@ -103,14 +84,7 @@ def norm_rope(
     if len(q) == 0:
         return q, kv
 
-    def locate(token):
-        return jnp.where(token < len(q), token, -1)
-
-    def store(rows, row_numbers, _, outputs):
-        kv_rows.store_rows(outputs[0], row_numbers, rows)
-
-    target = _KVTarget(locate, store, out_types=[jax.ShapeDtypeStruct(kv.shape, kv.dtype)])
-    q, kv = _launch("norm_rope", (q, kv, weight, positions, inv_freq), target, eps, interpret)
+    q, kv = _launch("norm_rope", (q, kv, weight, positions, inv_freq), None, None, eps, interpret)
     return q, kv
 
 
@@ -144,16 +118,9 @@ def norm_rope_append(
     check_array("slots", slots, jnp.int32, len(q))
     if len(q) == 0:
         return q, *rings.pools
-
-    def locate(token, slots, positions, layer, *_):
-        return kv_rows.ring_rows(token, slots, positions, layer, rings.pools[0].shape)
-
-    def store(rows, row_numbers, operands, _):
-        store_quantised(rows.astype(jnp.float32), operands[3:], row_numbers, rings.layout)
-
     pools = rings.mutable_pools()
-    target = _KVTarget(locate, store, [slots, positions, rings.layer.reshape(1), *pools])
-    (q,) = _launch("norm_rope_append", (q, kv, weight, positions, inv_freq), target, eps, interpret)
+    destination = slots, positions, rings.layer.reshape(1), pools
+    (q,) = _launch("norm_rope_append", (q, kv, weight, positions, inv_freq), rings, destination, eps, interpret)
     return q, *rings.freeze(pools)
 
 
@@ -166,25 +133,30 @@ def _check(q, kv, weight, positions, inv_freq):
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
 
 
-def _launch(name, arrays, target, eps, interpret):
-    """Returns the rotated queries and the target's outputs; `arrays` are the arguments of `norm_rope`."""
+def _launch(name, arrays, rings, destination, eps, interpret):
+    """Returns the rotated queries, and the rotated key-value rows if there are no rings to store them in.
+
+    Args:
+      arrays: the arguments of `norm_rope`.
+      rings, destination: the rings, and (slots, positions, layer [1], mutable pools) to store rows in; or None.
+    """
     q, kv, weight, positions, inv_freq = arrays
     tokens, heads, _ = q.shape
     config = Config.choose(tokens, heads)
+    kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
     run = kernel(
-        functools.partial(_norm_rope_kernel, config, heads, target, eps),
-        out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *target.out_types],
+        functools.partial(_norm_rope_kernel, config, heads, eps, rings),
+        out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
         grid=(-(-tokens // WARPS) + tokens * config.blocks_per_token,),
         grid_names=("block",),
         interpret=interpret,
     )
-    arrays = q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq
-    q_out, *others = run(arrays, tuple(target.operands))
+    q_out, *others = run((q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq), destination)
     return q_out.reshape(q.shape), *others
 
 
-def _norm_rope_kernel(config, heads, target, eps, arrays_gmem, operands_gmem, q_out_gmem, *outputs_gmem):
+def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None):
     q_gmem, kv_gmem, weight_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
     tokens, first_rotated = positions_gmem.shape[0], DIM - 2 * inv_freq_gmem.shape[0]
     block, warp = lax.axis_index("block"), kv_rows.iota((WARPS,), 0)
@@ -205,9 +177,7 @@ def _norm_rope_kernel(config, heads, target, eps, arrays_gmem, operands_gmem, q_
         return cos_sin(angle, kv_rows.product)
 
     def norm_and_rotate(x, weight, cos, sin):
-        squares = jnp.sum(jnp.sum(kv_rows.product(x, x), axis=2), axis=1)
-        mean = kv_rows.product(squares, 1 / DIM)
-        x = x * lax.broadcast_in_dim(inverse_sqrt(mean + eps, kv_rows.product), x.shape, (0,))
+        x = _norm(x, eps)
         return _rotate(x if weight is None else weight * x, cos, sin, first_rotated)
 
     @pl.when(block < kv_blocks)
@@ -215,9 +185,17 @@ def _norm_rope_kernel(config, heads, target, eps, arrays_gmem, operands_gmem, q_
     def store_key_value_rows():
         own = block * WARPS + warp
         token = jnp.minimum(own, tokens - 1)
-        x, row = load(kv_gmem, token), target.locate(own, *operands_gmem)
+        x = load(kv_gmem, token)
+        if rings is None:
+            row = jnp.where(own < tokens, own, -1)
+        else:
+            row = kv_rows.ring_rows(own, *destination_gmem[:3], shape=rings.pools[0].shape)
         weight = kv_rows.load_rows(weight_gmem, jnp.minimum(own, 0), shape)
-        target.store(norm_and_rotate(x, weight, *rotation(token)), row, operands_gmem, outputs_gmem)
+        rotated = norm_and_rotate(x, weight, *rotation(token))
+        if rings is None:
+            kv_rows.store_rows(kv_out_gmem, row, rotated)
+        else:
+            store_quantised(rotated.astype(jnp.float32), destination_gmem[3], row, rings.layout)
 
     @pl.when(block >= kv_blocks)
     @jax.named_scope("queries")
@@ -243,6 +221,12 @@ def _norm_rope_kernel(config, heads, target, eps, arrays_gmem, operands_gmem, q_
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
         pl.loop(first + 1, end)(lambda step: store_heads(load_heads(step), angles))
+
+
+def _norm(x, eps):
+    squares = jnp.sum(jnp.sum(kv_rows.product(x, x), axis=2), axis=1)
+    mean = kv_rows.product(squares, 1 / DIM)
+    return x * lax.broadcast_in_dim(inverse_sqrt(mean + eps, kv_rows.product), x.shape, (0,))
 
 
 @primitive
@@ -278,28 +262,24 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Arr
 
 @_rotate.mosaic
 def _rotate_mosaic(x, cos, sin, first):
-    def round_pair(even, odd):
-        return mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", odd, even, results=mlir.int_type(), pure=True)
-
     def multiply(x, y):
         # An explicit instruction, so that it is never contracted to an FMA.
         return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
     def rotate_pair(word, cos, sin):
-        even = arith.bitcast(mlir.f32_type(), arith.shli(word, mlir.i32(16)))
-        odd = arith.bitcast(mlir.f32_type(), arith.andi(word, mlir.i32(0xFFFF0000)))
+        even, odd = bfloat16_words.unpack(word)
         rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
-        return round_pair(rotated_even, arith.addf(multiply(odd, cos), multiply(even, sin)))
+        return bfloat16_words.pack(rotated_even, arith.addf(multiply(odd, cos), multiply(even, sin)))
 
     def emit(x, cos, sin):
         kind = mlir.vector_type(8, ir.BF16Type.get())
         for at, position in zip(np.ndindex(x.registers.shape), _last_groups(x), strict=True):
             values, factors = mlir.values(x.registers[at]), (mlir.values(y.registers[at]) for y in (cos, sin))
-            words = [round_pair(*values[i : i + 2]) for i in range(0, 8, 2)]
+            words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
             if position >= first // GROUP:
                 cosines, sines = factors
                 words = [rotate_pair(word, cosines[2 * i], sines[2 * i]) for i, word in enumerate(words)]
-            yield vector.bitcast(kind, mlir.pack(words))
+            yield vector.bitcast(kind, mlir.pack(word.value for word in words))
 
     returns = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     return mlir.inline(emit, x, cos, sin, layout=lambda _: kv_rows.VALUES, returns=returns)

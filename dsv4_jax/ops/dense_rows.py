@@ -15,25 +15,16 @@ from pallas_kernels.sparse_attention import DenseRows
 
 @dataclasses.dataclass(frozen=True)
 class _Runs:
-    """The runs of a call: consecutive tokens of one request. There are `max_runs`; absent ones have slot -1.
+    """The runs of a call: consecutive tokens of one request. There are R = `max_runs`; absent ones have slot -1."""
 
-    Attributes:
-      real: [T] bool, False for padding.
-      begin, end: [T] int32 first and one-past-last token of each token's run.
-      index: [T] int32 number of each token's run.
-      first, slot: [R] int32 first token and slot of each run; -1 = absent.
-      past: [R, window - 1] int32 positions before the first token; negative = none.
-      past_rows: cached rows at these positions.
-    """
-
-    real: Array
-    begin: Array
-    end: Array
-    index: Array
-    first: Array
-    slot: Array
-    past: Array
-    past_rows: Rows
+    real: Array  # [T] bool, False for padding
+    begin: Array  # [T] first token of each token's run
+    end: Array  # [T] one-past-last token of each token's run
+    index: Array  # [T] number of each token's run
+    first: Array  # [R] first token
+    slot: Array  # [R]
+    past: Array  # [R, window - 1] positions before the first token; negative = none
+    past_rows: Rows  # cached rows at these positions
 
 
 def max_runs(window: SWAView, tokens: int) -> int:

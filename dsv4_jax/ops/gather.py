@@ -105,21 +105,12 @@ def _gather_swa_kv_xla(view, slots, positions, new_kv, *, dtype):
     return window_rows(view, slots, positions, tokens, run_bounds(slots)[0], new_kv, dtype)
 
 
-def window_rows(
-    view: SWAView,
-    slots: Int[Array, "n"],
-    positions: Int[Array, "n"],
-    tokens: Int[Array, "n"],
-    starts: Int[Array, "n"],
-    new_kv: Float[Array, "T D"] | None,
-    dtype,
-) -> tuple[Float[Array, "n W D"], Bool[Array, "n W"]]:
-    """Gathers the windows of some of a call's tokens.
+def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
+    """Gathers the windows of some of a call's tokens, as `gather_swa_kv` does.
 
     Args:
       view, slots, positions, dtype: as in `gather_swa_kv`.
-      tokens: numbers of the tokens in the call.
-      starts: first token of each token's request in the call.
+      tokens, starts: [n] int32 numbers in the call of each token and of the first token of its request.
       new_kv: dequantised rows of all tokens of the call, or None.
     """
     distance = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]

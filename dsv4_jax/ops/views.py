@@ -59,11 +59,7 @@ class SWAView:
         return jax.tree.leaves(self.rows)[0].shape[2]
 
     def for_kernels(self) -> Rings:
-        """The view as kernels take it.
-
-        Raises:
-          NotImplementedError: kernels do not take the format.
-        """
+        """The view as kernels take it; raises NotImplementedError for formats that they do not take."""
         return Rings(*_layer_and_pools(self), self.window, quantised(self.codec.layout))
 
 
@@ -132,11 +128,7 @@ class ClassicalView(_PagedView):
     """Compressed KV entries of one layer: `rows` are Rows, `codec` is a RowCodec."""
 
     def for_kernels(self, indices: Int[Array, "T K"] | None = None) -> Paged:
-        """The view as kernels take it, with the entries of each token, or None for all visible ones.
-
-        Raises:
-          NotImplementedError: kernels do not take the format.
-        """
+        """The view as kernels take it, with the entries of each token; None for all visible ones."""
         layer, pools = _layer_and_pools(self)
         return Paged(layer, self.block_table, pools, indices, self.compress_rate, quantised(self.codec.layout))
 

@@ -10,9 +10,9 @@ same rows form a cluster, in which each dequantises half of every tile for both.
     1 add       sums of columns 256 .. 511                    keys_full, weights_full    weights_empty, keys_empty
     2 load      dequantises rows to shared memory             keys_empty                 keys_full
 
-`score` computes the weights of the next tile while `add` still works on this one. With KV splits a block stores its
-sums and softmax statistics for `combine`. The place of a row in the sums depends on the shapes of the arguments and on
-the token's own position, never on another token.
+`score` computes the weights of the next tile while `add` still works on this one. After the last tile it passes the
+final factors to `add` (`scale_full`); with KV splits both store their sums for `combine` instead. The place of a row in
+the sums depends on the shapes of the arguments and on the token's own position, never on another token.
 """
 
 import dataclasses
@@ -57,8 +57,9 @@ class Config:
 
     @classmethod
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
-        """The most splits for which all blocks of an H100 run at once, none is empty and combining them pays."""
+        """The most splits with which all blocks of an H100 run at once and none is empty."""
         tiles = problem.max_tiles
+        # More than 66 splits cost more to combine than they save.
         max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * head_groups(heads)), 66))
         return cls(-(-tiles // -(-tiles // max_splits)))
 
@@ -77,18 +78,13 @@ def decode_attention(
     splits: int | None,
     interpret: bool,
 ) -> Any:
-    """Launches the kernel on checked arguments.
+    """Launches the kernel on checked arguments, for the result of `attention_sums`, or of `sparse_attention`.
 
     Args:
-      problem: the rows that the tokens attend to.
-      q: [T, H, 512] bfloat16.
+      problem, q, interpret: the arguments of both.
       sinks: [H rounded up to a multiple of 64] float32; None with splits.
       angles: (cos, sin) [T, P] float32 of the inverse rotation of results, or None.
       splits: number of KV splits whose sums are returned, or None for finished attention.
-      interpret: run on the CPU, interpreted, with the race detector on.
-
-    Returns:
-      What `sparse_attention` returns, or with `splits` what `attention_sums` returns.
     """
     tokens, heads, _ = q.shape
     groups = head_groups(heads)
@@ -108,7 +104,7 @@ def decode_attention(
         cluster_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.scratch_types(blocks)),
+        scratch_types=dict(buffers=PipelineBuffers.for_cluster() if blocks > 1 else PipelineBuffers()),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -118,63 +114,36 @@ def decode_attention(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PipelineBuffers:
-    """Shared memory and barriers of a block.
+    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
-    Attributes:
-      blocks: number of blocks of the cluster, 1 or 2.
-      queries_smem: [1, 64 heads, 512] bfloat16; the result takes their place.
-      keys_smem: [STAGES, 64, 512] bfloat16 rows.
-      biases_smem: [STAGES, 64] float32, 0 for a row and -inf for none; full and empty with the keys.
-      weights_smem: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum.
-      rescale_smem: [STAGES, 64 heads] float32, factors of earlier sums; full and empty with the weights.
-      scale_smem: [64 heads] float32, factors of the final sums.
-      queries_full: the queries have been copied.
-      keys_full, keys_empty: a stage holds a tile; both multiplying warpgroups (of both blocks) have read it.
-      weights_full, weights_empty: a stage holds a tile's weights; `add` has read them.
-      scale_full: the final factors are there.
-      result_full: both halves of the result are in shared memory.
-    """
-
-    blocks: int = dataclasses.field(metadata=dict(static=True))
-    queries_smem: Any
-    keys_smem: Any
-    biases_smem: Any
-    weights_smem: Any
-    rescale_smem: Any
-    scale_smem: Any
-    queries_full: Any
-    keys_full: Any
-    keys_empty: Any
-    weights_full: Any
-    weights_empty: Any
-    scale_full: Any
-    result_full: Any
+    # Number of blocks of the cluster, 1 or 2.
+    blocks: int = dataclasses.field(default=1, metadata=dict(static=True))
+    # [1, heads, 512]: the axis of one is for `_score_tile`. The result takes their place.
+    queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
+    keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
+    # 0 for a row and -inf for none; full and empty with the keys.
+    biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)
+    # Not yet divided by their sum.
+    weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
+    # Factors of earlier sums; full and empty with the weights.
+    rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)
+    # Factors of the final sums.
+    scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)
+    queries_full: Any = plgpu.Barrier()
+    keys_full: Any = plgpu.Barrier(num_barriers=STAGES)
+    # Both multiplying warpgroups, of both blocks, have read the keys.
+    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
+    weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
+    weights_empty: Any = plgpu.Barrier(num_barriers=STAGES)
+    scale_full: Any = plgpu.Barrier()
+    # Both halves of the result are in shared memory.
+    result_full: Any = plgpu.Barrier(num_arrivals=2)
 
     @classmethod
-    def scratch_types(cls, blocks: int) -> "PipelineBuffers":
-        """The types to allocate in each block of a cluster."""
-        keys_full = plgpu.Barrier(num_barriers=STAGES)
-        keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
-        if blocks > 1:
-            keys_full = transaction_barriers.scratch_type(STAGES)
-            keys_empty = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=STAGES)
-        return cls(
-            blocks,
-            # `_score_tile` needs the axis of one.
-            queries_smem=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            keys_smem=plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            biases_smem=plgpu.SMEM((STAGES, TILE), jnp.float32),
-            weights_smem=plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
-            rescale_smem=plgpu.SMEM((STAGES, HEADS), jnp.float32),
-            scale_smem=plgpu.SMEM((HEADS,), jnp.float32),
-            queries_full=plgpu.Barrier(),
-            keys_full=keys_full,
-            keys_empty=keys_empty,
-            weights_full=plgpu.Barrier(num_barriers=STAGES),
-            weights_empty=plgpu.Barrier(num_barriers=STAGES),
-            scale_full=plgpu.Barrier(),
-            result_full=plgpu.Barrier(num_arrivals=2),
-        )
+    def for_cluster(cls) -> "PipelineBuffers":
+        """The types to allocate in each of two blocks, which also signal each other."""
+        empty = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=STAGES)
+        return cls(2, keys_full=transaction_barriers.scratch_type(STAGES), keys_empty=empty)
 
     def init_barriers(self):
         """Initializes the cluster's barriers; every warpgroup calls it first."""

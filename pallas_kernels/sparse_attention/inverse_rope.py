@@ -10,7 +10,7 @@ import numpy as np
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
-from pallas_kernels.mgpu import mlir, vectors
+from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -62,10 +62,7 @@ def _inverse_rope_mosaic(values, angles_gmem, token):
 
 
 def _rotate_pair(pair, cos, sin):
-    even, odd = mlir.values(pair)
-    word = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", odd, even, results=mlir.int_type(), pure=True)
-    even = arith.bitcast(mlir.f32_type(), arith.shli(word, mlir.i32(16)))
-    odd = arith.bitcast(mlir.f32_type(), arith.andi(word, mlir.i32(0xFFFF0000)))
+    even, odd = bfloat16_words.unpack(bfloat16_words.pack(*mlir.values(pair)))
     rotated_even = arith.addf(arith.mulf(even, cos), arith.mulf(odd, sin))
     return mlir.pack([rotated_even, arith.subf(arith.mulf(odd, cos), arith.mulf(even, sin))])
 

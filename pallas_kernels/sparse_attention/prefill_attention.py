@@ -104,7 +104,7 @@ def prefill_attention(
         grid_names=("block",),
         num_threads=4,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.scratch_types()),
+        scratch_types=dict(buffers=PipelineBuffers()),
         interpret=interpret,
         # Sums over rows in the layout of `wgmma` need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -140,54 +140,28 @@ def _check(q, sinks, rows, inv_freq):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PipelineBuffers:
-    """Shared memory and barriers of a block.
+    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
-    Attributes:
-      queries_smem: [1, 64 heads, 512] bfloat16.
-      keys_smem: [CHUNK_STAGES, 64, 128] bfloat16 chunks of tiles. A token's result takes the place of its last tile.
-      biases_smem: [STAGES + 1, 64] float32, 0 for a row and -inf for none; full with a tile's first chunk.
-      weights_smem: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; empty with the tile's keys.
-      factors_smem: [STAGES + 1, 64 heads] float32: factors of earlier sums, full with the weights, and in the last row
-        the factors of the final sums.
-      queries_full: the queries of the next item have been copied.
-      keys_full, keys_empty: a stage holds a chunk; the warpgroup that adds the chunk's columns has read it.
-      scored: `score` has read the keys of a token's second or later tile.
-      weights_full: a stage holds a tile's weights.
-      scale_full, scale_empty: the final factors are there; both adding warpgroups have read them.
-    """
-
-    queries_smem: Any
-    keys_smem: Any
-    biases_smem: Any
-    weights_smem: Any
-    factors_smem: Any
-    queries_full: Any
-    keys_full: Any
-    keys_empty: Any
-    scored: Any
-    weights_full: Any
-    scale_full: Any
-    scale_empty: Any
-
-    @classmethod
-    def scratch_types(cls) -> "PipelineBuffers":
-        """The types to allocate."""
-        return cls(
-            # `_multiply_keys` needs the axis of one.
-            queries_smem=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            keys_smem=plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS),
-            biases_smem=plgpu.SMEM((STAGES + 1, TILE), jnp.float32),
-            weights_smem=plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
-            # One array for both kinds of factors, since an array takes at least 1024 bytes.
-            factors_smem=plgpu.SMEM((STAGES + 1, HEADS), jnp.float32),
-            queries_full=plgpu.Barrier(),
-            keys_full=plgpu.Barrier(num_barriers=CHUNK_STAGES),
-            keys_empty=plgpu.Barrier(num_barriers=CHUNK_STAGES),
-            scored=plgpu.Barrier(num_barriers=STAGES),
-            weights_full=plgpu.Barrier(num_barriers=STAGES),
-            scale_full=plgpu.Barrier(),
-            scale_empty=plgpu.Barrier(num_arrivals=2),
-        )
+    # [1, heads, 512]: the axis of one is for `_multiply_keys`. Full once the next item's queries have been copied.
+    queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
+    # Chunks of tiles, empty when the warpgroup that adds their columns has read them. A token's result takes the place
+    # of its last tile.
+    keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
+    # 0 for a row and -inf for none; full with a tile's first chunk.
+    biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
+    # Not yet divided by their sum; empty with the tile's keys.
+    weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
+    # Factors of earlier sums, full with the weights, then those of the final sums, full and empty by `scale_*`. One
+    # array for both, since an array takes at least 1024 bytes.
+    factors_smem: Any = plgpu.SMEM((STAGES + 1, HEADS), jnp.float32)
+    queries_full: Any = plgpu.Barrier()
+    keys_full: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
+    keys_empty: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
+    # `score` has read the keys of a token's second or later tile.
+    scored: Any = plgpu.Barrier(num_barriers=STAGES)
+    weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
+    scale_full: Any = plgpu.Barrier()
+    scale_empty: Any = plgpu.Barrier(num_arrivals=2)
 
 
 def _prefill_kernel(blocks, q_gmem, sinks_gmem, rows, angles_gmem, out_gmem, *, buffers):
@@ -348,7 +322,8 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             if has_last:
                 pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
             values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
-            # From registers: both products need the weights, and the keys alone take all of shared memory's bandwidth.
+            # Both products need the weights. They are kept in registers, since the values take all of shared memory's
+            # bandwidth.
             weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
             sums = wgmma.multiply_add_all(sums, weights, values_smem)
             pl.when(t < tiles - 1)(lambda: release_keys(first + t))

@@ -19,7 +19,7 @@ from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
 TILE = 64
 UNITS = TILE // UNIT
-# So far below 0 that it stays negative whatever is added: the position of padding, and the start of rings left out.
+# The position of padding and the start of rings left out, so far below 0 that it stays negative whatever is added.
 NOWHERE = -(1 << 30)
 
 

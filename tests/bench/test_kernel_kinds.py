@@ -67,6 +67,8 @@ def step(scores, lengths):
 shapes = jax.ShapeDtypeStruct((8, 1024), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
 for folder in None, tempfile.mkdtemp():
     jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.clear_caches()
     text = compile_for_h100("step", step, *shapes).as_text()
     assert ("call_exported" in text) == (folder is not None)
     kinds = kinds_by_name(text)
