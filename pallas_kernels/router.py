@@ -23,7 +23,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.matmul.routing import WORDS, counts_size, group_pairs, most_blocks, scratch_words
+from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
@@ -115,8 +115,8 @@ def _select_experts(products, selection, top_k, scaling_factor, interpret):
     )
     one_cluster = tokens <= MAX_GROUPED_TOKENS
     if one_cluster:
-        groups = most_blocks(tokens * top_k, experts)
-        sizes = groups * WORDS, counts_size(groups, slices * SLICE)
+        groups = max_groups(tokens * top_k, experts)
+        sizes = groups * GROUP_WORDS, counts_size(groups, slices * SLICE)
         outs += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
         barrier = plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None
         scratch |= dict(sort_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32), selection_ready=barrier)

@@ -1,7 +1,7 @@
-"""Writes the tables of README.md and benchmarks/README.md anew, from the files in benchmarks.
+"""Writes the tables of README.md and benchmarks/README.md from the files in benchmarks.
 
-A comment above a table says what it has: <!-- table: KIND FILE ... -->. The line below it names the device. Tables of
-the kinds `chosen`, `peers` and `beside` keep the cases that they have, others have every case of their files.
+A comment above a table names its kind and files: <!-- table: KIND FILE ... -->. The line below names the device. Tables
+of the kinds `chosen`, `peers` and `beside` keep their cases; other tables have every case of their files.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from benchmark_claims import wrong_claims
 
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ Key = tuple[str, str]  # of an op's case: op and shape
 
 
 def rewrite(text: str) -> str:
-    """The page with the lines between each such comment and the end of its table replaced."""
+    """Returns the page with new tables below such comments."""
     return re.sub(r"^<!-- table: (\w+) (.+) -->\n[^|]*((?:^\|.*\n)+)", _lines, text, flags=re.MULTILINE)
 
 
@@ -269,10 +270,21 @@ KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 
 
-def main() -> None:
-    """Rewrites the tables."""
+def main(check: bool = False) -> None:
+    """Rewrites the tables, after checking that the files support the pages' claims.
+
+    Args:
+      check: change nothing, and fail if a table is stale.
+    """
+    problems = [f"not so: {claim}" for claim in wrong_claims()]
     for page in PAGES:
-        page.write_text(rewrite(page.read_text()))
+        text = page.read_text()
+        if check and rewrite(text) != text:
+            problems.append(f"{page}: a table is stale, run: python scripts/benchmark_tables.py")
+        elif not check:
+            page.write_text(rewrite(text))
+    if problems:
+        raise SystemExit("\n".join(problems))
 
 
 if __name__ == "__main__":

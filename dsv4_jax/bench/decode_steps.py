@@ -204,8 +204,8 @@ def run_kinds(
         count = 1 if small else LAYERS_OF_A_KIND
         types = dict(layer_types=(kind,) * count, mlp_layer_types=("moe",) * count)
         rate = config.compress_rate_hca if kind == HCA else 0
-        uniform = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
-        for row in _measure(uniform, kv_format, options, report, loop=options.mesh is not None):
+        one_kind = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
+        for row in _measure(one_kind, kv_format, options, report, loop=options.mesh is not None):
             yield dict(layer_type=kind) | row
 
 

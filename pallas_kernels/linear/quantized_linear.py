@@ -45,7 +45,7 @@ OTHER_BYTES = 2048  # of shared memory, beside stages, inputs, sums and the inbo
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a launch shares its work.
+    """The division of a launch's work.
 
     Attributes:
       tokens: number of inputs of a launch, a multiple of 8; more tokens take several launches.

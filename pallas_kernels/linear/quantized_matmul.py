@@ -33,7 +33,7 @@ BLOCKS = 2  # of a cluster
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a launch shares its work.
+    """The division of a launch's work.
 
     Attributes:
       tile_tokens: number of tokens of a tile, a multiple of 16 up to 256, or 240 with SwiGLU.

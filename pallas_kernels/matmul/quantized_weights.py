@@ -1,4 +1,4 @@
-"""How matrices of weights are stored: FP8, FP4 with a scale for 32 columns, and bfloat16.
+"""The storage of weights: FP8, FP4 with a scale for 32 columns, and bfloat16.
 
 Kernels unpack FP8 and FP4 to bfloat16 and 2**-32 of their values, exactly for E8M0 scales from 2**-85 to 2**33. The
 epilogues multiply sums by 2**32; sums of bfloat16 weights are multiplied by 2**-32 before, to have one scale for all.

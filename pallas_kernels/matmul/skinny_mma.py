@@ -63,7 +63,7 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
 
 
 @load_scales.mosaic
-def _lower_load_scales(scales_gmem, rows, first):
+def _load_scales_mosaic(scales_gmem, rows, first):
     def emit(scales, first, *rows):
         blocks = ir.MemRefType(scales.type).shape[1]
         block = first + (thread_ops.lane() << 1)
@@ -113,7 +113,7 @@ def multiply_add(
 
 
 @multiply_add.mosaic
-def _lower_multiply_add(acc, codes_smem, scales, inputs_smem, step, layout, gated):
+def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gated):
     segments = codes_smem.shape[1] // layout.elements(layout.segment)
     tiles, units, _, _ = inputs_smem.shape
     segment_units, together = layout.segment // UNIT, layout.min_segments
