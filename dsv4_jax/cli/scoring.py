@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
-from dsv4_jax.decode.drafts import draft, newest_tokens
+from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import first_tokens
@@ -57,10 +57,10 @@ def _score_drafts(model, cache, batch, streams, logits, count, per_row):
 
     def one(cache, i):
         at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
-        mine = newest_tokens(shifted.token_ids[at], shifted.positions[at])
+        mine = one_token_batch(shifted.token_ids[at], shifted.positions[at])
         hidden, _, cache = model.mtp_forward(before[at], cache, mine)
-        newest = newest_tokens(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
-        tokens, draft_logits, cache = draft(model, cache, streams[at], newest, GREEDY, seeds, count=count)
+        chosen = one_token_batch(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
+        tokens, draft_logits, cache = draft(model, cache, streams[at], chosen, GREEDY, seeds, count=count)
         return cache, dict(mtp_logits=model.logits(hidden), draft_tokens=tokens, draft_logits=draft_logits)
 
     cache, results = jax.lax.scan(one, cache, jnp.arange(per_row, dtype=jnp.int32))
