@@ -75,8 +75,10 @@ def reduce_if_last(
 
 
 @reduce_if_last.mosaic
-def _reduce_if_last_mosaic(total, terms, last, selected, counts, first, tile, experts, flag):
-    (tokens, width), top_k = total.shape, terms.shape[0] // total.shape[0]
+def _reduce_if_last_mosaic(
+    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first, tile, experts, flag_smem
+):
+    (tokens, width), top_k = total_gmem.shape, terms_gmem.shape[0] // total_gmem.shape[0]
     words_per_tile = ROWS // 2
 
     def emit(total, terms, last, selected, counts, tile, flag):
@@ -118,7 +120,7 @@ def _reduce_if_last_mosaic(total, terms, last, selected, counts, first, tile, ex
                 with ops.when(token < tokens):
                     store_sum(token, column)
 
-    mlir.inline(emit, total, terms, last, selected, counts, tile, flag)
+    mlir.inline(emit, total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, tile, flag_smem)
 
 
 def _counter(counts_gmem, index):
