@@ -3,12 +3,28 @@
 The blocks of an interpreted cluster share no memory: kernels give them global memory and a Pallas barrier instead.
 """
 
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import gpu, nvvm
 
 from pallas_kernels.mgpu import mlir
 from pallas_kernels.runtime.launch import primitive
+
+
+def wait_for_last(ring, count: jax.Array) -> None:
+    """Waits for the last of `count` arrivals at a ring of barriers, of which each was waited for before it was reused.
+
+    The interpreter wants every arrival waited for, and no block may end before the others of its cluster have arrived.
+    """
+    size = ring.shape[0]
+
+    @pl.loop(jnp.maximum(count - size, 0), count)
+    def _(i):
+        plgpu.barrier_wait(ring.at[lax.rem(i, jnp.int32(size))])
 
 
 @primitive

@@ -129,6 +129,17 @@ def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: 
     return [U32(result) for result in for_op.results]
 
 
+def for_each(total: int, visit: Callable[[U32], None]) -> None:
+    """Calls `visit` for 0 .. total - 1, of which each thread of the warpgroup takes every 128th."""
+    own = U32(mlir.thread())
+    for first in range(0, total, mlir.THREADS):
+        if first + mlir.THREADS <= total:
+            visit(own + first)
+        else:
+            with when(own + first < total):
+                visit(own + first)
+
+
 def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Sequence[Any]]) -> list[Any]:
     """Returns `others()` if the condition holds, else `values`; both are MLIR values."""
     branch: Any = scf.IfOp(condition.value, [value.type for value in values], has_else=True)
@@ -206,6 +217,11 @@ def add_peer(address: U32, value: U32) -> None:
 
 def set_bits(address: U32, bits: U32) -> None:
     ptx_effect("red.shared.or.b32 [$0], $1;", address, bits)
+
+
+def element(ref: Any, index: U32, size: int) -> Any:
+    """A pointer to element `index`, below 2**31, of a contiguous reference in global memory, of `size` bytes each."""
+    return mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
 
 
 def load_global(ref: Any, index: U32) -> U32:
@@ -295,6 +311,14 @@ def as_float(x: U32) -> Any:
 def fma(x: Any, y: Any, z: Any) -> Any:
     """Returns x * y + z of MLIR float32, rounded once."""
     return math.fma(x, y, z)
+
+
+def sum_lanes(x: Any, lanes: int = 32) -> Any:
+    """The sum of an MLIR float32 over each group of `lanes` consecutive lanes, in all of them."""
+    while lanes > 1:
+        lanes //= 2
+        x = arith.addf(x, mgpu.utils.shfl_bfly(x, lanes))
+    return x
 
 
 def lane_sums(terms: Sequence[Any]) -> U32:
