@@ -2,6 +2,7 @@
 
 import shutil
 
+import chex
 import numpy as np
 import pytest
 
@@ -36,17 +37,17 @@ def test_scores_equal_transformers(run, golden, ids_file, tmp_path):
     names = {f"attn_{side}_{layer}" for side in ("in", "out") for layer in layers}
     assert set(scores) == names | {"logits", "log_likelihoods", "perplexity"}
     assert {scores[name].dtype for name in scores} == {np.dtype(np.float32)}
-    np.testing.assert_allclose(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
     for name in sorted(names):
-        np.testing.assert_allclose(scores[name], golden[name], rtol=0, atol=LAYER_TOLERANCE, err_msg=name)
+        chex.assert_trees_all_close(scores[name], golden[name], rtol=0, atol=LAYER_TOLERANCE, custom_message=name)
 
     logits = golden["logits"].astype(np.float64)[:, :-1]
     log_softmax = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     want = np.take_along_axis(log_softmax, golden["ids"][:, 1:, None], axis=-1)[..., 0]
     # Twice the logits' tolerance: the token's logit and the normaliser may each be off by it.
-    np.testing.assert_allclose(scores["log_likelihoods"], want, rtol=0, atol=2 * LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(scores["log_likelihoods"], want, rtol=0, atol=2 * LOGITS_TOLERANCE)
     perplexity = np.exp(-want.mean(axis=1))
-    np.testing.assert_allclose(scores["perplexity"], perplexity, rtol=2 * LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(scores["perplexity"], perplexity, rtol=2 * LOGITS_TOLERANCE)
     for value in scores["perplexity"]:
         assert f"{value:.3f}" in table
 
@@ -55,7 +56,7 @@ def test_without_layers_and_ending(run, golden, ids_file, tmp_path):
     run("score", *PLAIN, "--ids", ids_file, "--out", tmp_path / "scores")
     scores = np.load(tmp_path / "scores")
     assert set(scores) == {"logits", "log_likelihoods", "perplexity"}
-    np.testing.assert_allclose(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +122,12 @@ def test_text_is_scored_in_bits_per_byte(run, with_text, tmp_path):
     table = run(*with_text, "--text", tmp_path / "text")
     scores = dict(np.load(tmp_path / "scores.npz"))
     bits = -scores["log_likelihoods"].mean(dtype=np.float64) / np.log(2)
-    np.testing.assert_allclose(scores["bits_per_byte"], [bits], rtol=1e-6)
+    chex.assert_trees_all_close(scores["bits_per_byte"], np.array([bits]), rtol=1e-6)
     assert f"{bits:.4f}" in table
     np.save(tmp_path / "ids.npy", [list(text)])
     run(*with_text, "--ids", tmp_path / "ids.npy")
     for name, value in np.load(tmp_path / "scores.npz").items():
-        np.testing.assert_array_equal(value, scores[name], err_msg=name)
+        chex.assert_trees_all_equal(value, scores[name], custom_message=name)
     # 0x80 is no character.
     np.save(tmp_path / "ids.npy", [[*text[:74], 0x80]])
     assert "byte" not in run(*with_text, "--ids", tmp_path / "ids.npy")
@@ -146,16 +147,16 @@ def test_ablations(run, golden, tmp_path):
         return np.load(tmp_path / "scores.npz")["logits"][0]
 
     usual, alone, fewer = logits(), logits("--window-only"), logits("--index-topk", "1")
-    np.testing.assert_array_equal(logits("--index-topk", "4"), usual)  # what config.json says
+    chex.assert_trees_all_equal(logits("--index-topk", "4"), usual)  # what config.json says
     # The first entry closes with the fourth token (CSA), and one is as good as four until there are two.
-    np.testing.assert_allclose(alone[:3], usual[:3], rtol=0, atol=LOGITS_TOLERANCE)
-    np.testing.assert_allclose(fewer[:7], usual[:7], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(alone[:3], usual[:3], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(fewer[:7], usual[:7], rtol=0, atol=LOGITS_TOLERANCE)
     for one, two in ((alone, usual), (fewer, usual), (fewer, alone)):
         assert (np.abs(one - two).max(axis=1) > 1e-3)[16:].all()
     # Windows of 8 in five layers reach 35 tokens back: what was before does not matter, unless there are entries.
     changed = logits("--window-only", ids="other.npy")
     assert (np.abs(changed - alone).max(axis=1) > 1e-3)[:20].all()
-    np.testing.assert_allclose(changed[55:], alone[55:], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(changed[55:], alone[55:], rtol=0, atol=LOGITS_TOLERANCE)
     assert (np.abs(logits(ids="other.npy") - usual).max(axis=1) > 1e-3)[55:].any()
 
 

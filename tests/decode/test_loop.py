@@ -1,5 +1,6 @@
 """stream, generate and the on-device loop: the same tokens by every road."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +71,7 @@ def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
         token = int(np.argmax(step_logits[slot]))
         assert token == int(tokens[slot, i])
     again, _ = decode_step(model, cache, manager.prepare_forward({slot: [token]}))
-    np.testing.assert_array_equal(again, logits)
+    chex.assert_trees_all_equal(again, logits)
 
 
 def test_a_stream_that_is_left_early_frees_its_slots(model, manager):

@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dsv4_jax.decode import (
@@ -48,7 +47,7 @@ def test_a_module_takes_the_same_step(one_layer, manager):
     batch = manager.prepare_forward({manager.admit(): [5]})
     expected, _ = decode_step(one_layer, manager.init_cache(), batch)
     got, _ = CompiledModel(one_layer).decode_step(manager.init_cache(), batch)
-    np.testing.assert_array_equal(got, expected)
+    chex.assert_trees_all_equal(got, expected)
 
 
 def test_nothing_is_copied_and_twice_is_once(model):
@@ -78,7 +77,7 @@ def check_joined(model, atol):
         batch = manager.prepare_forward({slot: tokens for slot in slots})
         expected, _ = decode_step(model, manager.init_cache(), batch)
         got, _ = fused.decode_step(manager.init_cache(), batch)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+        chex.assert_trees_all_close(got, expected, rtol=0, atol=atol)
 
 
 def test_a_joined_model_takes_the_same_step(model):

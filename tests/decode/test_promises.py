@@ -68,8 +68,8 @@ def test_one_trace_while_requests_come_grow_and_go(model, manager):
         crossed += before - manager.free_blocks
         with jax.transfer_guard("disallow"):
             logits, cache = step(model, cache, batch)
-        np.testing.assert_array_equal(cache.block_table[jnp.asarray(slots)], manager.block_table[slots])
-        np.testing.assert_array_equal(cache.lengths[jnp.asarray(slots)], [manager.length(s) for s in slots])
+        chex.assert_trees_all_equal(cache.block_table[jnp.asarray(slots)], manager.block_table[slots])
+        chex.assert_trees_all_equal(cache.lengths[jnp.asarray(slots)], np.array([manager.length(s) for s in slots]))
     assert crossed > 5
 
 
@@ -152,10 +152,10 @@ def test_a_reused_slot_and_its_blocks_show_nothing_of_their_old_owner(model, man
     _, cache = run(model, manager, cache, other, range(100, 130))
     manager.release(other)
     again, _ = run(model, manager, cache, manager.admit(ids), ids)
-    np.testing.assert_array_equal(again, want)
+    chex.assert_trees_all_equal(again, want)
     manager.release(slot)
     bad, _ = run(model, manager, poisoned(manager.init_cache()), manager.admit(ids), ids)
-    np.testing.assert_array_equal(bad, want)
+    chex.assert_trees_all_equal(bad, want)
 
 
 def test_padding_writes_nothing(model, manager):
@@ -167,7 +167,7 @@ def test_padding_writes_nothing(model, manager):
     nothing = jax.tree.map(lambda x: jnp.full_like(x, -1), batch)
     logits, cache = decode_step(model, cache, nothing)
     for a, b in zip(before, snapshot(cache), strict=True):
-        np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(a, b)
     assert not np.asarray(logits).any()
 
 
@@ -191,7 +191,7 @@ def test_other_requests_do_not_change_a_requests_bytes(model, manager):
         tokens = {slot: [token], second: [100 + i]} | ({third: [i]} if i % 2 else {})
         _, cache = decode_step(model, cache, manager.prepare_forward(tokens))
     for a, b in zip(mine, owned(cache, manager, slot), strict=True):
-        np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(a, b)
 
 
 def owned(cache, manager, slot):
@@ -218,8 +218,8 @@ def test_running_out_raises_before_launch_and_changes_nothing(model, manager):
     with pytest.raises(ValueError, match="max_context=96"):
         manager.prepare_forward({slots[0]: [1] * 96})
     for a, b in zip(before, snapshot(cache), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(manager.block_table, table)
+        chex.assert_trees_all_equal(a, b)
+    chex.assert_trees_all_equal(manager.block_table, table)
     assert free == manager.free_blocks and lengths == [manager.length(s) for s in slots]
     # Everything still runs.
     _, cache = decode_step(model, cache, manager.prepare_forward({s: [7] for s in slots}))

@@ -1,5 +1,6 @@
 """Sampling: what may be drawn, how often, and that company does not matter."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +24,15 @@ def frequencies(sampling):
 
 def test_temperature_one_draws_the_distribution():
     # Four standard deviations of a frequency over 4000 draws.
-    np.testing.assert_allclose(frequencies(SamplingParams(1.0)), [0.5, 0.3, 0.15, 0.05], atol=4 * (0.25 / 4000) ** 0.5)
+    chex.assert_trees_all_close(
+        frequencies(SamplingParams(1.0)), np.array([0.5, 0.3, 0.15, 0.05]), rtol=1e-7, atol=4 * (0.25 / 4000) ** 0.5
+    )
 
 
 def test_a_low_temperature_sharpens():
     expected = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
-    np.testing.assert_allclose(
-        frequencies(SamplingParams(0.5)), expected / expected.sum(), atol=4 * (0.25 / 4000) ** 0.5
+    chex.assert_trees_all_close(
+        frequencies(SamplingParams(0.5)), expected / expected.sum(), rtol=1e-7, atol=4 * (0.25 / 4000) ** 0.5
     )
 
 

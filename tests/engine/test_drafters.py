@@ -1,5 +1,6 @@
 """Drafts: any number of them, right or wrong, at any phase of any ring, give the tokens of plain decoding."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def plain(request, small, wide):
     again = engine.add(START, **options)
     finish(engine)
     assert again.generated == made.generated
-    np.testing.assert_allclose(again.logprobs, made.logprobs, rtol=0, atol=0.02)
+    chex.assert_trees_all_close(again.logprobs, made.logprobs, rtol=0, atol=0.02)
     return request.param, made.tokens.copy(), again.logprobs
 
 
@@ -83,8 +84,8 @@ def test_every_number_of_drafts_at_every_phase(small, wide, plain, count):
             begun |= {(right, engine.manager.length(r.slot) % SPAN) for r in engine.running}
             engine.step()
         for offset, made in requests.items():
-            np.testing.assert_array_equal(made.tokens, text)
-            np.testing.assert_array_equal(made.logprobs, logprobs[offset:])
+            chex.assert_trees_all_equal(made.tokens, text)
+            chex.assert_trees_all_equal(made.logprobs, logprobs[offset:])
         metrics = engine.metrics
         # But for the last steps, which may draft less.
         assert abs(metrics.acceptance - right / count) < 0.02
@@ -98,7 +99,7 @@ def test_a_stop_token_among_right_drafts_ends_the_request_there(small, wide, pla
     engine = engine_of(small, wide(), text, 3, 3)
     made = engine.add(START, max_new_tokens=SPAN, sampling=sampling, seed=4, stop_tokens=[stop])
     finish(engine)
-    np.testing.assert_array_equal(made.tokens, text[: len(START) + first + 1])
+    chex.assert_trees_all_equal(made.tokens, text[: len(START) + first + 1])
     assert engine.manager.free_blocks == engine.manager.schema.num_blocks
 
 

@@ -2,6 +2,7 @@
 
 import io
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +126,7 @@ def test_lengths_agree_without_reading_the_device(small, roomy, drafter):
         engine.step()
         for slot in (r.slot for r in engine.running):
             assert int(engine.cache.lengths[slot]) == roomy.length(slot)
-            np.testing.assert_array_equal(engine.cache.block_table[slot], roomy.block_table[slot])
+            chex.assert_trees_all_equal(engine.cache.block_table[slot], roomy.block_table[slot])
     metrics = engine.metrics
     assert (metrics.drafted_tokens > metrics.accepted_tokens) == isinstance(drafter, PromptLookup)
     assert is_drained(engine)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def test_hits_change_no_token_and_no_logit(small, wide, cold, free, every, snaps
     engine = make(small, manager, prefix=prefix)
     warm = converse(engine)
     assert [tokens for tokens, _ in warm] == [tokens for tokens, _ in cold]
-    np.testing.assert_array_equal([p for _, p in warm], [p for _, p in cold])
+    chex.assert_trees_all_equal(np.array([p for _, p in warm]), np.array([p for _, p in cold]))
     metrics = engine.metrics
     assert metrics.prefix.hits >= 3 and metrics.prefix.requests == 9
     assert metrics.prompt_tokens == metrics.prefix.prompt_tokens - metrics.prefix.hit_tokens

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +113,9 @@ def test_beam_search_is_that_of_the_definition(small, wide, stops):
     assert [c.tokens for c in found] == [tokens for tokens, _ in want]
     # Read in chunks there, one by one here: sums of programs with other numbers of rows may round differently, and a
     # quantised row with them.
-    np.testing.assert_allclose([c.logprob for c in found], [logprob for _, logprob in want], rtol=0, atol=0.02)
+    chex.assert_trees_all_close(
+        np.array([c.logprob for c in found]), np.array([logprob for _, logprob in want]), rtol=0, atol=0.02
+    )
     assert manager.free_slots == 3 and manager.free_blocks == 36
     if stops:
         assert any(c.tokens[-1] in stops for c in found)
@@ -144,7 +147,9 @@ def test_more_beams_than_the_vocabulary_has_tokens(small):
     best = sorted(score, key=score.get, reverse=True)[:25]
     assert [tuple(answer.tokens) for answer in found] == best
     # Sums of three float32 logarithms.
-    np.testing.assert_allclose([answer.logprob for answer in found], [score[t] for t in best], rtol=1e-5)
+    chex.assert_trees_all_close(
+        np.array([answer.logprob for answer in found]), np.array([score[t] for t in best]), rtol=1e-5
+    )
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_queries_window_rows_and_output(config, draw, kind):
     normed = rms_norm(linear(attention.q_b_proj, latent).reshape(4, heads, dim), eps)
     q, sinks, _ = calls["attend"]
     np.testing.assert_allclose(f64(q), rope(normed, positions, inv_freq), **TOLERANCE)
-    np.testing.assert_array_equal(sinks, attention.sinks[...])
+    chex.assert_trees_all_equal(sinks, attention.sinks[...])
 
     # The handle returned the queries, so that turning back must give the unrotated ones.
     groups = normed.reshape(4, config.o_groups, -1)
@@ -119,7 +119,7 @@ def test_order_of_calls(config, draw, kind, expected):
     indices = calls["attend"][2]
     assert (indices is None) == (kind != CSA)
     if kind == CSA:
-        np.testing.assert_array_equal(indices, np.arange(16).reshape(4, 4))
+        chex.assert_trees_all_equal(indices, np.arange(16).reshape(4, 4))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -135,9 +135,9 @@ def test_compressor_projects_in_float32(config, draw, kind, dtype):
         assert kv.dtype == gate.dtype == jnp.float32
         np.testing.assert_allclose(f64(kv), linear(module.kv_proj, x), **TOLERANCE)
         np.testing.assert_allclose(f64(gate), linear(module.gate_proj, x), **TOLERANCE)
-        np.testing.assert_array_equal(weights.position_bias, module.position_bias[...])
-        np.testing.assert_array_equal(weights.norm_weight, module.kv_norm.weight[...])
-        np.testing.assert_array_equal(weights.inv_freq, config.inv_freq(layer))
+        chex.assert_trees_all_equal(weights.position_bias, module.position_bias[...])
+        chex.assert_trees_all_equal(weights.norm_weight, module.kv_norm.weight[...])
+        chex.assert_trees_all_equal(weights.inv_freq, config.inv_freq(layer))
         assert weights.eps == config.rms_norm_eps
 
 
@@ -159,7 +159,7 @@ def test_bf16_rounding_points(config, draw):
     q, weights = calls["indexer_scores"]
     assert [v.dtype for v in (y, q, calls["write_swa"], calls["attend"][0])] == [jnp.bfloat16] * 4
     assert weights.dtype == jnp.float32
-    np.testing.assert_array_equal(weights, weights.astype(jnp.bfloat16).astype(jnp.float32))
+    chex.assert_trees_all_equal(weights, weights.astype(jnp.bfloat16).astype(jnp.float32))
     chex.assert_tree_all_finite(y)
 
 
@@ -202,7 +202,7 @@ def test_layers_that_share_entries_keys_and_selections(sharing, draw, fused):
         if spec.selection is None:
             assert indices is None
         else:
-            np.testing.assert_array_equal(indices, jnp.full((4, 4), spec.selection))
+            chex.assert_trees_all_equal(indices, jnp.full((4, 4), spec.selection))
         if "flush" in handle.calls:
             (kv, *_), (index_kv, *_) = handle.calls["flush"]
             assert kv.shape == (4, 2 * sharing.head_dim) and index_kv.shape == (4, 2 * sharing.index_head_dim)

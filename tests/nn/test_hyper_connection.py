@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,8 +79,8 @@ def test_comb_is_doubly_stochastic_but_not_symmetric(config, draw):
     hc = connection(config, std=0.06)
     _, _, comb = hc(jnp.asarray(draw(50, config.hc_mult, config.hidden_size)))
     # The last division is by column sums; hc_eps = 1e-6 is what they may miss 1 by.
-    np.testing.assert_allclose(f64(comb).sum(1), 1, atol=1e-5)
-    np.testing.assert_allclose(f64(comb).sum(2), 1, atol=1e-3)
+    chex.assert_trees_all_close(f64(comb).sum(1), 1, rtol=1e-7, atol=1e-5)
+    chex.assert_trees_all_close(f64(comb).sum(2), 1, rtol=1e-7, atol=1e-3)
     assert np.abs(f64(comb) - f64(comb).swapaxes(1, 2)).max() > 0.1
 
 
@@ -107,7 +108,7 @@ def test_joined_borders_are_the_separate_steps(small, draw):
 def test_sinkhorn_with_one_iteration_divides_by_columns_only(draw):
     comb = np.exp(draw(2, 3, 3))
     expected = comb / comb.sum(1, keepdims=True)
-    np.testing.assert_allclose(np.asarray(sinkhorn(jnp.asarray(comb), 1, 0.0)), expected, rtol=1e-6)
+    chex.assert_trees_all_close(np.asarray(sinkhorn(jnp.asarray(comb), 1, 0.0)), expected, rtol=1e-6)
 
 
 def test_bf16_streams_are_rounded_once(config, draw):
@@ -116,9 +117,9 @@ def test_bf16_streams_are_rounded_once(config, draw):
     y = jnp.asarray(draw(5, config.hidden_size), jnp.bfloat16)
     low, exact = hc(streams), hc(streams.astype(jnp.float32))
     assert [x.dtype for x in low] == [jnp.bfloat16, jnp.float32, jnp.float32]
-    np.testing.assert_array_equal(np.asarray(low[0]), np.asarray(exact[0].astype(jnp.bfloat16)))
-    np.testing.assert_array_equal(np.asarray(low[2]), np.asarray(exact[2]))
+    chex.assert_trees_all_equal(np.asarray(low[0]), np.asarray(exact[0].astype(jnp.bfloat16)))
+    chex.assert_trees_all_equal(np.asarray(low[2]), np.asarray(exact[2]))
     new = apply_post(streams, y, *low[1:])
     assert new.dtype == jnp.bfloat16
     exact_new = apply_post(streams.astype(jnp.float32), y.astype(jnp.float32), *low[1:])
-    np.testing.assert_array_equal(np.asarray(new), np.asarray(exact_new.astype(jnp.bfloat16)))
+    chex.assert_trees_all_equal(np.asarray(new), np.asarray(exact_new.astype(jnp.bfloat16)))

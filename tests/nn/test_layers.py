@@ -24,7 +24,7 @@ def test_linear_sums_exactly_and_rounds_once():
     assert np.mean(expected.astype(np.float32) != exact) > 0.2
     y = layer(jnp.asarray(x, jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(y), expected)
+    chex.assert_trees_all_equal(np.asarray(y), expected)
 
 
 def test_grouped_linear_keeps_groups_apart():
@@ -34,7 +34,7 @@ def test_grouped_linear_keeps_groups_apart():
     expected = np.concatenate([x[:, g] @ weight[7 * g : 7 * g + 7].T for g in range(3)], axis=1)
     y = layer(jnp.asarray(x, jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(y), expected.astype(ml_dtypes.bfloat16))
+    chex.assert_trees_all_equal(np.asarray(y), expected.astype(ml_dtypes.bfloat16))
 
 
 def test_rms_norm_is_float32_inside_and_rounds_once(draw):
@@ -43,12 +43,12 @@ def test_rms_norm_is_float32_inside_and_rounds_once(draw):
     low, exact = norm(x), norm(x.astype(jnp.float32))
     assert (norm.weight.dtype, low.dtype, exact.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     # A few roundings of 2**-24 each.
-    np.testing.assert_allclose(f64(exact), rms_norm(f64(x), 1e-6, f64(norm.weight)), rtol=1e-6)
-    np.testing.assert_array_equal(np.asarray(low), np.asarray(exact.astype(jnp.bfloat16)))
+    chex.assert_trees_all_close(f64(exact), rms_norm(f64(x), 1e-6, f64(norm.weight)), rtol=1e-6)
+    chex.assert_trees_all_equal(np.asarray(low), np.asarray(exact.astype(jnp.bfloat16)))
 
 
 def test_padding_ids_embed_to_finite_rows(draw):
     table = Embedding(10, 4, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     y = table(jnp.array([3, -1, 9], jnp.int32))
-    np.testing.assert_array_equal(np.asarray(y)[[0, 2]], np.asarray(table.weight[...])[[3, 9]])
+    chex.assert_trees_all_equal(np.asarray(y)[[0, 2]], np.asarray(table.weight[...])[[3, 9]])
     chex.assert_tree_all_finite(y)

@@ -59,7 +59,7 @@ def test_padding_reaches_neither_other_tokens_nor_the_cache(model):
     assert traces == [True, False]
     assert not (first[0][0] == first[0][1]).all()
     for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(a, b)
 
 
 def test_rope_may_take_the_whole_head(short_config):
@@ -84,7 +84,7 @@ def test_rope_may_take_the_whole_head(short_config):
     for first in range(9):
         logits, cache = step(model, cache, step_batch(first, 1, -1, block if first == 0 else ()))
         # Sums in other orders, of float32.
-        np.testing.assert_allclose(logits[0], whole[first], rtol=0, atol=2e-6)
+        chex.assert_trees_all_close(logits[0], whole[first], rtol=0, atol=2e-6)
 
 
 def test_logits_are_float32_products_with_the_head(model, draw):
@@ -93,7 +93,7 @@ def test_logits_are_float32_products_with_the_head(model, draw):
     assert (logits.shape, logits.dtype) == ((2, 3, model.config.vocab_size), jnp.float32)
     expected = np.asarray(hidden, np.float64) @ np.asarray(model.lm_head.weight[...], np.float64).T
     # 64 exact products, summed in float32; a bf16 result would be off by 1e-3.
-    np.testing.assert_allclose(logits, expected, atol=1e-6)
+    chex.assert_trees_all_close(logits, expected, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "param_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])

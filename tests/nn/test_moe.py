@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,7 @@ def test_top_k_router(config, draw):
     for t in range(30):
         want = scores(router, x[t])
         best = np.argsort(-(want + f64(router.e_score_correction_bias)), kind="stable")[: config.num_experts_per_tok]
-        np.testing.assert_array_equal(experts[t], best)
+        chex.assert_trees_all_equal(experts[t], best)
         np.testing.assert_allclose(weights[t], normalised(want[best], config), **TOLERANCE)
 
 
@@ -50,7 +51,7 @@ def test_bias_moves_the_selection_and_never_a_weight(config, draw):
     x, ids = jnp.asarray(draw(30, config.hidden_size)), jnp.zeros(30, jnp.int32)
     before, plain_weights, _ = router(x, ids)
     router.e_score_correction_bias[...] = router.e_score_correction_bias[...] + 3.0
-    np.testing.assert_array_equal(router(x, ids)[1], plain_weights)
+    chex.assert_trees_all_equal(router(x, ids)[1], plain_weights)
     router.e_score_correction_bias[...] = router.e_score_correction_bias[...].at[5].add(100.0)
     experts, weights, _ = router(x, ids)
     assert (experts[:, 0] == 5).all() and not (before == 5).any(axis=1).all()
@@ -68,7 +69,7 @@ def test_hash_router_looks_experts_up_and_scores_them(config, draw):
     assert table.dtype == np.int32 and len({tuple(row) for row in table}) > 1
     assert all(len(set(row)) == config.num_experts_per_tok for row in table)
     for t in range(4):
-        np.testing.assert_array_equal(experts[t], table[ids[t]])
+        chex.assert_trees_all_equal(experts[t], table[ids[t]])
         np.testing.assert_allclose(weights[t], normalised(scores(router, x[t])[table[ids[t]]], config), **TOLERANCE)
     assert ((experts[4] >= 0) & (experts[4] < config.n_routed_experts)).all()
 
@@ -89,7 +90,7 @@ def test_moe_block(config, draw, tokens, limit):
         for e, w in zip(experts[t], weights[t], strict=True):
             reached |= np.abs(gate_up[e] @ x[t]).max() > limit
             want = want + float(w) * expert(f64(x[t]), *gate_up[e], down[e], limit)
-        np.testing.assert_allclose(f64(y[t]), want, rtol=2e-5, atol=1e-4)
+        chex.assert_trees_all_close(f64(y[t]), want, rtol=2e-5, atol=1e-4)
     assert reached == (limit == 0.5)
 
 
@@ -102,7 +103,7 @@ def test_swiglu_limit_clamps_gate_above_and_up_on_both_sides(config):
         mlp.gate_proj.weight[...] = jnp.full((inner, 1), gate)
         mlp.up_proj.weight[...] = jnp.full((inner, 1), up)
         expected = inner * up_kept * gate_kept / (1 + np.exp(-gate_kept))
-        np.testing.assert_allclose(mlp(jnp.ones((1, 1)))[0, 0], expected, rtol=1e-5)
+        chex.assert_trees_all_close(mlp(jnp.ones((1, 1)))[0, 0], expected, rtol=1e-5)
 
 
 def test_a_bad_token_does_not_reach_others(config, draw):
@@ -113,5 +114,5 @@ def test_a_bad_token_does_not_reach_others(config, draw):
     clean, dirty = experts(x, routing), experts(x.at[2].set(jnp.nan), routing)
     assert clean.dtype == jnp.float32
     others = np.array([0, 1, 3, 4, 5])
-    np.testing.assert_array_equal(np.asarray(dirty)[others], np.asarray(clean)[others])
+    chex.assert_trees_all_equal(np.asarray(dirty)[others], np.asarray(clean)[others])
     assert np.isnan(np.asarray(dirty, np.float32)[2]).all()

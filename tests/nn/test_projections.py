@@ -1,5 +1,6 @@
 """Joined projections: the same rows in fewer arrays, and one product for all maps of an input."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_joining_moves_every_row_to_its_place(short_config):
         after = values(fused)
         assert after.keys() == before.keys()
         for path, value in before.items():
-            np.testing.assert_array_equal(after[path], value, err_msg=path)
+            chex.assert_trees_all_equal(after[path], value, custom_message=path)
         # Sliding, CSA, HCA: the layer's input, the latent if there is an indexer, the shared expert's input.
         counts = [
             [len(module.parts) for _, module in nnx.iter_modules(layer) if isinstance(module, FusedLinear)]
@@ -88,7 +89,7 @@ def test_loaded_joined_and_saved_as_ever(tmp_path):
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
-        np.testing.assert_array_equal(ours[name].data, tensor.data, err_msg=name)
+        chex.assert_trees_all_equal(ours[name].data, tensor.data, custom_message=name)
 
 
 def test_quantised_matrices_of_few_rows_stay_separate():
@@ -122,5 +123,5 @@ def test_matrices_in_fp8_share_one():
     found, expected = fused.projections(fused, x), owner.projections(owner, x)
     readers = parameter_readers(fused)
     for name, product in expected.items():
-        np.testing.assert_array_equal(found[name], product)
-        np.testing.assert_array_equal(readers[f"{name}.weight"](), getattr(owner, name).weight[...])
+        chex.assert_trees_all_equal(found[name], product)
+        chex.assert_trees_all_equal(readers[f"{name}.weight"](), getattr(owner, name).weight[...])

@@ -1,5 +1,6 @@
 """Weights that stay quantised: the values of the bytes, by every way of reading them, and where they are read."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -43,10 +44,10 @@ def test_values_are_exact(kind, shape, dtype):
     assert (parameter.shape, parameter.dtype) == (shape, dtype)
     got = jax.jit(lambda parameter: parameter[...])(parameter)
     assert got.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(got, np.float64), values)
+    chex.assert_trees_all_equal(np.asarray(got, np.float64), values)
     if len(shape) == 3:
         chosen = jnp.asarray([2, 0, 2])
-        np.testing.assert_array_equal(parameter[chosen], got[chosen])
+        chex.assert_trees_all_equal(parameter[chosen], got[chosen])
 
 
 @pytest.mark.parametrize("module", [Linear, GroupedLinear])
@@ -58,7 +59,7 @@ def test_linears_give_the_same_bits(module):
     layer.weight = nnx.Param(jnp.asarray(values, jnp.bfloat16))
     want = jax.jit(lambda layer: layer(x))(layer)
     layer.weight = nnx.Param(stored)
-    np.testing.assert_array_equal(jax.jit(lambda layer: layer(x))(layer), want)
+    chex.assert_trees_all_equal(jax.jit(lambda layer: layer(x))(layer), want)
 
 
 @pytest.mark.parametrize("tokens", [2, 30], ids=["fewer pairs than experts", "more"])
@@ -76,7 +77,7 @@ def test_experts_give_the_same_bits(config, tokens):
         )
         results.append(jax.jit(lambda layer: layer(x, ops.Routing(experts, weights)))(layer))
     assert np.abs(results[0]).max() > 0
-    np.testing.assert_array_equal(results[1], results[0])
+    chex.assert_trees_all_equal(results[1], results[0])
 
 
 def test_few_tokens_dequantise_their_experts_only(config):

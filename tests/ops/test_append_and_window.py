@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,8 +78,8 @@ def test_window_is_the_last_tokens_oldest_first(fmt, position):
     got, valid = gather(view, ints([1, -1]), ints([position, -1]), dtype=jnp.bfloat16)
     stored = np.asarray(view.codec.decode(view.codec.encode(kv), jnp.bfloat16))
     count = min(position + 1, 8)
-    np.testing.assert_array_equal(valid[0], np.arange(8) >= 8 - count)
-    np.testing.assert_array_equal(got[0, 8 - count :], stored[position + 1 - count : position + 1])
+    chex.assert_trees_all_equal(valid[0], np.arange(8) >= 8 - count)
+    chex.assert_trees_all_equal(got[0, 8 - count :], stored[position + 1 - count : position + 1])
     assert not np.asarray(got[0, : 8 - count]).any()
     assert not np.asarray(valid[1]).any() and not np.asarray(got[1]).any()
 
@@ -96,8 +97,8 @@ def test_windows_of_a_prefill_call_equal_those_read_back_one_by_one(fmt):
     slots, positions = ints([0] * 20 + [-1]), ints([*range(5, 25), -1])
     new_kv = jnp.concatenate([kv[5:], kv[:1]])
     got, valid = gather(at_five, slots, positions, new_kv=new_kv, dtype=jnp.bfloat16)
-    np.testing.assert_array_equal(got[:20], np.concatenate([w[0] for w in windows[5:]]))
-    np.testing.assert_array_equal(valid[:20], np.concatenate([w[1] for w in windows[5:]]))
+    chex.assert_trees_all_equal(got[:20], np.concatenate([w[0] for w in windows[5:]]))
+    chex.assert_trees_all_equal(valid[:20], np.concatenate([w[1] for w in windows[5:]]))
     assert not np.asarray(valid[20]).any()
 
 

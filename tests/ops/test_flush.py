@@ -1,5 +1,6 @@
 """flush: pooling, rounding points, scatter, rotation by arithmetic."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,10 +99,10 @@ def test_rotation_equals_copy_and_clear(kind):
     ring = np.stack([np.asarray(state.kv[1]), np.asarray(state.gate[1])])
     for slot, length in enumerate(TOTAL):
         for p in range(length // rate * rate, length):
-            np.testing.assert_array_equal(ring[:, slot, p % rows], explicit[:, slot, rows - rate + p % rate])
+            chex.assert_trees_all_equal(ring[:, slot, p % rows], explicit[:, slot, rows - rate + p % rate])
         if overlap:
             for p in range(length // rate * rate - rate, length // rate * rate):
-                np.testing.assert_array_equal(ring[:, slot, p % rows], explicit[:, slot, p % rate])
+                chex.assert_trees_all_equal(ring[:, slot, p % rows], explicit[:, slot, p % rate])
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])
@@ -131,7 +132,7 @@ def test_entries_equal_the_formula(kind):
             row = i % (16 // rate)
             got = np.concatenate([np.asarray(x[1, block, row]) for x in (pool.rows.nope, pool.rows.rope)])
             # float32 sums and functions, each within a few units in the last place.
-            np.testing.assert_allclose(got, e, rtol=1e-5, atol=1e-5)
+            chex.assert_trees_all_close(got, e, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -1,5 +1,6 @@
 """Gathers of compressed entries, indexer scores, top-k."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,19 +32,19 @@ def test_gathers_return_what_was_written(fmt):
     slots = [2, 0, 1, -1]
     got, valid = ops.gather_compressed_kv(view, ints(indices), ints(slots))
     want_valid = (indices >= 0) & (np.array(slots) >= 0)[:, None]
-    np.testing.assert_array_equal(valid, want_valid)
+    chex.assert_trees_all_equal(valid, want_valid)
     want = np.where(want_valid[..., None], stored[np.array(slots)[:, None], indices], 0)
-    np.testing.assert_array_equal(np.asarray(got), want)
+    chex.assert_trees_all_equal(np.asarray(got), want)
 
     # The token at position 52 closes window 12: it sees 13 entries; position 2 sees none.
     got, valid = ops.gather_all_compressed_kv(view, ints([1, 0, 2, -1]), ints([52 - 1, 51 - 8, 2, -1]))
-    np.testing.assert_array_equal(np.asarray(valid).sum(1), [13, 11, 0, 0])
-    np.testing.assert_array_equal(np.asarray(got[0, :13]), stored[1])
+    chex.assert_trees_all_equal(np.asarray(valid).sum(1), np.array([13, 11, 0, 0]))
+    chex.assert_trees_all_equal(np.asarray(got[0, :13]), stored[1])
     assert not np.asarray(got[0, 13:]).any() and not np.asarray(got[2:]).any()
 
 
 def test_valid_lengths():
-    np.testing.assert_array_equal(ops.valid_lengths(ints([-1, 0, 2, 3, 4, 127]), 4), [0, 0, 0, 1, 1, 32])
+    chex.assert_trees_all_equal(ops.valid_lengths(ints([-1, 0, 2, 3, 4, 127]), 4), np.array([0, 0, 0, 1, 1, 32]))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -62,7 +63,7 @@ def test_scores_equal_the_formula(name):
         visible = (position + 1) // 4
         dots = np.maximum(np.einsum("hd,sd->hs", rounded[t], stored[slot, :visible]), 0)
         # float32 sums of 8 heads and 32 dims.
-        np.testing.assert_allclose(got[t, :visible], np.asarray(weights[t], np.float64) @ dots, rtol=1e-5, atol=1e-4)
+        chex.assert_trees_all_close(got[t, :visible], np.asarray(weights[t], np.float64) @ dots, rtol=1e-5, atol=1e-4)
         assert (got[t, visible:] == -np.inf).all()
 
 
@@ -88,18 +89,18 @@ def test_topk_breaks_ties_by_index(scores, lengths, k):
     lengths = np.minimum(lengths, scores.shape[1])
     behind = np.arange(scores.shape[1])[None, :] >= lengths[:, None]
     unwritten = np.where(behind, np.float32("nan"), scores)
-    np.testing.assert_array_equal(topk(jnp.asarray(unwritten), ints(lengths), k), naive_topk(scores, lengths, k))
+    chex.assert_trees_all_equal(topk(jnp.asarray(unwritten), ints(lengths), k), naive_topk(scores, lengths, k))
 
 
 @pytest.mark.parametrize("row", [np.zeros(300), np.ones(300), np.arange(300.0), -np.arange(300.0), np.eye(300)[77]])
 def test_topk_of_adversarial_rows(row):
     scores = row.astype(np.float32)[None]
-    np.testing.assert_array_equal(topk(jnp.asarray(scores), ints([300]), 64), naive_topk(scores, [300], 64))
+    chex.assert_trees_all_equal(topk(jnp.asarray(scores), ints([300]), 64), naive_topk(scores, [300], 64))
 
 
 def test_topk_pads_with_minus_one_when_the_row_is_short():
     got = topk(jnp.asarray([[1.0, 2.0, 9.0]], jnp.float32), ints([2]), 4)
-    np.testing.assert_array_equal(got, [[0, 1, -1, -1]])
+    chex.assert_trees_all_equal(got, np.array([[0, 1, -1, -1]]))
 
 
 def test_writes_to_other_layers_are_not_seen():

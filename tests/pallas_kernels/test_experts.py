@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +74,7 @@ def compare(implementation, *arrays, run=run):
     # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are. See also
     # `test_quantized_linear` for single sums.
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
-    np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
+    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=2.0**-6 * np.abs(want).max())
 
 
 def check_shared(implementation, tokens, top_k, number, depth, inner, shared):
@@ -88,7 +89,7 @@ def check_shared(implementation, tokens, top_k, number, depth, inner, shared):
     want = alone + shared_only
     # Half a unit of bfloat16 of the sum; for the shared expert's part see `compare`.
     assert np.linalg.norm(got - want) <= 2.0**-8 * np.linalg.norm(want)
-    np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
+    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=2.0**-6 * np.abs(want).max())
     assert all(np.linalg.norm(part) > 0.1 * np.linalg.norm(want) for part in (alone, shared_only))
 
 

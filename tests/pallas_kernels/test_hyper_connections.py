@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,12 +46,12 @@ def check(got, want):
         mine, other = np.float64(mine), np.float64(other)
         if name == "mixing":
             # Sums of 16,384 float32 products in another order, and of streams of which some are a unit off.
-            np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4)
+            chex.assert_trees_all_close(mine, other, rtol=1e-3, atol=1e-4)
         else:
             # Where a sum in another order is rounded to bfloat16 the other way: by 2**-8 of it, and of values up to
             # about 8. A stream that is off so moves x, which may be smaller.
             assert np.mean(mine == other) > 0.99, name
-            np.testing.assert_allclose(mine, other, rtol=2.0**-7, atol=2.0**-4, err_msg=name)
+            chex.assert_trees_all_close(mine, other, rtol=2.0**-7, atol=2.0**-4, custom_message=name)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_values_and_gradient_interpreted():
     check(values, want)
     for mine, other in zip(gradient, expected, strict=True):
         # The same program on the same inputs.
-        np.testing.assert_allclose(np.float32(mine), np.float32(other), rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(np.float32(mine), np.float32(other), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

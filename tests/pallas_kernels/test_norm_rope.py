@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +90,7 @@ def test_append_on_gpu(fmt, tokens, heads):
 def test_the_first_position_is_not_rotated():
     q, kv, weight, _, inv_freq = arguments(1, 1)
     q, kv = ops.norm_rope(q, kv, weight, jnp.zeros(1, jnp.int32), inv_freq, eps=0.0, implementation="interpret")
-    np.testing.assert_allclose(np.mean(np.asarray(q, np.float32) ** 2), 1, rtol=0.01)
+    chex.assert_trees_all_close(np.mean(np.asarray(q, np.float32) ** 2), 1, rtol=0.01)
 
 
 @pytest.mark.gpu
@@ -110,7 +111,7 @@ def test_its_gradient_is_that_of_the_reference():
 
     for mine, other in zip(gradient("interpret"), gradient("xla"), strict=True):
         # Where the values differ by a rounding, so does the sine's slope.
-        np.testing.assert_allclose(np.float32(mine), np.float32(other), rtol=0.05, atol=0.05 * np.abs(other).max())
+        chex.assert_trees_all_close(np.float32(mine), np.float32(other), rtol=0.05, atol=0.05 * np.abs(other).max())
 
 
 @pytest.mark.aot

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ def check_groups(experts, table, counts):
     rows = np.asarray(table).reshape(-1, 16)[: len(want)]
     for (expert, *mine), row in zip(want, rows, strict=True):
         assert row[0] == expert
-        np.testing.assert_array_equal(row[8:], mine + [-1] * (8 - len(mine)))
+        chex.assert_trees_all_equal(row[8:], mine + [-1] * (8 - len(mine)))
 
 
 def check(implementation, *arrays):
@@ -53,13 +54,13 @@ def check(implementation, *arrays):
     scores = np.sqrt(np.logaddexp(0, np.float64(x) @ np.float64(weight).T))
     rank = scores if bias is None else scores + np.float64(bias)
     mine, other = (np.take_along_axis(rank, np.asarray(e), axis=1) for e in (experts, wanted))
-    np.testing.assert_allclose(mine, other, rtol=1e-5)
+    chex.assert_trees_all_close(mine, other, rtol=1e-5)
     assert all(len(set(row)) == TOP_K for row in np.asarray(experts))
     if bias is None:
-        np.testing.assert_array_equal(experts, wanted)
+        chex.assert_trees_all_equal(experts, wanted)
     own = np.take_along_axis(scores, np.asarray(experts), axis=1)
-    np.testing.assert_allclose(weights, 1.5 * own / own.sum(axis=1, keepdims=True), rtol=1e-5)
-    np.testing.assert_allclose(weights, expected, rtol=1e-4)
+    chex.assert_trees_all_close(weights, 1.5 * own / own.sum(axis=1, keepdims=True), rtol=1e-5)
+    chex.assert_trees_all_close(weights, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (3, 128, True), (33, 384, False)])
@@ -72,8 +73,8 @@ def test_of_equal_scores_the_first_experts_are_selected(implementation):
     x, weight, bias, *_ = operands(2, 512, 128)
     bias = jnp.zeros_like(bias).at[jnp.array([7, 100])].set(-1.0).at[jnp.array([90, 31])].set(1.0)
     experts, weights, _ = run(implementation, x, jnp.zeros_like(weight), bias)
-    np.testing.assert_array_equal(experts, [[31, 90, 0, 1, 2, 3]] * 2)
-    np.testing.assert_allclose(weights, np.full((2, TOP_K), 0.25), rtol=1e-6)
+    chex.assert_trees_all_equal(experts, [[31, 90, 0, 1, 2, 3]] * 2)
+    chex.assert_trees_all_close(weights, np.full((2, TOP_K), 0.25), rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
@@ -86,7 +87,7 @@ def test_scores_of_large_and_small_logits(implementation):
     x, ids = jnp.zeros((4, 512), jnp.bfloat16).at[:, 0].set(1.0), jnp.arange(4, dtype=jnp.int32)
     _, weights, _ = run(implementation, x, jnp.asarray(weight), None, table, ids)
     scores = np.sqrt(np.logaddexp(0, logits))[np.asarray(table)]
-    np.testing.assert_allclose(weights, 1.5 * scores / scores.sum(axis=1, keepdims=True), rtol=3e-6)
+    chex.assert_trees_all_close(weights, 1.5 * scores / scores.sum(axis=1, keepdims=True), rtol=3e-6)
 
 
 @pytest.mark.gpu
@@ -109,7 +110,7 @@ def test_its_gradient_is_that_of_the_reference():
 
     for mine, other in zip(gradient("interpret"), gradient("xla"), strict=True):
         # The cosine of weights that differ by rounding.
-        np.testing.assert_allclose(np.float32(mine), np.float32(other), rtol=1e-2, atol=1e-5)
+        chex.assert_trees_all_close(np.float32(mine), np.float32(other), rtol=1e-2, atol=1e-5)
         assert np.abs(np.float32(other)).max() > 1e-3
 
 

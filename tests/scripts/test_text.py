@@ -1,5 +1,6 @@
 """The package's compressed text, and what is hidden in texts."""
 
+import chex
 import kjv
 import numpy as np
 import pytest
@@ -78,11 +79,11 @@ def test_what_is_asked_was_told_at_that_distance():
     asked, told = asked_and_told(planted)
     assert asked == told and len(set(asked)) == 2, "the third pair's question does not fit"
     assert all(pair[:LETTERS].isupper() and pair[LETTERS:].isdigit() for pair in asked)
-    np.testing.assert_allclose(planted.distances, [290, 12, 700], atol=8)
+    chex.assert_trees_all_close(planted.distances, np.array([290, 12, 700]), rtol=1e-7, atol=8)
     ids = planted.ids[1:].astype(np.uint8).tolist()
     for pair in {*asked, *told}:
         ids = [*bytes(ids).replace(pair + b" ", b"")]
-    np.testing.assert_array_equal(ids[:600], verses(60)[:600], "the text itself has changed")
+    chex.assert_trees_all_equal(ids[:600], verses(60)[:600])
 
 
 def test_training_rows_ask_for_what_they_told():
@@ -91,7 +92,7 @@ def test_training_rows_ask_for_what_they_told():
     for ids, weights in rows:
         assert ids.shape == weights.shape == (1025,)
         digits = (ids >= ord("0")) & (ids <= ord("9"))
-        np.testing.assert_array_equal(weights == 1, ~digits)
+        chex.assert_trees_all_equal(weights == 1, ~digits)
         asked, told = (ids[weights == weight] for weight in (10, 0))
         told = told[: len(told) // DIGITS * DIGITS]  # a value at the row's very end may be cut
         assert len(asked) >= 6 * DIGITS
@@ -108,4 +109,4 @@ def test_needles_lie_where_they_should():
     asked, told = asked_and_told(planted)
     assert asked == told and len(set(asked)) == 9
     assert planted.answers.min() - LETTERS > max(distances), "a question before the last pair"
-    np.testing.assert_allclose(sorted(planted.distances), np.repeat(distances, 3), atol=4 * PAIR)
+    chex.assert_trees_all_close(sorted(planted.distances), np.repeat(distances, 3), rtol=1e-7, atol=4 * PAIR)

@@ -6,6 +6,7 @@ Bounds are those of the docstrings; what was measured stands beside them.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -97,7 +98,7 @@ def test_round_bfloat16():
     x = x[np.isfinite(x)]
     with np.errstate(over="ignore"):
         exact = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(bits(values(dm.round_bfloat16, x)), bits(exact))
+    chex.assert_trees_all_equal(bits(values(dm.round_bfloat16, x)), bits(exact))
 
 
 def test_product_is_rounded_before_it_is_added():
@@ -106,7 +107,7 @@ def test_product_is_rounded_before_it_is_added():
     x, y, z = (np.ldexp(random.uniform(-2, 2, 1 << 20), random.integers(-40, 40)).astype(np.float32) for _ in range(3))
     z[::2] = -(x * y)[::2]  # nothing is left but the rounding, which an FMA would return
     found = values(lambda x, y, z: dm.product(x, y) + z, x, y, z)
-    np.testing.assert_array_equal(found, (x * y + z).astype(np.float64))
+    chex.assert_trees_all_equal(found, (x * y + z).astype(np.float64))
     assert (found[::2] == 0).all()
 
 
@@ -115,6 +116,6 @@ def test_tree_sum(count):
     """The bits of `ordered_sum`; within log2(count) roundings of the terms' magnitudes (and so of float64)."""
     terms = np.random.default_rng(count).standard_normal((count, 10000)).astype(np.float32)
     found = values(lambda *terms: dm.tree_sum(list(terms)), *terms)
-    np.testing.assert_array_equal(bits(found), bits(ordered_sum(jnp.asarray(terms), axis=0)))
+    chex.assert_trees_all_equal(bits(found), bits(ordered_sum(jnp.asarray(terms), axis=0)))
     exact, magnitude = terms.astype(np.float64).sum(axis=0), np.abs(terms.astype(np.float64)).sum(axis=0)
     assert (np.abs(found - exact) <= np.log2(count) * 2**-24 * magnitude).all()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +85,7 @@ def check(view, q, weights, slots, positions, implementation, config=None):
         size = (np.abs(keys) @ np.abs(q[t]).T) @ np.abs(weights[t])
         # Beyond, memory holds what an earlier program left there: signalling NaNs too, of which a cast would warn.
         mine = got[t, :visible].astype(np.float64)
-        np.testing.assert_array_equal(mine[~valid], -np.inf)
+        chex.assert_trees_all_equal(mine[~valid], -np.inf)
         assert (np.abs(mine - want)[valid] <= BOUND * size[valid]).all()
 
 
@@ -121,7 +122,7 @@ def test_planned_shares(costs):
     ends = np.cumsum(costs)
     assert shares[0, 0] == 0
     assert shares[-1, 1] == ends[-1]
-    np.testing.assert_array_equal(shares[1:, 0], shares[:-1, 1])
+    chex.assert_trees_all_equal(shares[1:, 0], shares[:-1, 1])
     assert np.ptp(shares[:, 1] - shares[:, 0]) <= 1
     for begin, end, item, before in shares:
         if end > begin:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,7 @@ def check(name, q, positions=None, inv_freq=None, *, interpret):
         assert x.dtype == y.dtype
         # A CPU takes the weights of heads of zeros, of scale 2**-126, for zero.
         x, y = (np.asarray(z) if z.dtype != jnp.float32 else np.where(np.abs(z) < 2.0**-126, 0, z) for z in (x, y))
-        np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"))
+        chex.assert_trees_all_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"))
 
 
 def queries(tokens):
@@ -81,7 +82,7 @@ def test_values_are_rounded_as_codes_are(dtype, bits):
     large = (1.5 * 2.0 ** (bits - 2) * power).astype(dtype)
     rounded = np.copysign(((x + large).astype(dtype) - large).astype(np.float32), x.astype(np.float32))
     want = np.asarray(e2m1_value(e2m1_codes(jnp.asarray(x, jnp.float32))))
-    np.testing.assert_array_equal(rounded.view(np.uint32), want.view(np.uint32))
+    chex.assert_trees_all_equal(rounded.view(np.uint32), want.view(np.uint32))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ def check(implementation, tokens, outputs, depth, groups=1):
         # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2**-23 of a partial
         # sum; these are up to 4 * depth**0.5 large. bfloat16 has 8 bits.
         atol = depth / 16 * 2**-23 * 4 * depth**0.5
-        np.testing.assert_allclose(np.float64(got), expected, rtol=2.0**-8 if dtype == BF16 else 0, atol=atol)
+        chex.assert_trees_all_close(np.float64(got), expected, rtol=2.0**-8 if dtype == BF16 else 0, atol=atol)
 
 
 # One block a tile over several tiles; clusters of 2 whose blocks add up; of groups, and outputs of two dtypes.
@@ -75,7 +76,7 @@ def test_its_gradient_is_that_of_the_reference():
         return jax.grad(loss, argnums=(0, 1))(x, weight)
 
     for mine, other in zip(gradient("interpret"), gradient("xla"), strict=True):
-        np.testing.assert_array_equal(np.float32(mine), np.float32(other))
+        chex.assert_trees_all_equal(np.float32(mine), np.float32(other))
 
 
 @pytest.mark.aot
@@ -136,4 +137,4 @@ def test_a_tokens_bits_do_not_change_when_its_neighbours_do():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((8, 512), (64, 512)))
     alone, beside_others = (ops.linear(x, weight, implementation="interpret")[0] for x in (x.at[1:].set(0), x))
-    np.testing.assert_array_equal(alone[0], beside_others[0])
+    chex.assert_trees_all_equal(alone[0], beside_others[0])

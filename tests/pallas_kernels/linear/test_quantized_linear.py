@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -80,7 +81,7 @@ def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
     want = gate / (1 + np.exp(-gate)) * up
     # gate and up within half a bfloat16 each of values up to the limit, whose factor is at most the limit, and the sum
     # of what is added in float32; then the result's own rounding.
-    np.testing.assert_allclose(np.float64(got), want, rtol=3 * 2.0**-8, atol=2.0**-8 * limit**2)
+    chex.assert_trees_all_close(np.float64(got), want, rtol=3 * 2.0**-8, atol=2.0**-8 * limit**2)
 
 
 # Outputs of two dtypes and fewer tokens than columns of a product; groups with inputs of their own.
@@ -196,7 +197,7 @@ def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
     all_together = run(x, weights)
     for tokens in (1, 8, 12, 20):
         for alone, together in zip(run(x[:tokens], weights), all_together, strict=True):
-            np.testing.assert_array_equal(alone, together[:tokens])
+            chex.assert_trees_all_equal(alone, together[:tokens])
 
 
 @pytest.mark.gpu
@@ -242,7 +243,7 @@ def test_its_gradient_is_that_of_the_reference():
     def gradient(implementation):
         return jax.grad(lambda x: jnp.sum(ops.linear(x, weight, implementation=implementation)[0]))(x)
 
-    np.testing.assert_array_equal(np.float32(gradient("interpret")), np.float32(gradient("xla")))
+    chex.assert_trees_all_equal(np.float32(gradient("interpret")), np.float32(gradient("xla")))
 
 
 def test_what_the_kernel_does_not_take_is_refused():

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import chex
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -52,7 +53,7 @@ def test_a_kernel_gets_its_own_implementation_whatever_was_traced_before():
         assert "mosaic_gpu_v2" in lowered
         lowered = jax.jit(negate_often(True)).trace(x).lower(lowering_platforms=("cpu",)).as_text()
         assert "mosaic_gpu_v2" not in lowered
-    np.testing.assert_array_equal(jax.jit(negate_often(True))(x), -x)
+    chex.assert_trees_all_equal(jax.jit(negate_often(True))(x), -x)
     assert negate.__doc__ == "-x." and not interpreting()
 
 
@@ -61,7 +62,7 @@ def test_operands_keep_their_structure():
         out[...] = operands["pair"][0][...] + operands["pair"][1][...]
 
     run = kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), interpret=True)
-    np.testing.assert_array_equal(run(dict(pair=[jnp.ones(128), jnp.ones(128)])), 2)
+    chex.assert_trees_all_equal(run(dict(pair=[jnp.ones(128), jnp.ones(128)])), 2)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -110,8 +111,8 @@ def test_exchanges_and_votes_interpreted():
         interpret=True,
     )
     out, votes = run()
-    np.testing.assert_array_equal(out, np.tile(np.arange(256).reshape(4, 64).sum(0), 4))
-    np.testing.assert_array_equal(votes, [5, 7])
+    chex.assert_trees_all_equal(out, np.tile(np.arange(256).reshape(4, 64).sum(0), 4))
+    chex.assert_trees_all_equal(votes, np.array([5, 7]))
 
 
 def test_pools_are_checked_against_their_layout():

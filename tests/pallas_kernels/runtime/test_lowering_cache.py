@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +91,7 @@ def test_kept_kernels_find_the_same_on_gpu(folder, exports):
     for _ in ("lowered", "kept"):
         jax.clear_caches()
         found = indexer_topk(jnp.asarray(scores), jnp.full((3,), 4096, jnp.int32), k=64)
-        np.testing.assert_array_equal(found, expected)
+        chex.assert_trees_all_equal(found, expected)
     assert len(exports) == 1
 
 

@@ -229,7 +229,7 @@ def test_splits_are_combined(splits):
     total = (factor * weight).sum(1) + np.exp(sinks)
     expected = (factor[..., None] * np.nan_to_num(sums)).sum(1) / total[..., None]
     # Rounded to 8 bits.
-    np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2**-8, atol=1e-6)
+    chex.assert_trees_all_close(np.asarray(got, np.float32), expected, rtol=2**-8, atol=1e-6)
 
 
 def check_sharded(implementation, args):
