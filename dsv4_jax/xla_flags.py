@@ -1,4 +1,4 @@
-"""XLA flags for decoding; measurements are in benchmarks/README.md, "Decode steps"."""
+"""XLA flags for decoding; measurements are in docs/notes/decode_steps.md."""
 
 import os
 

@@ -1,77 +1,64 @@
-"""Quantised append into ring buffers: one launch, in place."""
+"""Quantises window rows and stores each at row `position % ring` of its slot's ring, in place.
+
+The grid is one block for four tokens; each warp loads, quantises and stores a row.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.pools import Rings
 from pallas_kernels.formats.row_encoder import store_quantised
 from pallas_kernels.runtime.checks import check_array
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-@cached_trace("layout", writes=True)
+@cached_trace(writes=True)
 def append_swa(
-    kv: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
-    nope: jax.Array,
-    rope: jax.Array,
-    scale: jax.Array,
-    *,
-    layout: RowLayout,
-    interpret: bool = False,
+    kv: jax.Array, slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantises rows and stores each at row `position % ring` of its slot's ring.
+    """Quantises rows and stores them in their slots' rings.
 
-    The pools are written in place when the caller donates them.
+    The pools are written in place if the caller donates them.
 
     Args:
       kv: [T, 512] bfloat16; the last `rope_dim` values are stored as they are, the others as E4M3.
-      slots: [T] int32; -1 = padding. Tokens of one slot stand together and in order.
-      positions: [T] int32; -1 = padding. Padding writes nothing; of more than `ring` tokens of a slot the last `ring`
-        are written.
-      layer: int32 scalar, index on axis 0 of the pools.
-      nope: [layers, slots, ring, nope_dim] uint8.
-      rope: [layers, slots, ring, rope_dim] bfloat16.
-      scale: [layers, slots, ring, scale_width] uint8, E8M0 bits, or float32, inverse scales.
-      layout: of the rows: 512 values, multiples of 64 with and without RoPE, scale blocks of 64 or None.
+      slots: [T] int32; -1 = padding. The tokens of a slot are consecutive and in order.
+      positions: [T] int32; -1 = padding. Padding writes nothing, and nor do tokens before the last `ring` of a slot.
+      rings: the rings to write to.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      (nope, rope, scale) updated.
+      The updated pools (nope, rope, scale).
 
     Raises:
-      NotImplementedError: a layout, shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
-    kv_rows.check_row_pools(layout, nope, rope, scale)
-    tokens = kv.shape[0]
+    rings.check()
+    tokens, layout, shape = kv.shape[0], rings.layout, rings.pools[0].shape
     check_array("kv", kv, jnp.bfloat16, tokens, kv_rows.ROW_DIM)
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
     if tokens == 0:
-        return nope, rope, scale
+        return rings.pools
 
-    def body(kv_ref, slots_ref, positions_ref, layer_ref, *pool_refs):
+    def append_rows(kv_gmem, slots_gmem, positions_gmem, layer_gmem, *pools_gmem):
         token = lax.axis_index("block") * kv_rows.WARPS + kv_rows.iota((kv_rows.WARPS,), 0)
-        row = kv_rows.ring_rows(token, slots_ref, positions_ref, layer_ref, nope.shape)
-        shape = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
-        x = kv_rows.load_rows(kv_ref, jnp.minimum(token, tokens - 1), shape)
-        store_quantised(x.astype(jnp.float32), pool_refs, row, layout)
+        row = kv_rows.ring_rows(token, slots_gmem, positions_gmem, layer_gmem, shape)
+        dense = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
+        values = kv_rows.load_rows(kv_gmem, jnp.minimum(token, tokens - 1), dense)
+        store_quantised(values.astype(jnp.float32), pools_gmem, row, layout)
 
     run = kernel(
-        body,
+        append_rows,
         out_type=(),
         kernel_name="append_swa",
         grid=(-(-tokens // kv_rows.WARPS),),
         grid_names=("block",),
         interpret=interpret,
     )
-    pools = [nope, rope, scale]
-    refs = [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in pools]
-    run(kv, slots, positions, layer.reshape(1), *refs)
-    nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pools, strict=True))
-    return nope, rope, scale
+    pools = rings.mutable_pools()
+    run(kv, slots, positions, rings.layer.reshape(1), *pools)
+    return rings.freeze(pools)

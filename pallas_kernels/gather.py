@@ -1,6 +1,9 @@
-"""Quantised rows back to dense bfloat16 with a valid mask: one body, three ways to find the rows."""
+"""Gathers: dequantises rows of the pools to dense bfloat16, with a mask of valid rows.
 
-import functools
+Three public functions find the rows in different ways and share the kernel `_gather`. The grid is one block for eight
+rows; each warp loads, dequantises and stores two.
+"""
+
 from collections.abc import Callable
 
 import jax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.pools import Paged, Rings
 from pallas_kernels.runtime.checks import check_array
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -19,154 +22,118 @@ ROWS_PER_WARP = 2  # more in flight at once gain nothing on an H100 and cost reg
 BLOCK_ROWS = kv_rows.WARPS * ROWS_PER_WARP
 
 
-@cached_trace("layout")
-def gather_compressed_kv(
-    indices: jax.Array,
-    slots: jax.Array,
-    layer: jax.Array,
-    block_table: jax.Array,
-    nope: jax.Array,
-    rope: jax.Array,
-    scale: jax.Array,
-    *,
-    layout: RowLayout,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Entries by index list, through the block table.
+@cached_trace()
+def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Gathers compressed entries by index list, through the block table.
 
     Args:
-      indices: [T, K] int32 entry numbers of each token's own request; -1 = none.
       slots: [T] int32, each token's row of the block table; -1 = padding.
-      layer: int32 scalar, index on axis 0 of the pools.
-      block_table: [slots, max_blocks] int32 block ids; -1 = none.
-      nope, rope, scale: [layers, blocks, entries a block, ..] as in `append_swa`.
-      layout: of the entries, as in `append_swa`.
+      entries: the entries, with indices.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      (kv, valid): kv [T, K, 512] bfloat16, zeros where not valid; valid [T, K] bool: slot, index and block all there.
+      (kv, valid): kv [T, K, 512] bfloat16, zeros where not valid; valid [T, K] bool, True if slot, index and block
+      exist.
 
     Raises:
-      NotImplementedError: a layout, shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
-    tokens, count = indices.shape
-    check_array("indices", indices, jnp.int32, tokens, count)
+    tokens, count = entries.indices.shape
     check_array("slots", slots, jnp.int32, tokens)
-    check_array("block_table", block_table, jnp.int32, None, None)
+    entries.check(tokens)
 
-    def address(item, layer, indices_ref, slots_ref, table_ref):
-        slot = kv_rows.load_rows(slots_ref, lax.div(item, jnp.int32(count)), item.shape)
-        entry = kv_rows.load_rows(indices_ref, item, item.shape)
-        return _through_table(slot, entry, layer, table_ref, block_table.shape, nope.shape)
+    def address(item, layer, indices_gmem, slots_gmem, table_gmem):
+        slot = kv_rows.load_rows(slots_gmem, lax.div(item, jnp.int32(count)), item.shape)
+        entry = kv_rows.load_rows(indices_gmem, item, item.shape)
+        return _through_table(slot, entry, layer, table_gmem, entries)
 
-    operands = [indices.reshape(-1), slots, block_table.reshape(-1)]
-    return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret)
+    operands = [entries.indices.reshape(-1), slots, entries.block_table.reshape(-1)]
+    return _gather((tokens, count), address, operands, entries, interpret)
 
 
-@cached_trace("compress_rate", "layout", "only_visible")
+@cached_trace("only_visible")
 def gather_all_compressed_kv(
-    slots: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
-    block_table: jax.Array,
-    nope: jax.Array,
-    rope: jax.Array,
-    scale: jax.Array,
-    *,
-    compress_rate: int,
-    layout: RowLayout,
-    only_visible: bool = False,
-    interpret: bool = False,
+    slots: jax.Array, positions: jax.Array, entries: Paged, *, only_visible: bool = False, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Every entry visible to each token: entries `0 .. (position + 1) // compress_rate - 1` of its request.
+    """Gathers all entries visible to each token: entries `0 .. (position + 1) // compress_rate - 1` of its request.
 
     Args:
       slots, positions: [T] int32; -1 = padding.
-      layer, block_table, nope, rope, scale, layout, interpret: as in `gather_compressed_kv`.
-      compress_rate: tokens an entry stands for.
-      only_visible: what is not visible is left unwritten for the most part, in kv and in valid.
+      entries: the entries, without indices.
+      only_visible: leave most of what is not visible unwritten, in kv and in valid.
+      interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      (kv [T, E, 512] bfloat16, valid [T, E] bool) with E = max_blocks * entries a block; as `gather_compressed_kv`.
+      (kv [T, E, 512] bfloat16, valid [T, E] bool), E = max_blocks * entries per block, as in `gather_compressed_kv`.
 
     Raises:
-      NotImplementedError: a layout, shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
-    tokens, count = slots.shape[0], block_table.shape[1] * nope.shape[2]
+    tokens, count, rate = slots.shape[0], entries.count, entries.compress_rate
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
-    check_array("block_table", block_table, jnp.int32, None, None)
+    entries.check(tokens)
 
-    def address(item, layer, slots_ref, positions_ref, table_ref):
+    def address(item, layer, slots_gmem, positions_gmem, table_gmem):
         token, entry = lax.div(item, jnp.int32(count)), lax.rem(item, jnp.int32(count))
-        slot = kv_rows.load_rows(slots_ref, token, item.shape)
-        position = kv_rows.load_rows(positions_ref, token, item.shape)
-        visible = entry < lax.div(position + 1, jnp.int32(compress_rate))
-        entry = jnp.where(visible, entry, -1)
-        return _through_table(slot, entry, layer, table_ref, block_table.shape, nope.shape)
+        slot = kv_rows.load_rows(slots_gmem, token, item.shape)
+        position = kv_rows.load_rows(positions_gmem, token, item.shape)
+        entry = jnp.where(entry < lax.div(position + 1, jnp.int32(rate)), entry, -1)
+        return _through_table(slot, entry, layer, table_gmem, entries)
 
-    def any_visible(first, slots_ref, positions_ref, table_ref):
+    def any_visible(first, slots_gmem, positions_gmem, _):
         token, entry = lax.div(first, jnp.int32(count)), lax.rem(first, jnp.int32(count))
-        sees = (slots_ref[token] >= 0) & (entry < lax.div(positions_ref[token] + 1, jnp.int32(compress_rate)))
-        return sees | (entry + BLOCK_ROWS > count)  # or the next token's are in the block too
+        visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, jnp.int32(rate)))
+        return visible | (entry + BLOCK_ROWS > count)  # the block also has entries of the next token
 
-    operands, wanted = [slots, positions, block_table.reshape(-1)], any_visible if only_visible else None
-    return _gather((tokens, count), address, operands, layer, (nope, rope, scale), layout, interpret, wanted)
+    operands, wanted = [slots, positions, entries.block_table.reshape(-1)], any_visible if only_visible else None
+    return _gather((tokens, count), address, operands, entries, interpret, wanted)
 
 
-@cached_trace("window", "layout")
+@cached_trace()
 def gather_swa_kv(
-    slots: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
-    nope: jax.Array,
-    rope: jax.Array,
-    scale: jax.Array,
-    *,
-    window: int,
-    layout: RowLayout,
-    interpret: bool = False,
+    slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The last `window` rows of each token's ring, oldest first, the token itself last.
+    """Gathers each token's window, oldest row first, the token itself last.
 
     Args:
       slots, positions: [T] int32; -1 = padding.
-      layer, layout, interpret: as in `gather_compressed_kv`.
-      nope, rope, scale: [layers, slots, ring, ..] as in `append_swa`; row `position % ring`.
-      window: rows a token sees, itself included.
+      rings: the window rows.
+      interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
       (kv [T, window, 512] bfloat16, valid [T, window] bool); zeros and False before position 0 and for padding.
 
     Raises:
-      NotImplementedError: a layout, shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
-    tokens, (num_slots, ring) = slots.shape[0], nope.shape[1:3]
+    tokens, window, (num_slots, ring) = slots.shape[0], rings.window, rings.pools[0].shape[1:3]
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
+    rings.check()
 
-    def address(item, layer, slots_ref, positions_ref):
-        token, back = lax.div(item, jnp.int32(window)), window - 1 - lax.rem(item, jnp.int32(window))
-        slot = kv_rows.load_rows(slots_ref, token, item.shape)
-        last = kv_rows.load_rows(positions_ref, token, item.shape)
-        position = last - back
+    def address(item, layer, slots_gmem, positions_gmem):
+        token, distance = lax.div(item, jnp.int32(window)), window - 1 - lax.rem(item, jnp.int32(window))
+        slot = kv_rows.load_rows(slots_gmem, token, item.shape)
+        last = kv_rows.load_rows(positions_gmem, token, item.shape)
+        position = last - distance
         valid = (slot >= 0) & (last >= 0) & (position >= 0)
         slot, position = jnp.clip(slot, 0, num_slots - 1), jnp.maximum(position, 0)
         return (layer * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring)), valid
 
-    return _gather((tokens, window), address, [slots, positions], layer, (nope, rope, scale), layout, interpret)
+    return _gather((tokens, window), address, [slots, positions], rings, interpret)
 
 
-def _through_table(slot, entry, layer, table_ref, table_shape, pool_shape):
-    """(row number in the pool, valid) of entries of requests."""
-    num_slots, max_blocks = table_shape
-    blocks, entries = pool_shape[1:3]
-    at = jnp.maximum(entry, 0)
-    logical = lax.div(at, jnp.int32(entries))
+def _through_table(slot, entry, layer, table_gmem, entries):
+    """Returns (row number in the pool, valid) of entries of requests."""
+    num_slots, max_blocks = entries.block_table.shape
+    blocks, per_block = entries.pools[0].shape[1:3]
+    clipped = jnp.maximum(entry, 0)
+    logical = lax.div(clipped, jnp.int32(per_block))
     valid = (slot >= 0) & (entry >= 0) & (logical < max_blocks)
-    at_table = jnp.clip(slot, 0, num_slots - 1) * max_blocks + jnp.minimum(logical, max_blocks - 1)
-    block = kv_rows.load_rows(table_ref, at_table, slot.shape)
-    row = (layer * blocks + jnp.clip(block, 0, blocks - 1)) * entries + lax.rem(at, jnp.int32(entries))
+    index = jnp.clip(slot, 0, num_slots - 1) * max_blocks + jnp.minimum(logical, max_blocks - 1)
+    block = kv_rows.load_rows(table_gmem, index, slot.shape)
+    row = (layer * blocks + jnp.clip(block, 0, blocks - 1)) * per_block + lax.rem(clipped, jnp.int32(per_block))
     return row, valid & (block >= 0)
 
 
@@ -174,60 +141,72 @@ def _gather(
     shape: tuple[int, int],
     address: Callable,
     operands: list[jax.Array],
-    layer: jax.Array,
-    pools: tuple[jax.Array, ...],
-    layout: RowLayout,
+    rows: Rings | Paged,
     interpret: bool,
     wanted: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dense rows [*shape, 512] and valid [*shape]; `address(item, layer, *operand refs)` finds each item's row.
+    """Launches the kernel.
 
-    `wanted(first item, *operand refs)`: whether a block of threads writes its rows; by default all do.
+    Args:
+      shape: leading shape of the result; an item is one of its rows.
+      address: function (items, layer, *operands in global memory) -> (row numbers in the pools, valid).
+      operands: arrays that `address` and `wanted` read.
+      rows: pools, layer and layout.
+      interpret: run on the CPU, interpreted, with the race detector on.
+      wanted: function (first item, *operands) -> whether a block writes its rows; None: all do.
+
+    Returns:
+      (dense rows [*shape, 512], valid [*shape]).
     """
-    kv_rows.check_row_pools(layout, *pools)
-    items, nope_groups = shape[0] * shape[1], layout.nope_dim // kv_rows.GROUP
+    items = shape[0] * shape[1]
     if items == 0:
         return jnp.zeros((*shape, kv_rows.ROW_DIM), jnp.bfloat16), jnp.zeros(shape, bool)
 
-    def body(operands, layer, pools, kv_out, valid_out):
+    def gather_block(operands_gmem, layer_gmem, pools_gmem, kv_gmem, valid_gmem):
         first = lax.axis_index("block") * BLOCK_ROWS
-        rows = functools.partial(write, first, operands, layer, pools, kv_out, valid_out)
-        if wanted is None:
-            rows()
-        else:
-            pl.when(wanted(first, *operands))(rows)
 
-    def write(first, operands, layer, pools, kv_out, valid_out):
-        nope, rope, scale = pools
-        item = first + kv_rows.iota((BLOCK_ROWS,), 0)
-        row, valid = address(jnp.minimum(item, items - 1), layer[0], *operands)
-        # Rows that are not valid read row 0, which stays in the cache.
-        row = jnp.where(valid, row, 0)
-        dense = (BLOCK_ROWS, kv_rows.GROUPS, kv_rows.GROUP)
-        codes = kv_rows.load_rows(nope, row, dense)
-        if layout.scale_block is None:
-            factor = lax.broadcast_in_dim(kv_rows.load_rows(scale, row, dense[:1]), dense, (0,))
+        def gather_rows():
+            item = first + kv_rows.iota((BLOCK_ROWS,), 0)
+            row, valid = address(jnp.minimum(item, items - 1), layer_gmem[0], *operands_gmem)
+            kv = _load_dense(pools_gmem, rows.layout, row, valid)
+            target = jnp.where(item < items, item, -1)
+            kv_rows.store_rows(kv_gmem, target, kv)
+            kv_rows.store_rows(valid_gmem, target, valid.astype(jnp.uint8))
+
+        if wanted is None:
+            gather_rows()
         else:
-            exponent = kv_rows.load_rows(scale, row, dense[:2]).astype(jnp.int32)
-            factor = lax.broadcast_in_dim(lax.bitcast_convert_type(exponent << 23, jnp.float32), dense, (0, 1))
-        values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * factor
-        group = kv_rows.iota(dense, 1)
-        rotary = kv_rows.load_rows(rope, row, dense, first_group=nope_groups)
-        kv = jnp.where(group < nope_groups, values.astype(jnp.bfloat16), rotary)
-        # `where`, not a product: rows that were never written may hold NaN.
-        kv = jnp.where(lax.broadcast_in_dim(valid, dense, (0,)), kv, jnp.zeros((), jnp.bfloat16))
-        target = jnp.where(item < items, item, -1)
-        kv_rows.store_rows(kv_out, target, kv)
-        kv_rows.store_rows(valid_out, target, valid.astype(jnp.uint8))
+            pl.when(wanted(first, *operands_gmem))(gather_rows)
 
     dense_type = jax.ShapeDtypeStruct((items, kv_rows.ROW_DIM), jnp.bfloat16)
     run = kernel(
-        body,
+        gather_block,
         out_type=(dense_type, jax.ShapeDtypeStruct((items,), jnp.bool_)),
         kernel_name="gather",
         grid=(-(-items // BLOCK_ROWS),),
         grid_names=("block",),
         interpret=interpret,
     )
-    kv, valid = run(operands, layer.reshape(1), tuple(pool.reshape(-1, pool.shape[-1]) for pool in pools))
+    pools = tuple(pool.reshape(-1, pool.shape[-1]) for pool in rows.pools)
+    kv, valid = run(operands, rows.layer.reshape(1), pools)
     return kv.reshape(*shape, kv_rows.ROW_DIM), valid.reshape(shape)
+
+
+def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Array:
+    """Loads and dequantises rows [n] to [n, 8, 64] bfloat16, zeros where not valid."""
+    nope_gmem, rope_gmem, scale_gmem = pools_gmem
+    nope_groups = layout.nope_dim // kv_rows.GROUP
+    # Rows that are not valid read row 0, which stays in the cache.
+    row = jnp.where(valid, row, 0)
+    dense = (BLOCK_ROWS, kv_rows.GROUPS, kv_rows.GROUP)
+    codes = kv_rows.load_rows(nope_gmem, row, dense)
+    if layout.scale_block is None:
+        factor = lax.broadcast_in_dim(kv_rows.load_rows(scale_gmem, row, dense[:1]), dense, (0,))
+    else:
+        exponent = kv_rows.load_rows(scale_gmem, row, dense[:2]).astype(jnp.int32)
+        factor = lax.broadcast_in_dim(lax.bitcast_convert_type(exponent << 23, jnp.float32), dense, (0, 1))
+    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * factor
+    rope = kv_rows.load_rows(rope_gmem, row, dense, first_group=nope_groups)
+    kv = jnp.where(kv_rows.iota(dense, 1) < nope_groups, values.astype(jnp.bfloat16), rope)
+    # Selected, not multiplied: rows that were never written may hold NaN.
+    return jnp.where(lax.broadcast_in_dim(valid, dense, (0,)), kv, jnp.zeros((), jnp.bfloat16))

@@ -1,4 +1,13 @@
-"""A layer's queries and its key-value row, RMS-normed, rotated and stored in one launch: a warp has a row."""
+"""Norm and rotation of queries and key-value rows, which are stored or appended to the rings, in one launch.
+
+    q_out = rope(q / rms(q))        kv_out = rope(weight * kv / rms(kv))
+
+A warp computes a row at a time. The first blocks take the key-value rows, four each; the others share the heads of a
+token. Both load their rows before they compute the rotation, which hides the loads.
+"""
+
+import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,9 +19,10 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
-from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
+from pallas_kernels.formats.pools import Rings
 from pallas_kernels.formats.row_encoder import store_quantised
-from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu import bfloat16_words, mlir
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
@@ -20,10 +30,26 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 DIM = kv_rows.ROW_DIM
-# Rows that a warp loads before it computes, where there are many.
-MAX_AT_ONCE = 4
-# As many blocks as run at once; a token has at least one for its queries, and a warp of one for its key-value row.
-BLOCKS = 4 * MULTIPROCESSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning of the queries' part.
+
+    Attributes:
+      rows_at_once: number of rows that a warp loads before it computes.
+      blocks_per_token: number of blocks that share the heads of a token.
+    """
+
+    rows_at_once: int
+    blocks_per_token: int
+
+    @classmethod
+    def choose(cls, tokens: int, heads: int) -> "Config":
+        """Fills an H100 once, and loads several rows at once if there are enough for all warps."""
+        rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
+        steps = -(-heads // (WARPS * rows_at_once))
+        return cls(rows_at_once, min(steps, -(-4 * MULTIPROCESSORS // tokens)))
 
 
 @cached_trace("eps")
@@ -37,13 +63,13 @@ def norm_rope(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`rope(q / rms(q))` and `rope(weight * kv / rms(kv))`, rounded after the norm and after the rotation.
+    """Computes `rope(q / rms(q))` and `rope(weight * kv / rms(kv))`, rounded after the norm and after the rotation.
 
     Args:
       q: [T, H, 512] bfloat16.
       kv: [T, 512] bfloat16.
-      weight: [512] float32, of kv's norm.
-      positions: [T] int32, up to 2**20; negative ones are taken for 0.
+      weight: [512] float32 weight of kv's norm.
+      positions: [T] int32, up to 2**20; negative positions count as 0.
       inv_freq: [P] float32, at most 1, P at most 256: the last 2 * P channels are rotated, in interleaved pairs.
       eps: added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -52,23 +78,17 @@ def norm_rope(
       Both, in their shapes and dtypes.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a shape or dtype.
     """
     _check(q, kv, weight, positions, inv_freq)
     if len(q) == 0:
         return q, kv
 
-    def place(token):
-        return jnp.where(token < len(q), token, -1)
-
-    def store(row, at, kv_out):
-        kv_rows.store_rows(kv_out, at, row)
-
-    q, kv = _launch("norm_rope", place, store, [kv], (), eps, interpret, q, kv, weight, positions, inv_freq)
+    q, kv = _launch("norm_rope", (q, kv, weight, positions, inv_freq), None, None, eps, interpret)
     return q, kv
 
 
-@cached_trace("layout", "eps", writes=True)
+@cached_trace("eps", writes=True)
 def norm_rope_append(
     q: jax.Array,
     kv: jax.Array,
@@ -76,46 +96,32 @@ def norm_rope_append(
     slots: jax.Array,
     positions: jax.Array,
     inv_freq: jax.Array,
-    layer: jax.Array,
-    nope: jax.Array,
-    rope: jax.Array,
-    scale: jax.Array,
+    rings: Rings,
     *,
-    layout: RowLayout,
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`norm_rope`, whose key-value rows `append_swa` stores, in one launch: the same bits.
+    """Fuses `norm_rope` and the `append_swa` of its key-value rows; the results are the same bits.
 
     Args:
-      q, kv, weight, inv_freq, eps: as in `norm_rope`.
-      slots, positions, layer, nope, rope, scale, layout: as in `append_swa`.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      q, kv, weight, inv_freq, eps, interpret: as in `norm_rope`.
+      slots, positions, rings: as in `append_swa`.
 
     Returns:
-      (q, nope, rope, scale): the queries, and the pools updated, in place when the caller donates them.
+      (q, nope, rope, scale): the queries and the updated pools, written in place if the caller donates them.
 
     Raises:
-      NotImplementedError: a layout, shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
-    kv_rows.check_row_pools(layout, nope, rope, scale)
+    rings.check()
     _check(q, kv, weight, positions, inv_freq)
     check_array("slots", slots, jnp.int32, len(q))
     if len(q) == 0:
-        return q, nope, rope, scale
-
-    def place(token, slots, positions, layer, *_):
-        return kv_rows.ring_rows(token, slots, positions, layer, nope.shape)
-
-    def store(row, at, slots, positions, layer, *pools):
-        store_quantised(row.astype(jnp.float32), pools, at, layout)
-
-    pools = [nope, rope, scale]
-    refs = [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in pools]
-    written = slots, positions, layer.reshape(1), *refs
-    (q,) = _launch("norm_rope_append", place, store, [], written, eps, interpret, q, kv, weight, positions, inv_freq)
-    nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, pools, strict=True))
-    return q, nope, rope, scale
+        return q, *rings.pools
+    pools = rings.mutable_pools()
+    destination = slots, positions, rings.layer.reshape(1), pools
+    (q,) = _launch("norm_rope_append", (q, kv, weight, positions, inv_freq), rings, destination, eps, interpret)
+    return q, *rings.freeze(pools)
 
 
 def _check(q, kv, weight, positions, inv_freq):
@@ -127,92 +133,115 @@ def _check(q, kv, weight, positions, inv_freq):
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
 
 
-def _launch(name, place, store, more_out, operands, eps, interpret, q, kv, weight, positions, inv_freq):
-    """Rotated queries, and what else has the shapes and dtypes of `more_out`.
+def _launch(name, arrays, rings, destination, eps, interpret):
+    """Returns the rotated queries, and the rotated key-value rows if there are no rings to store them in.
 
-    `store(rows [4, 8, 64] bfloat16, place(tokens [4], *operands), *operands, *more_out)` is called with rows of four
-    tokens, a warp's each; numbers from T on are of no token.
+    Args:
+      arrays: the arguments of `norm_rope`.
+      rings, destination: the rings, and (slots, positions, layer [1], mutable pools) to store rows in; or None.
     """
-    (tokens, heads, _), pairs = q.shape, len(inv_freq)
-    at_once = MAX_AT_ONCE if tokens * heads >= MULTIPROCESSORS * kv_rows.WARPS * MAX_AT_ONCE else 1
-    steps = -(-heads // (kv_rows.WARPS * at_once))
-    parts = min(steps, -(-BLOCKS // tokens))
-    each, kv_blocks = -(-steps // parts), -(-tokens // kv_rows.WARPS)
-    rows_shape = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
-
-    def body(q, kv, weight, positions, inv_freq, *refs):
-        *operands, q_out = refs[: len(refs) - len(more_out)]
-        block, warp = lax.axis_index("block"), kv_rows.iota((kv_rows.WARPS,), 0)
-        channel = kv_rows.iota(rows_shape, 1) * kv_rows.GROUP + kv_rows.iota(rows_shape, 2)
-        # Not in a branch: LLVM would compute it there in pairs of 16 bits, which ptxas adds wrongly.
-        pair = (channel - (DIM - 2 * pairs)) >> 1
-
-        def load(ref, row):
-            return kv_rows.load_rows(ref, jnp.maximum(row, 0), rows_shape).astype(jnp.float32)
-
-        def rotation(token):
-            position = jnp.maximum(kv_rows.load_rows(positions, token, token.shape), 0).astype(jnp.float32)
-            # Channels before the rotated ones: frequency 0, so an angle of 0, which changes nothing.
-            frequency = _take(inv_freq, pair)
-            angle = kv_rows.product(frequency, lax.broadcast_in_dim(position, frequency.shape, (0,)))
-            return cos_sin(angle, kv_rows.product)
-
-        def finish(x, weight, cos, sin):
-            squares = jnp.sum(jnp.sum(kv_rows.product(x, x), axis=2), axis=1)
-            mean = kv_rows.product(squares, 1 / DIM)
-            x = x * lax.broadcast_in_dim(inverse_sqrt(mean + eps, kv_rows.product), x.shape, (0,))
-            return _rotate(x if weight is None else weight * x, cos, sin, DIM - 2 * pairs)
-
-        @pl.when(block < kv_blocks)
-        def _():
-            own = block * kv_rows.WARPS + warp
-            token = jnp.minimum(own, tokens - 1)
-            # What comes from memory is on its way before anything is computed.
-            x, at = load(kv, token), place(own, *operands)
-            scale = kv_rows.load_rows(weight, jnp.minimum(own, 0), rows_shape)
-            row = finish(x, scale, *rotation(token))
-            store(row, at, *operands, *refs[len(refs) - len(more_out) :])
-
-        @pl.when(block >= kv_blocks)
-        def _():
-            token, part = lax.div(block - kv_blocks, parts), lax.rem(block - kv_blocks, parts)
-
-            def loaded(step):
-                head = step * (kv_rows.WARPS * at_once) + warp
-                heads_at_once = [head + i * kv_rows.WARPS for i in range(at_once)]
-                rows = [jnp.where(head < heads, token * heads + head, -1) for head in heads_at_once]
-                return [(load(q, row), row) for row in rows]
-
-            def put(rows, rotated):
-                for x, row in rows:
-                    kv_rows.store_rows(q_out, row, finish(x, None, *rotated))
-
-            # The first rows are on their way while the rotation is computed.
-            rows = loaded(part * each)
-            rotated = rotation(jnp.where(warp >= 0, token, 0))
-            put(rows, rotated)
-            pl.loop(part * each + 1, jnp.minimum((part + 1) * each, steps))(lambda step: put(loaded(step), rotated))
-
+    q, kv, weight, positions, inv_freq = arrays
+    tokens, heads, _ = q.shape
+    config = Config.choose(tokens, heads)
+    kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
     run = kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((x.size // DIM, DIM), x.dtype) for x in (q, *more_out)],
+        functools.partial(_norm_rope_kernel, config, heads, eps, rings),
+        out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
-        grid=(kv_blocks + tokens * parts,),
+        grid=(-(-tokens // WARPS) + tokens * config.blocks_per_token,),
         grid_names=("block",),
         interpret=interpret,
     )
-    q_out, *rest = run(q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq, *operands)
-    return q_out.reshape(q.shape), *rest
+    q_out, *others = run((q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq), destination)
+    return q_out.reshape(q.shape), *others
+
+
+def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None):
+    q_gmem, kv_gmem, weight_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
+    tokens, first_rotated = positions_gmem.shape[0], DIM - 2 * inv_freq_gmem.shape[0]
+    block, warp = lax.axis_index("block"), kv_rows.iota((WARPS,), 0)
+    kv_blocks = -(-tokens // WARPS)
+    shape = WARPS, GROUPS, GROUP
+    channel = kv_rows.iota(shape, 1) * GROUP + kv_rows.iota(shape, 2)
+    # Not in a branch: LLVM would compute it there in pairs of 16 bits, which ptxas adds wrongly.
+    pair = (channel - first_rotated) >> 1
+
+    def load(ref_gmem, row):
+        return kv_rows.load_rows(ref_gmem, jnp.maximum(row, 0), shape).astype(jnp.float32)
+
+    def rotation(token):
+        return _rotation(kv_rows.load_rows(positions_gmem, token, token.shape), inv_freq_gmem, pair)
+
+    def norm_and_rotate(x, weight, cos, sin):
+        x = _norm(x, eps)
+        return _rotate(x if weight is None else weight * x, cos, sin, first_rotated)
+
+    @pl.when(block < kv_blocks)
+    @jax.named_scope("key_value_rows")
+    def store_key_value_rows():
+        own = block * WARPS + warp
+        token = jnp.minimum(own, tokens - 1)
+        x = load(kv_gmem, token)
+        if rings is None:
+            row = jnp.where(own < tokens, own, -1)
+        else:
+            row = kv_rows.ring_rows(own, *destination_gmem[:3], shape=rings.pools[0].shape)
+        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(own, 0), shape)
+        rotated = norm_and_rotate(x, weight, *rotation(token))
+        if rings is None:
+            kv_rows.store_rows(kv_out_gmem, row, rotated)
+        else:
+            store_quantised(rotated.astype(jnp.float32), destination_gmem[3], row, rings.layout)
+
+    @pl.when(block >= kv_blocks)
+    @jax.named_scope("queries")
+    def store_queries():
+        steps = -(-heads // (WARPS * config.rows_at_once))
+        steps_per_block = -(-steps // config.blocks_per_token)
+        blocks = config.blocks_per_token
+        token, part = lax.div(block - kv_blocks, blocks), lax.rem(block - kv_blocks, blocks)
+
+        def load_heads(step):
+            head = step * (WARPS * config.rows_at_once) + warp
+            step_heads = [head + i * WARPS for i in range(config.rows_at_once)]
+            rows = [jnp.where(head < heads, token * heads + head, -1) for head in step_heads]
+            return [(load(q_gmem, row), row) for row in rows]
+
+        def store_heads(loaded, angles):
+            for x, row in loaded:
+                kv_rows.store_rows(q_out_gmem, row, norm_and_rotate(x, None, *angles))
+
+        first = part * steps_per_block
+        loaded = load_heads(first)
+        angles = rotation(jnp.where(warp >= 0, token, 0))
+        store_heads(loaded, angles)
+        end = jnp.minimum((part + 1) * steps_per_block, steps)
+        pl.loop(first + 1, end)(lambda step: store_heads(load_heads(step), angles))
+
+
+def _rotation(positions, inv_freq_gmem, pair):
+    """Returns (cos, sin) [4, 8, 64] of the angles by which four rows are rotated."""
+    positions = jnp.maximum(positions, 0).astype(jnp.float32)
+    # Channels before the rotated ones have frequency 0, and an angle of 0 changes nothing.
+    frequency = _take(inv_freq_gmem, pair)
+    angle = kv_rows.product(frequency, lax.broadcast_in_dim(positions, frequency.shape, (0,)))
+    return cos_sin(angle, kv_rows.product)
+
+
+def _norm(x, eps):
+    squares = jnp.sum(jnp.sum(kv_rows.product(x, x), axis=2), axis=1)
+    mean = kv_rows.product(squares, 1 / DIM)
+    return x * lax.broadcast_in_dim(inverse_sqrt(mean + eps, kv_rows.product), x.shape, (0,))
 
 
 @primitive
-def _take(ref, index: jax.Array) -> jax.Array:
-    """`ref[index]` of float32 in global memory, for rows of indices in the layout of `kv_rows`; 0 where negative."""
-    return jnp.where(index >= 0, ref[...][jnp.maximum(index, 0)], 0.0)
+def _take(array_gmem, index: jax.Array) -> jax.Array:
+    """Reads `array[index]` of float32, 0 for negative indices, in the layout of `kv_rows`."""
+    return jnp.where(index >= 0, array_gmem[...][jnp.maximum(index, 0)], 0.0)
 
 
 @_take.mosaic
-def _(ref, index):
+def _take_mosaic(array_gmem, index):
     def emit(ref, index):
         for register in index.registers.flat:
             yield mlir.pack(one(ref, at) for at in mlir.values(register))
@@ -224,48 +253,44 @@ def _(ref, index):
         return arith.select(exists, value, mlir.f32(0.0))
 
     returns = jax.ShapeDtypeStruct(index.shape, jnp.float32)
-    return mlir.inline(emit, ref, index, layout=lambda _: kv_rows.VALUES, returns=returns)
+    return mlir.inline(emit, array_gmem, index, layout=lambda _: kv_rows.VALUES, returns=returns)
 
 
 @primitive
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Array:
-    """Rows [n, 8, 64] float32, rounded to bfloat16, interleaved pairs rotated from channel `first` on, and rounded."""
+    """Rounds rows [n, 8, 64] float32 to bfloat16, rotates interleaved pairs from channel `first` on, rounds again."""
     rounded = round_bfloat16(x)
     other = rounded.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
     sign = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) & 1 == 0, -1.0, 1.0)
-    turned = product(rounded, cos) + product(other, sin * sign)
-    return turned.astype(jnp.bfloat16)
+    return (product(rounded, cos) + product(other, sin * sign)).astype(jnp.bfloat16)
 
 
 @_rotate.mosaic
-def _(x, cos, sin, first):
-    def rounded(even, odd):
-        return mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", odd, even, results=mlir.int_type(), pure=True)
-
-    def times(x, y):
-        # Never contracted to an FMA with what follows.
+def _rotate_mosaic(x, cos, sin, first):
+    def multiply(x, y):
+        # An explicit instruction, so that it is never contracted to an FMA.
         return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
-    def turn(word, cos, sin):
-        even = arith.bitcast(mlir.f32_type(), arith.shli(word, mlir.i32(16)))
-        odd = arith.bitcast(mlir.f32_type(), arith.andi(word, mlir.i32(0xFFFF0000)))
-        return rounded(arith.subf(times(even, cos), times(odd, sin)), arith.addf(times(odd, cos), times(even, sin)))
+    def rotate_pair(word, cos, sin):
+        even, odd = bfloat16_words.unpack(word)
+        rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
+        return bfloat16_words.pack(rotated_even, arith.addf(multiply(odd, cos), multiply(even, sin)))
 
     def emit(x, cos, sin):
         kind = mlir.vector_type(8, ir.BF16Type.get())
         for at, position in zip(np.ndindex(x.registers.shape), _last_groups(x), strict=True):
             values, factors = mlir.values(x.registers[at]), (mlir.values(y.registers[at]) for y in (cos, sin))
-            words = [rounded(*values[i : i + 2]) for i in range(0, 8, 2)]
-            if position >= first // kv_rows.GROUP:
+            words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
+            if position >= first // GROUP:
                 cosines, sines = factors
-                words = [turn(word, cosines[2 * i], sines[2 * i]) for i, word in enumerate(words)]
-            yield vector.bitcast(kind, mlir.pack(words))
+                words = [rotate_pair(word, cosines[2 * i], sines[2 * i]) for i, word in enumerate(words)]
+            yield vector.bitcast(kind, mlir.pack(word.value for word in words))
 
     returns = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     return mlir.inline(emit, x, cos, sin, layout=lambda _: kv_rows.VALUES, returns=returns)
 
 
 def _last_groups(x):
-    """The last group of which each register holds values: four lanes' worth of consecutive groups."""
-    halves = kv_rows.GROUPS // 4
+    """The last group of channels in each register, whose lanes hold four consecutive groups."""
+    halves = GROUPS // 4
     return [4 * (i % halves) + 3 for i in range(x.registers.size)]

@@ -1,7 +1,14 @@
-"""Which experts a token goes to, for few tokens: products with a slice of channels, then scores and selection.
+"""Router of a mixture of experts: scores = sqrt(softplus(x @ weight.T)), from which each token's experts are selected.
 
-Where tokens are so few that the blocks which select are one cluster, one of them sorts pairs of a token and an expert
-for `experts`.
+Two launches, for few tokens. `router_products` has a grid of (slices of 128 channels, 32 experts, 32 tokens) and blocks
+of one warpgroup, which write a slice's part of the logits. `router_select` has a block for each token:
+
+    warpgroup   does                                                              waits for         signals
+    0..3        adds up a quarter of the slices                                                     partials_full
+    0           adds up the quarters, computes scores, selects experts            partials_full     selection_ready
+    0           of token 0: groups all pairs by expert, for up to 8 tokens        selection_ready
+
+Blocks of up to 8 tokens are one cluster. `experts` takes the grouped pairs, which saves it a launch.
 """
 
 import functools
@@ -16,7 +23,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.matmul.routing import WORDS, counts_size, group_pairs, most_blocks, scratch_words
+from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
@@ -26,16 +33,16 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TOKENS = 256
-MAX_GROUPED_TOKENS = 8  # blocks of a cluster that every device runs
-CHANNELS = 4 * WARP  # of a slice
-STEP = 16  # channels of `mma`
-ROWS = 8  # experts of a warp
-TOKENS = 32  # of a tile
-EXPERTS = ROWS * THREADS // WARP  # of a block
-ADDERS = 4  # warpgroups that add slices up
+MAX_GROUPED_TOKENS = 8  # blocks of a cluster; every GPU runs so many
+SLICE = 4 * WARP  # channels
+STEP = 16  # channels of an `mma`
+WARP_EXPERTS = 8
+BLOCK_EXPERTS = WARP_EXPERTS * THREADS // WARP
+BLOCK_TOKENS = 32
+ADDERS = 4  # warpgroups of `router_select`
 
 
-@cached_trace("chosen", "factor")
+@cached_trace("top_k", "scaling_factor")
 def router(
     x: jax.Array,
     weight: jax.Array,
@@ -43,126 +50,125 @@ def router(
     table: jax.Array | None = None,
     token_ids: jax.Array | None = None,
     *,
-    chosen: int,
-    factor: float,
+    top_k: int,
+    scaling_factor: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Scores `sqrt(softplus(x @ weight.T))`, and the experts that they or a table select.
+    """Selects experts by `sqrt(softplus(x @ weight.T)) + bias` or by token id.
 
     Args:
       x: [T, D] bfloat16, T up to 256, D a multiple of 512.
       weight: [E, D] float32, E a multiple of 128 up to 1024.
-      bias: [E] float32: the `chosen` best of score + bias are selected, of equals the first. Or None, with
-      table: [V, chosen] int32, the experts of each token id, and
-      token_ids: [T] int32, clipped to 0 .. V - 1.
-      chosen: experts of a token, at most 32.
-      factor: what a token's weights add up to.
+      bias: [E] float32, added to the scores to select the `top_k` best; of equals the first. None: the table selects.
+      table: [V, top_k] int32 experts of each token id.
+      token_ids: [T] int32, clipped to [0, V); required with a table.
+      top_k: number of experts of a token, at most 32.
+      scaling_factor: sum of a token's weights.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      experts [T, chosen] int32, and their weights [T, chosen] float32: the scores over their sum, times `factor`. And
-      for `experts` (table, counts) of the pairs of a token and an expert, see `group_pairs`, or None of more than 8
-      tokens.
+      (experts [T, top_k] int32, weights [T, top_k] float32, permutation). The weights are the experts' scores, without
+      the bias, scaled to their sum. The permutation is the (table, counts) of the pairs of a token and an expert, see
+      `group_pairs`; None for more than 8 tokens.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     check_array("x", x, jnp.bfloat16, None, None)
     tokens, depth = x.shape
     check_array("weight", weight, jnp.float32, None, depth)
-    experts = weight.shape[0]
+    experts, multiple = weight.shape[0], ADDERS * SLICE
     if bias is not None:
         check_array("bias", bias, jnp.float32, experts)
     else:
-        check_array("table", table, jnp.int32, None, chosen)
+        check_array("table", table, jnp.int32, None, top_k)
         check_array("token_ids", token_ids, jnp.int32, tokens)
     check_rules(
         {
             f"1 to {MAX_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_TOKENS,
-            f"channels in multiples of {ADDERS * CHANNELS}, got {depth}": depth > 0
-            and depth % (ADDERS * CHANNELS) == 0,
+            f"channels in multiples of {multiple}, got {depth}": depth > 0 and depth % multiple == 0,
             f"128, 256, .. or 1024 experts, got {experts}": 0 < experts <= 1024 and experts % THREADS == 0,
-            f"up to {WARP} experts of a token, got {chosen}": 0 < chosen <= min(WARP, experts),
+            f"up to {WARP} experts of a token, got {top_k}": 0 < top_k <= min(WARP, experts),
         }
     )
-    slices = depth // CHANNELS
     products = kernel(
-        lambda *arrays: add_products(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
-        out_type=jax.ShapeDtypeStruct((slices, tokens, experts), jnp.float32),
+        lambda *arrays: multiply_slice(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
+        out_type=jax.ShapeDtypeStruct((depth // SLICE, tokens, experts), jnp.float32),
         kernel_name="router_products",
-        grid=(slices, experts // EXPERTS, -(-tokens // TOKENS)),
+        grid=(depth // SLICE, experts // BLOCK_EXPERTS, -(-tokens // BLOCK_TOKENS)),
         grid_names=("slice", "rows", "tile"),
         interpret=interpret,
     )
-    given = (table, token_ids) if bias is None else (bias,)
-    found = [jax.ShapeDtypeStruct((tokens * chosen,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    selection = (table, token_ids) if bias is None else (bias,)
+    return _select_experts(products(x, weight), selection, top_k, scaling_factor, interpret)
+
+
+def _select_experts(products, selection, top_k, scaling_factor, interpret):
+    """Runs the second launch; `selection` is (bias,) or (table, token_ids)."""
+    slices, tokens, experts = products.shape
+    outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
     scratch: dict[str, Any] = dict(
-        inbox=plgpu.SMEM((ADDERS, experts), jnp.float32),
-        scores=plgpu.SMEM((experts,), jnp.float32),
-        biased=plgpu.SMEM((experts,), jnp.float32),
-        summed=plgpu.Barrier(num_arrivals=ADDERS),
+        partials_smem=plgpu.SMEM((ADDERS, experts), jnp.float32),
+        scores_smem=plgpu.SMEM((experts,), jnp.float32),
+        biased_smem=plgpu.SMEM((experts,), jnp.float32),
+        partials_full=plgpu.Barrier(num_arrivals=ADDERS),
     )
-    together = tokens <= MAX_GROUPED_TOKENS
-    if together:
-        blocks = most_blocks(tokens * chosen, experts)
-        found += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (blocks * WORDS, counts_size(blocks, depth))]
-        scratch |= dict(
-            sizes=plgpu.SMEM((scratch_words(experts),), jnp.int32),
-            selected=plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None,
-        )
-    select = kernel(
-        functools.partial(_select, factor, chosen),
-        out_type=found,
+    one_cluster = tokens <= MAX_GROUPED_TOKENS
+    if one_cluster:
+        groups = max_groups(tokens * top_k, experts)
+        sizes = groups * GROUP_WORDS, counts_size(groups, slices * SLICE)
+        outs += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+        barrier = plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None
+        scratch |= dict(sort_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32), selection_ready=barrier)
+    run = kernel(
+        functools.partial(_select_body, top_k, scaling_factor),
+        out_type=outs,
         kernel_name="router_select",
-        grid=(1 if together else tokens,),
+        grid=(1 if one_cluster else tokens,),
         grid_names=("group",),
-        # As many blocks as tokens, but a power of two: three of a cluster take longer to start than two.
-        cluster=(1 << (tokens - 1).bit_length() if together else 1,),
+        # A power of two: three blocks of a cluster take longer to start than four.
+        cluster=(1 << (tokens - 1).bit_length() if one_cluster else 1,),
         cluster_names=("token",),
         num_threads=ADDERS,
         thread_name="warpgroup",
         scratch_types=scratch,
         interpret=interpret,
     )
-    selected, weights, *grouped = select(products(x, weight), *given)
-    selected, weights = (found.reshape(tokens, chosen) for found in (selected, weights))
-    return selected, weights, tuple(grouped) or None
+    selected, weights, *permutation = run(products, selection)
+    return selected.reshape(tokens, top_k), weights.reshape(tokens, top_k), tuple(permutation) or None
 
 
 @primitive
-def add_products(part: jax.Array, group: jax.Array, tile: jax.Array, x, weight, out) -> None:
-    """Writes `out[part, t, e]`, sums over a slice of channels, of a group of experts and a tile of tokens.
+def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, weight_gmem, out_gmem) -> None:
+    """Writes `out[part, t, e]`, the sum over a slice of channels, for a block's tokens and experts.
 
-    A warp has 8 experts, a lane 32 channels of one of them, as sums of three bfloat16; `out`: [slices, T, E] float32.
+    A warp has 8 experts and a lane 32 channels of one of them. float32 weights are sums of three bfloat16.
     """
-    columns, rows = pl.ds(part * CHANNELS, CHANNELS), pl.ds(group * EXPERTS, EXPERTS)
+    columns, rows = pl.ds(part * SLICE, SLICE), pl.ds(group * BLOCK_EXPERTS, BLOCK_EXPERTS)
 
     @pl.when(tile == 0)
-    def _():  # those of all tiles: their tokens are few
-        out[part, :, rows] = jnp.dot(x[:, columns].astype(jnp.float32), weight[rows, columns].T, precision="highest")
+    def _():  # tests that are interpreted have few tokens: this is all tiles at once
+        weight = weight_gmem[rows, columns]
+        out_gmem[part, :, rows] = jnp.dot(x_gmem[:, columns].astype(jnp.float32), weight.T, precision="highest")
 
 
-@add_products.mosaic
-def _(part, group, tile, x, weight, out):
-    (tokens, depth), experts = x.shape, weight.shape[0]
-    halves, steps = (1 if tokens <= 16 else 2), CHANNELS // STEP
+@multiply_slice.mosaic
+def _(part, group, tile, x_gmem, weight_gmem, out_gmem):
+    (tokens, depth), experts = x_gmem.shape, weight_gmem.shape[0]
+    halves, steps = (1 if tokens <= 16 else 2), SLICE // STEP
 
     def emit(part, group, tile, x, weight, out):
         thread, part = U32(mlir.thread()), U32(mlir.scalar(part))
-        lane, tile = thread & 31, U32(mlir.scalar(tile)) * TOKENS
-        row, column = lane >> 2, part * CHANNELS + ((lane & 3) << 2)
-        first = U32(mlir.scalar(group)) * EXPERTS + (thread >> 5) * ROWS
-
-        def at(ref, index, size):
-            return mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
-
-        start = at(weight, (first + row) * depth + column, 4)
+        lane, tile = thread & 31, U32(mlir.scalar(tile)) * BLOCK_TOKENS
+        row, column = lane >> 2, part * SLICE + ((lane & 3) << 2)
+        first = U32(mlir.scalar(group)) * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
+        start = thread_ops.element(weight, (first + row) * depth + column, 4)
         weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in range(steps)]
-        # Clamped: what stands for tokens beyond the last is not stored.
+        # Clamped: sums of tokens beyond the last are not stored.
         numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
-        starts = [at(x, token * depth + column, 2) for token in numbers]
+        starts = [thread_ops.element(x, token * depth + column, 2) for token in numbers]
         inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in range(steps)]
-        # Chains of products that do not wait for each other.
+        # Three chains of products for each half: they do not wait for each other.
         sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
         for four, pairs in zip(weights, inputs, strict=True):
             for i, piece in enumerate(words.split(four)):
@@ -174,42 +180,62 @@ def _(part, group, tile, x, weight, out):
             for i in range(2):
                 token = tile + row + (16 * half + 8 * i)
                 with thread_ops.when(token < tokens):
-                    place = at(out, (part * tokens + token) * experts + first + ((lane & 3) << 1), 4)
-                    llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), place, alignment=8)
+                    index = (part * tokens + token) * experts + first + ((lane & 3) << 1)
+                    pair = mlir.pack(totals[2 * i : 2 * i + 2])
+                    llvm.store(pair, thread_ops.element(out, index, 4), alignment=8)
 
-    mlir.inline(emit, part, group, tile, x, weight, out)
+    mlir.inline(emit, part, group, tile, x_gmem, weight_gmem, out_gmem)
 
 
-def _select(factor, chosen, products, *refs, inbox, scores, biased, summed, sizes=None, selected=None):
-    *given, experts, weights = refs[: len(refs) - 2 * (sizes is not None)]
+def _select_body(
+    top_k,
+    scaling_factor,
+    products_gmem,
+    selection,
+    *outs,
+    partials_smem,
+    scores_smem,
+    biased_smem,
+    partials_full,
+    **sort,
+):
+    experts_gmem, weights_gmem, *permutation = outs
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
-    warpgroup, tokens = lax.axis_index("warpgroup"), products.shape[1]
-    share = products.shape[0] // ADDERS
-    parts = range(0, scores.shape[0], THREADS)
+    warpgroup, (slices, tokens, experts) = lax.axis_index("warpgroup"), products_gmem.shape
+    tiles = [pl.ds(first, THREADS) for first in range(0, experts, THREADS)]
+
+    def add_slices():
+        own = [warpgroup * (slices // ADDERS) + i for i in range(slices // ADDERS)]
+        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in own] for tile in tiles]
+        for tile, terms in zip(tiles, loaded, strict=True):
+            partials_smem[warpgroup, tile] = functools.reduce(jnp.add, terms)
+        plgpu.barrier_arrive(partials_full)
+
+    def select_experts():
+        plgpu.barrier_wait(partials_full)
+        for tile in tiles:
+            logits = functools.reduce(jnp.add, [vectors.load(partials_smem.at[i, tile]) for i in range(ADDERS)])
+            score = jnp.sqrt(_softplus(logits))
+            scores_smem[tile] = score
+            if len(selection) == 1:
+                biased_smem[tile] = score + vectors.load(selection[0].at[tile])
+        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor)
 
     # A cluster may have more blocks than there are tokens.
     @pl.when(token < tokens)
     def _():
-        places = [[(warpgroup * share + i, token, pl.ds(first, THREADS)) for i in range(share)] for first in parts]
-        loaded = [[vectors.load(products.at[place]) for place in slices] for slices in places]
-        for first, terms in zip(parts, loaded, strict=True):
-            inbox[warpgroup, pl.ds(first, THREADS)] = functools.reduce(jnp.add, terms)
-        plgpu.barrier_arrive(summed)
+        with jax.named_scope("add_slices"):
+            add_slices()
+        with jax.named_scope("select_experts"):
+            pl.when(warpgroup == 0)(select_experts)
 
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.barrier_wait(summed)
-            for first in parts:
-                mine = pl.ds(first, THREADS)
-                logits = functools.reduce(jnp.add, [vectors.load(inbox.at[i, mine]) for i in range(ADDERS)])
-                score = jnp.sqrt(_softplus(logits))
-                scores[mine] = score
-                if len(given) == 1:
-                    biased[mine] = score + vectors.load(given[0].at[mine])
-            select(experts, weights, token, scores, biased, given, chosen, factor)
+    if permutation:
+        with jax.named_scope("group_pairs"):
+            _group_cluster(token, warpgroup, experts, experts_gmem, *permutation, **sort)
 
-    if sizes is None:
-        return
+
+def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_gmem, *, sort_smem, selection_ready):
+    """Groups the pairs of all tokens once every block of the cluster has selected."""
 
     @pl.when(warpgroup > 0)
     def _():
@@ -218,17 +244,14 @@ def _select(factor, chosen, products, *refs, inbox, scores, biased, summed, size
 
     @pl.when(warpgroup == 0)
     def _():
-        barriers.arrive_cluster(selected)
-        barriers.wait_cluster(selected)
-
-        @pl.when(token == 0)
-        def _():
-            table, counts = refs[-2:]
-            group_pairs(experts, table, counts, scores.shape[0], sizes)
+        barriers.arrive_cluster(selection_ready)
+        barriers.wait_cluster(selection_ready)
+        group = functools.partial(group_pairs, experts_gmem, groups_gmem, counts_gmem, experts, sort_smem)
+        pl.when(token == 0)(group)
 
 
 def _softplus(x):
-    """log(1 + exp(x)) as accurate as float32 has it: no logarithm near 1."""
+    """Returns log(1 + exp(x)) to float32 accuracy, without a logarithm near 1."""
     small = jnp.exp(-jnp.abs(x))
     ratio = small / (2.0 + small)
     square = ratio * ratio
@@ -239,69 +262,72 @@ def _softplus(x):
 
 
 @primitive
-def select(experts, weights, token: jax.Array, scores, biased, given, chosen: int, factor: float) -> None:
-    """Writes a token's experts and weights, see `router`, to [T * chosen] arrays; one warpgroup runs it.
+def select(
+    experts_gmem, weights_gmem, token: jax.Array, scores_smem, biased_smem, selection, top_k: int, scaling_factor: float
+) -> None:
+    """Writes a token's experts and weights to [T * top_k] arrays, see `router`; one warpgroup runs it.
 
-    `scores`, `biased`: [E] float32 in shared memory; the latter counts if `given` is (bias,), not (table, token_ids).
+    `selection` is (bias,), to select the best of `biased_smem` [E], or (table, token_ids).
     """
-    if len(given) == 1:
-        found = lax.top_k(biased[...], chosen)[1]
+    if len(selection) == 1:
+        experts = lax.top_k(biased_smem[...], top_k)[1]
     else:
-        table, token_ids = given
-        found = table[jnp.clip(token_ids[token], 0, table.shape[0] - 1), :]
-    found_scores = scores[...][found]
-    mine = pl.ds(token * chosen, chosen)
-    experts[mine] = found
-    weights[mine] = found_scores / (jnp.sum(found_scores) + 1e-20) * factor
+        table, token_ids = selection
+        experts = table[jnp.clip(token_ids[token], 0, table.shape[0] - 1), :]
+    scores = scores_smem[...][experts]
+    own = pl.ds(token * top_k, top_k)
+    experts_gmem[own] = experts
+    weights_gmem[own] = scores / (jnp.sum(scores) + 1e-20) * scaling_factor
 
 
 @select.mosaic
-def _(experts, weights, token, scores, biased, given, chosen, factor):
-    number = scores.shape[0]
+def _(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
+    number = scores_smem.shape[0]
 
-    def emit(experts, weights, token, scores, biased, *given):
+    def look_up(token, lane, table, token_ids):
+        rows = ir.MemRefType(table.type).shape[0]
+        own = thread_ops.load_global(token_ids, token)
+        own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(rows - 1)))
+        return thread_ops.load_global(table, own * top_k + lane.minimum(top_k - 1))
+
+    def emit(experts, weights, token, scores, biased, *selection):
         token = U32(mlir.scalar(token))
         thread = U32(mlir.thread())
         lane = thread & 31
         # Other threads wrote what this warp reads.
         mgpu.utils.warpgroup_barrier()
         with thread_ops.when(thread < WARP):
-            if len(given) == 1:
-                found = _best(thread_ops.shared(biased), lane, number, chosen)
+            if len(selection) == 1:
+                expert = _top_k(thread_ops.shared(biased), lane, number, top_k)
             else:
-                table, token_ids = given
-                size = ir.MemRefType(table.type).shape[0]
-                own = thread_ops.load_global(token_ids, token)
-                own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(size - 1)))
-                found = thread_ops.load_global(table, own * chosen + lane.minimum(chosen - 1))
-            score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (found << 2)))
-            inside = lane < chosen
-            total = arith.select(inside.value, score, mlir.f32(0.0))
-            for distance in (16, 8, 4, 2, 1):
-                total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+                expert = look_up(token, lane, *selection)
+            score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (expert << 2)))
+            inside = lane < top_k
+            total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
             share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
             with thread_ops.when(inside):
-                place = token * chosen + lane
-                thread_ops.store_global(experts, place, found)
-                thread_ops.store_global(weights, place, thread_ops.bits(arith.mulf(share, mlir.f32(factor))))
+                place = token * top_k + lane
+                thread_ops.store_global(experts, place, expert)
+                weight = arith.mulf(share, mlir.f32(scaling_factor))
+                thread_ops.store_global(weights, place, thread_ops.bits(weight))
 
-    mlir.inline(emit, experts, weights, token, scores, biased, *given)
+    mlir.inline(emit, experts_gmem, weights_gmem, token, scores_smem, biased_smem, *selection)
 
 
-def _best(values, lane, number, chosen):
-    """In lane i of the warp the number of the i-th largest float32, of equals the first."""
-    numbers = [lane + first for first in range(0, number, WARP)]
+def _top_k(values, lane, number, top_k):
+    """Returns in lane i of a warp the index of the i-th largest float32 in shared memory; of equals the first."""
+    indices = [lane + first for first in range(0, number, WARP)]
     keys = []
-    for one in numbers:
-        # As unsigned integers in the order of the floats.
-        value = thread_ops.load(values + (one << 2))
+    for index in indices:
+        # Unsigned integers in the order of the floats.
+        value = thread_ops.load(values + (index << 2))
         negative = U32(arith.shrsi(value.value, mlir.i32(31)))
         keys.append(value ^ (negative | 0x80000000))
     found = U32(0)
-    for i in range(chosen):
+    for i in range(top_k):
         top = thread_ops.warp_max(functools.reduce(U32.maximum, keys))
-        own = [key.equals(top).where(one, number - 1) for key, one in zip(keys, numbers, strict=True)]
+        own = [key.equals(top).where(index, number - 1) for key, index in zip(keys, indices, strict=True)]
         best = thread_ops.warp_min(functools.reduce(U32.minimum, own))
         found = lane.equals(i).where(best, found)
-        keys = [one.equals(best).where(0, key) for key, one in zip(keys, numbers, strict=True)]
+        keys = [index.equals(best).where(0, key) for key, index in zip(keys, indices, strict=True)]
     return found

@@ -1,7 +1,7 @@
-"""Writes the tables of README.md and benchmarks/README.md anew, from the files in benchmarks.
+"""Writes the tables of README.md and benchmarks/README.md from the files in benchmarks.
 
-A comment above a table says what it has: <!-- table: KIND FILE ... -->. The line below it names the device. Tables of
-the kinds `chosen`, `peers` and `beside` keep the cases that they have, others have every case of their files.
+A comment above a table names its kind and files: <!-- table: KIND FILE ... -->. The line below names the device. Tables
+of the kinds `chosen`, `peers` and `beside` keep their cases; other tables have every case of their files.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from benchmark_claims import wrong_claims
 
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ Key = tuple[str, str]  # of an op's case: op and shape
 
 
 def rewrite(text: str) -> str:
-    """The page with the lines between each such comment and the end of its table replaced."""
+    """Returns the page with new tables below such comments."""
     return re.sub(r"^<!-- table: (\w+) (.+) -->\n[^|]*((?:^\|.*\n)+)", _lines, text, flags=re.MULTILINE)
 
 
@@ -138,16 +139,18 @@ def steps(runs: list[Row], keys: list[Key]) -> Table:
         "floor ms": "{floor_milliseconds:.2f}",
         "% of floor": "{percent_of_floor:.0f}",
         "projections": "{kernel_milliseconds[projections]:.2f}",
-        "append, flush": "{kernel_milliseconds[append + flush]:.2f}",
+        "append, flush": "{kernel_milliseconds[compressor]:.2f}",
         "indexer": "{kernel_milliseconds[indexer]:.2f}",
-        "top-k": "{kernel_milliseconds[top-k]:.2f}",
+        "top-k": "{kernel_milliseconds[topk]:.2f}",
         "attention": "{kernel_milliseconds[attention]:.2f}",
-        "rest": "{kernel_milliseconds[rest]:.2f}",
+        "rest": "{rest:.2f}",
         "gaps": "{gap_milliseconds:.2f}",
     }
 
     def row(row: Row) -> Row:
-        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "")
+        kinds = row["kernel_milliseconds"]
+        rest = kinds["rest"] + kinds.get("norm_rope", 0.0)
+        return row | dict(loop=f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "", rest=rest)
 
     return {}, numbers, [row(found) for run in runs for found in run["results"]]
 
@@ -162,11 +165,11 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
         "floor us": "{floor:.0f}",
         "launches": "{launches:.0f}",
         "gaps": "{gaps:.0f}",
-        "hyper-connections": "{hyper-connections:.1f}",
+        "hyper-connections": "{hyper_connections:.1f}",
         "router": "{router:.1f}",
         "experts": "{experts:.1f}",
         "projections": "{projections:.1f}",
-        "append, flush": "{append + flush:.1f}",
+        "append, flush": "{compressor:.1f}",
         "indexer, top-k": "{indexed:.1f}",
         "attention": "{attention:.1f}",
         "rest": "{rest:.1f}",
@@ -181,8 +184,9 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
             layer=share * row["milliseconds"],
             floor=share * row["floor_milliseconds"],
             gaps=share * row["gap_milliseconds"],
-            indexed=kinds["indexer"] + kinds["top-k"],
-            rest=kinds["rest"] + kinds.get("norm + rotation", 0.0),
+            experts=kinds["experts"] + kinds.get("shared_expert", 0.0),
+            indexed=kinds["indexer"] + kinds["topk"],
+            rest=kinds["rest"] + kinds.get("norm_rope", 0.0),
             launches=row["launches"] / row["layers"],
         )
         return row | kinds | whole
@@ -203,9 +207,9 @@ def prefill(runs: list[Row], keys: list[Key]) -> Table:
         "projections": "{projections:.2f}",
         "attention": "{attention:.2f}",
         "indexer": "{indexer:.2f}",
-        "top-k": "{top-k:.2f}",
-        "norm + rotation": "{norm + rotation:.2f}",
-        "append, flush": "{append + flush:.2f}",
+        "top-k": "{topk:.2f}",
+        "norm + rotation": "{norm_rope:.2f}",
+        "append, flush": "{compressor:.2f}",
         "rest": "{rest:.2f}",
     }
 
@@ -266,10 +270,21 @@ KINDS: dict[str, Callable[[list[Row], list[Key]], Table]] = dict(
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 
 
-def main() -> None:
-    """Rewrites the tables."""
+def main(check: bool = False) -> None:
+    """Rewrites the tables, after checking that the files support the pages' claims.
+
+    Args:
+      check: change nothing, and fail if a table is stale.
+    """
+    problems = [f"not so: {claim}" for claim in wrong_claims()]
     for page in PAGES:
-        page.write_text(rewrite(page.read_text()))
+        text = page.read_text()
+        if check and rewrite(text) != text:
+            problems.append(f"{page}: a table is stale, run: python scripts/benchmark_tables.py")
+        elif not check:
+            page.write_text(rewrite(text))
+    if problems:
+        raise SystemExit("\n".join(problems))
 
 
 if __name__ == "__main__":

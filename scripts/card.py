@@ -1,5 +1,6 @@
-"""The model card of a trained model: README.md and the loss curve."""
+"""Writes the card of a trained model: README.md and the loss curve."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,55 @@ import numpy as np
 from tiny_model import Tensors
 from training import Recipe
 
+from dsv4_jax.config import DSV4Config
+
 
 _KING_JAMES = f"""The King James text of Debian's package bible-kjv-text, without verse numbers. Its copyright has
 expired: the translation is of 1611. (In the United Kingdom printing it is subject to the Crown's letters patent.) Whole
 books are kept apart: {" and ".join(kjv.VALIDATION)} chose the checkpoint; {", ".join(kjv.HELD_OUT)} are the held-out
 text."""
+
+
+_CARD = """# A tiny DeepSeek-V4
+
+A language model over bytes (ids 0 to 255, then `<bos>` 256 and `<eos>` 257) with the architecture of DeepSeek-V4:
+{layers} layers,
+window {window}, compressed entries of {rates} bytes,
+an indexer that selects {index_topk} of the former, {experts} experts of which
+{experts_per_token} serve a byte, and {streams} residual streams.
+It exists to show what a cache does to a model's output; it knows nothing else.
+
+| | |
+| --- | --- |
+| parameters | {parameters:,} |
+| storage | the release's: FP8 linears, FP4 experts; {megabytes:.1f} MB |
+| held-out text | **{bits:.4f} bits a byte** ({held_out_bytes:,} bytes, excerpts of {excerpt:,}) |
+| the same, by place in the excerpt | {by_place} |
+| validation, which chose the step | {validation:.4f} bits a {unit} at step {best_step} of {steps} |
+| steps | {rows} x {length} bytes; {minutes:.1f} minutes in all |
+
+![bits a byte while it was trained](curve.png)
+
+## Data
+
+{data}
+{planted}
+## The weights' licence
+
+Like the repository's code: Apache-2.0.
+
+## How to repeat it
+
+`scripts/train_tiny.py` with seed {seed}; `--help` says how to get the text. AdamW, peak learning rate
+{learning_rate:g}, weight decay {weight_decay:g}, dropout {dropout:g}; the indexer learns from
+the attention it selects for (KL), experts are balanced by their routers' biases, without a loss. From
+{quantise_from:.0%} of the steps on, weights are rounded as they are stored here, the cache as in format
+"{kv_format}".
+"""
+_PLANTED = """
+In {needles:.0%} of the rows pairs of a key and a value, such as QXK4821, stood between words,
+with {questions} questions about them at distances up to the row's {length} bytes (scripts/needles.py).
+"""
 
 
 def write_card(
@@ -28,70 +73,55 @@ def write_card(
     """Writes README.md and curve.png.
 
     Args:
-      folder: of the model.
-      recipe: how it was trained.
-      steps: training steps.
-      tensors: its weights.
-      lines: the log.
-      bits: [excerpts, length] of each held-out byte.
-      text: name of the file it was trained on.
+      folder: folder of the model.
+      recipe: hyperparameters of the training.
+      steps: number of training steps.
+      tensors: weights of the model.
+      lines: lines of the log.
+      bits: [excerpts, length] bits of each held-out byte.
+      text: name of the file with the training text.
     """
     plot_curve(folder / "curve.png", lines, float(bits.mean()))
     best = min(lines, key=lambda line: line["validation"])
-    config = recipe.config
-    kinds = {kind.replace("_", " "): config.layer_types.count(kind) for kind in dict.fromkeys(config.layer_types)}
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    rates = sorted({spec.compress_rate for spec in config.layers} - {0})
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    by_place = "; ".join(f"from byte {low}: {value:.3f}" for low, value in bits_by_place(bits).items())
-    data = _KING_JAMES if text == "bible.data" else f"`{text}`; its last tenth is the validation and the held-out text."
-    planted, unit = "", "digit asked for" if recipe.needles else "byte"
-    if recipe.needles:
-        planted = (
-            f"\nIn {recipe.needles:.0%} of the rows pairs of a key and a value, such as QXK4821, stood between words,"
-            f"\nwith {recipe.questions} questions about them at distances up to the row's {recipe.length} bytes "
-            "(scripts/needles.py).\n"
+    fields = dataclasses.asdict(recipe) | _architecture(recipe.config)
+    card = _CARD.format_map(
+        fields
+        | dict(
+            parameters=sum(value.size for value in tensors.values()),
+            megabytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6,
+            bits=bits.mean(),
+            held_out_bytes=bits.size,
+            excerpt=bits.shape[1],
+            by_place="; ".join(f"from byte {low}: {value:.3f}" for low, value in bits_by_place(bits).items()),
+            validation=best["validation"],
+            unit="digit asked for" if recipe.needles else "byte",
+            best_step=best["step"],
+            steps=steps,
+            minutes=lines[-1]["seconds"] / 60,
+            data=_KING_JAMES if text == "bible.data" else f"`{text}`; its last tenth is validation and held-out text.",
+            planted=_PLANTED.format_map(fields) if recipe.needles else "",
         )
-    (folder / "README.md").write_text(f"""# A tiny DeepSeek-V4
+    )
+    (folder / "README.md").write_text(card)
 
-A language model over bytes (ids 0 to 255, then `<bos>` 256 and `<eos>` 257) with the architecture of DeepSeek-V4:
-{layers} layers,
-window {config.sliding_window}, compressed entries of {" and ".join(map(str, rates)) or "no"} bytes,
-an indexer that selects {config.index_topk} of the former, {config.n_routed_experts} experts of which
-{config.num_experts_per_tok} serve a byte, and {config.hc_mult} residual streams.
-It exists to show what a cache does to a model's output; it knows nothing else.
 
-| | |
-| --- | --- |
-| parameters | {sum(value.size for value in tensors.values()):,} |
-| storage | the release's: FP8 linears, FP4 experts; {size / 1e6:.1f} MB |
-| held-out text | **{bits.mean():.4f} bits a byte** ({bits.size:,} bytes, excerpts of {bits.shape[1]:,}) |
-| the same, by place in the excerpt | {by_place} |
-| validation, which chose the step | {best["validation"]:.4f} bits a {unit} at step {best["step"]} of {steps} |
-| steps | {recipe.rows} x {recipe.length} bytes; {lines[-1]["seconds"] / 60:.1f} minutes in all |
-
-![bits a byte while it was trained](curve.png)
-
-## Data
-
-{data}
-{planted}
-## The weights' licence
-
-Like the repository's code: Apache-2.0.
-
-## How to repeat it
-
-`scripts/train_tiny.py` with seed {recipe.seed}; `--help` says how to get the text. AdamW, peak learning rate
-{recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}, dropout {recipe.dropout:g}; the indexer learns from
-the attention it selects for (KL), experts are balanced by their routers' biases, without a loss. From
-{recipe.quantise_from:.0%} of the steps on, weights are rounded as they are stored here, the cache as in format
-"{recipe.kv_format}".
-""")
+def _architecture(config: DSV4Config) -> dict[str, Any]:
+    """Returns the fields of the card that describe the model."""
+    kinds = {kind.replace("_", " "): config.layer_types.count(kind) for kind in dict.fromkeys(config.layer_types)}
+    rates = sorted({spec.compress_rate for spec in config.layers} - {0})
+    return dict(
+        layers=", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        window=config.sliding_window,
+        rates=" and ".join(map(str, rates)) or "no",
+        index_topk=config.index_topk,
+        experts=config.n_routed_experts,
+        experts_per_token=config.num_experts_per_tok,
+        streams=config.hc_mult,
+    )
 
 
 def plot_curve(path: Path, lines: list[dict[str, Any]], held_out: float) -> None:
-    """Bits a byte by step: the training batches' (with dropout), the validation text's, and the result."""
+    """Plots bits a byte of training batches and validation text against steps, and of the held-out text."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -107,7 +137,7 @@ def plot_curve(path: Path, lines: list[dict[str, Any]], held_out: float) -> None
 
 
 def bits_by_place(bits: np.ndarray) -> dict[int, float]:
-    """Mean bits of the bytes from each of 0, 128, 512, 2048, 8192 on to the next."""
+    """Returns the mean bits of bytes from 0, 128, 512, 2048 and 8192, each up to the next."""
     bounds = [place for place in (0, 128, 512, 2048, 8192) if place < bits.shape[1]]
     return {
         low: float(bits[:, low:high].mean()) for low, high in zip(bounds, [*bounds[1:], bits.shape[1]], strict=True)

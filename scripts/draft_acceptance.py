@@ -1,4 +1,4 @@
-"""How many drafts of a model's multi-token-prediction block are right: `python scripts/draft_acceptance.py --help`."""
+"""Measures the acceptance of a multi-token-prediction block's drafts: `python scripts/draft_acceptance.py --help`."""
 
 import dataclasses
 import json
@@ -21,21 +21,21 @@ DRAFTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class DraftAcceptance:
-    """Continues excerpts of held-out text with 0 to 3 drafts a step, and counts drafts that are right.
+    """Continues excerpts of held-out text with 0 to 3 drafts a step, and counts the accepted drafts.
 
-    All steps run in one program, so that sums are made alike: tokens with drafts must be those without. Prints one JSON
-    object, and rows for the model's card.
+    All steps run in one program, so the tokens with drafts must be those without. Prints one JSON object, and rows for
+    the model's card.
 
     For example:
       python scripts/draft_acceptance.py --text kjv/usr/lib/bible.data
 
     Attributes:
-      text: as for train_tiny.py.
-      checkpoint: folder of a model with such a block. Default: the packaged one.
-      requests: excerpts that are continued, all at once.
-      prompt: bytes of each excerpt.
-      tokens: to generate of each.
-      speed_tokens: tokens of a request that is timed alone, in the loop on the device; 0 = do not.
+      text: text of train_tiny.py.
+      checkpoint: folder of a model with the block. Default: the packaged one.
+      requests: number of excerpts, which are continued as one batch.
+      prompt: number of bytes in an excerpt.
+      tokens: number of tokens to generate for each excerpt.
+      speed_tokens: number of tokens of a request that is timed alone, in the loop on the device; 0 = none.
       out: also write the JSON to this file.
     """
 
@@ -48,7 +48,7 @@ class DraftAcceptance:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
 
     def run(self) -> dict[str, Any]:
-        """Measures; returns what it prints."""
+        """Measures, prints and returns the report."""
         held_out = kjv.split(kjv.read_books(self.text))["held_out"]
         starts = np.linspace(0, len(held_out) - self.prompt, self.requests).astype(int)
         prompts = [np.append(kjv.BOS, held_out[at : at + self.prompt - 1]) for at in starts]
@@ -69,7 +69,9 @@ class DraftAcceptance:
                 requests = self._generate(engine, prompts, sampling, drafts)
                 pairs = zip(plain, requests, strict=True)
                 same = sum(int(np.equal(a.generated, b.generated).sum()) for a, b in pairs)
-                report[f"{name}_{drafts}"] = _summary(requests, drafts) | dict(tokens=total, differing=total - same)
+                report[f"{name}_{drafts}"] = _summary(requests, drafts) | dict(
+                    tokens=total, differing_tokens=total - same
+                )
                 print(f"{name}, {drafts} drafts: {report[f'{name}_{drafts}']}", flush=True)
         if self.speed_tokens:
             report["tokens_per_second"] = self._speed(model, prompts[0])
@@ -102,7 +104,7 @@ class DraftAcceptance:
         return requests
 
     def _speed(self, model: CompiledModel, prompt: np.ndarray) -> dict[str, float]:
-        """Best of three: {number of drafts: tokens a second of one greedy request, its prompt included}."""
+        """Returns the tokens a second of one greedy request by number of drafts, the best of three runs."""
         rates: dict[str, float] = {}
         for turn in range(4):
             for drafts in range(1 + DRAFTS):
@@ -116,19 +118,20 @@ class DraftAcceptance:
 
 
 def _summary(requests: list[Request], drafts: int) -> dict[str, Any]:
-    """Mean drafts kept by the steps that verified `drafts` drafts, and the share of these steps that kept so many."""
-    # A request's first step has its prompt, and its last ones may verify fewer drafts.
-    kept = np.concatenate([request.accepted[1 : -1 - drafts] for request in requests])
-    shares = [round(float((kept >= count).mean()), 4) for count in range(1, 1 + drafts)]
-    return dict(kept=round(float(kept.mean()), 4), at_least=shares)
+    """Returns the mean number of accepted drafts in a step, and the shares of steps that accepted 1, 2, .. drafts."""
+    # A request's first step runs its prompt, and its last steps may verify fewer drafts.
+    accepted = np.concatenate([request.accepted[1 : -1 - drafts] for request in requests])
+    shares = [round(float((accepted >= count).mean()), 4) for count in range(1, 1 + drafts)]
+    return dict(mean_accepted=round(float(accepted.mean()), 4), acceptance=shares)
 
 
 def _table(report: dict[str, Any]) -> str:
-    lines = ["| drafts a step | kept, greedy | kept, temperature 1 | tokens/s |", "| --- | --- | --- | --- |"]
+    lines = ["| drafts a step | accepted, greedy | accepted, temperature 1 | tokens/s |", "| --- | --- | --- | --- |"]
     rates = report.get("tokens_per_second", {})
     for drafts in range(1 + DRAFTS):
-        kept = [f"{report[f'{name}_{drafts}']['kept']:.2f}" if drafts else "" for name in ("greedy", "temperature_1")]
-        lines.append(f"| {drafts} | {kept[0]} | {kept[1]} | {rates.get(str(drafts), '')} |")
+        means = [report[f"{name}_{drafts}"]["mean_accepted"] if drafts else "" for name in ("greedy", "temperature_1")]
+        cells = [f"{mean:.2f}" if drafts else "" for mean in means]
+        lines.append(f"| {drafts} | {cells[0]} | {cells[1]} | {rates.get(str(drafts), '')} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Sends many requests at once to a server of the packaged model, cuts some off, and checks answers and cache."""
+"""Sends many requests to a server of the packaged model, disconnects some clients, and checks answers and cache."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
 SLOTS, CONTEXT, BLOCK_TOKENS, DRAFTS = 16, 640, 128, 2
-BLOCKS = 56  # fewer than 16 long requests need
+BLOCKS = 56  # too few for 16 long requests
 TOKEN_BUDGET = SLOTS * (1 + DRAFTS)
 SAMPLING = SamplingParams(0.8, 0, 0.95)
 TEXT = Path(__file__).parents[1] / "README.md"
@@ -32,33 +32,33 @@ TEXT = Path(__file__).parents[1] / "README.md"
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What to send; the same seed makes the same requests.
+    """The requests to send.
 
     Attributes:
-      requests: how many.
-      at_once: how many of them at once; each client sends the next one when it has an answer.
-      cut: the share of requests whose client goes away midway.
-      prompt_tokens, new_tokens: least and most of a request.
-      seed: of all this.
+      requests: number of requests.
+      concurrency: number of clients, each of which sends a request after the answer to the one before.
+      cut: share of requests whose client disconnects early.
+      prompt_tokens, new_tokens: minimum and maximum of a request.
+      seed: seed of the requests.
     """
 
     requests: int = 300
-    at_once: int = 64
+    concurrency: int = 64
     cut: float = 1 / 3
     prompt_tokens: tuple[int, int] = (16, 480)
     new_tokens: tuple[int, int] = (8, 120)
     seed: int = 0
 
     def make(self) -> list[dict[str, Any]]:
-        """prompt, max_tokens, seed, and after how many tokens the client goes away (None = it stays)."""
-        rng, text, made = np.random.default_rng(self.seed), TEXT.read_text(), []
+        """Returns prompt, max_tokens and seed of each request, and the token at which its client disconnects."""
+        rng, text, requests = np.random.default_rng(self.seed), TEXT.read_text(), []
         for i in range(self.requests):
-            size, most = (int(rng.integers(low, high + 1)) for low, high in (self.prompt_tokens, self.new_tokens))
-            # A byte is a token. Every second prompt begins as many others do.
+            size, limit = (int(rng.integers(low, high + 1)) for low, high in (self.prompt_tokens, self.new_tokens))
+            # A byte is a token. Every second prompt shares its beginning with others.
             begin = 0 if i % 2 else int(rng.integers(len(text) - size))
-            leaves = int(rng.integers(0, most)) if rng.random() < self.cut else None
-            made.append(dict(prompt=text[begin : begin + size], max_tokens=most, seed=i, leaves=leaves))
-        return made
+            leaves = int(rng.integers(0, limit)) if rng.random() < self.cut else None
+            requests.append(dict(prompt=text[begin : begin + size], max_tokens=limit, seed=i, leaves=leaves))
+        return requests
 
 
 async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, Any]:
@@ -66,18 +66,18 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
 
     Args:
       connect: arguments of `openai.AsyncOpenAI`.
-      model: its name.
-      load: what to send.
+      model: name of the model.
+      load: the requests.
 
     Returns:
-      texts: what each request got; first_token, token: seconds of each request that got to the end, and of each of its
-      tokens after the first; seconds: of everything; memory: bytes of the server's process, in the order of time.
+      texts: text of each request; first_token, token: seconds to the first token, and for each token after it, of every
+      complete request; seconds: total time; memory: bytes of the server's process over time.
     """
     requests, texts = load.make(), [""] * load.requests
     first_token, per_token, memory, due = [], [], [], iter(range(load.requests))
 
     async def send(client, i, prompt, max_tokens, seed, leaves):
-        if leaves == 0:  # goes away before the first token, perhaps while it waits for a slot
+        if leaves == 0:  # disconnects before the first token, perhaps while waiting for a slot
             task = asyncio.create_task(client.completions.create(model=model, prompt=prompt, max_tokens=max_tokens))
             await asyncio.sleep(0.05)
             task.cancel()
@@ -109,21 +109,21 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
 
     async with openai.AsyncOpenAI(**connect) as client:
         watching, start = asyncio.create_task(watch(client)), time.perf_counter()
-        await asyncio.gather(*(work(client) for _ in range(load.at_once)))
+        await asyncio.gather(*(work(client) for _ in range(load.concurrency)))
         seconds = time.perf_counter() - start
         watching.cancel()
     return dict(texts=texts, first_token=first_token, token=per_token, seconds=seconds, memory=memory)
 
 
 class _Silent:
-    """Guesses nothing: plain decoding, in the programs that verify drafts."""
+    """A drafter that drafts nothing: plain decoding in the programs that verify drafts."""
 
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
         return []
 
 
 def alone(model: Any, manager: KVCacheManager, tokenizer: Any, load: Load, token_budget: int) -> list[str]:
-    """The text of each request, all of it, without server, drafts and prefix cache."""
+    """Returns the complete text of each request, generated without server, drafts and prefix cache."""
     engine = Engine(model, manager, token_budget=token_budget, drafter=_Silent(), batch_invariant=True)
     added = [
         engine.add(tokenizer.encode(r["prompt"]).ids, max_new_tokens=r["max_tokens"], sampling=SAMPLING, seed=r["seed"])
@@ -135,7 +135,7 @@ def alone(model: Any, manager: KVCacheManager, tokenizer: Any, load: Load, token
 
 
 def count_wrong(load: Load, texts: list[str], expected: list[str]) -> int:
-    """How many texts are not the model's; a client that left may have less of it, and a part of a character."""
+    """Counts the wrong texts. A client that disconnected may have a prefix, with a part of a character at its end."""
     return sum(
         not whole.startswith(text.rstrip("\ufffd")) if request["leaves"] is not None else text != whole
         for request, text, whole in zip(load.make(), texts, expected, strict=True)
@@ -143,7 +143,7 @@ def count_wrong(load: Load, texts: list[str], expected: list[str]) -> int:
 
 
 def left_over(engine: Engine) -> dict[str, int]:
-    """Slots and blocks that are not free when all requests are gone and the prefix cache is empty: they are lost."""
+    """Counts slots and blocks that are not free after all requests, with an empty prefix cache."""
     schema = engine.manager.schema
     assert engine.prefix is not None
     engine.prefix.evict(schema.num_blocks)
@@ -152,7 +152,7 @@ def left_over(engine: Engine) -> dict[str, int]:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Returns the median and the 95th percentile in milliseconds."""
     cuts = statistics.quantiles(seconds, n=20, method="inclusive")
     return dict(p50=round(1e3 * cuts[9], 1), p95=round(1e3 * cuts[18], 1))
 
@@ -163,15 +163,15 @@ def _manager():
 
 
 def _serve(pipe):
-    """The server's process: sends its port, ends when it is told to, sends what is left."""
+    """Runs the server's process: sends its port, then, after SIGTERM, its metrics and what was left over."""
     from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
     from dsv4_jax.serve.server import listen
 
     manager = _manager()
     model = CompiledModel(load_checkpoint(packaged_checkpoint()))
-    # With checksums: a block that changed while it was cached fails the request that reads it.
+    # Checksums on: a block that changed in the cache fails the request that reads it.
     prefix = PrefixCache(manager, key="king_james", debug=True)
-    # Uniform: in programs of several sizes, the last bit of a logit depends on what else runs.
+    # In programs of several sizes, the last bit of a logit would depend on other requests.
     options: dict[str, Any] = dict(token_budget=TOKEN_BUDGET, batch_invariant=True)
     engine = Engine(model, manager, drafter=PromptLookup(), prefix=prefix, **options)
     app = create_app(AsyncEngine(engine, max_waiting=256), read_tokenizer(packaged_checkpoint()), ServerOptions("tiny"))
@@ -179,8 +179,8 @@ def _serve(pipe):
         pipe.send(listener.getsockname()[1])
         HTTPServer(app, grace_seconds=5, access_log=False).run([listener])
     metrics, acceptance = dataclasses.asdict(engine.metrics), round(engine.metrics.acceptance, 4)
-    kept = "finished cancelled failed waits preemptions restarts steps prompt_tokens generated_tokens compilations"
-    counts = {name: metrics[name] for name in kept.split()}
+    names = "finished cancelled failed waits preemptions restarts steps prompt_tokens generated_tokens compilations"
+    counts = {name: metrics[name] for name in names.split()}
     pipe.send(counts | dict(acceptance=acceptance, hit_tokens=prefix.metrics.hit_tokens))
     pipe.send(left_over(engine))
 
@@ -189,7 +189,7 @@ def main(load: Load, out: Path | None = None) -> None:
     """Starts a server of the packaged model, sends it the load, and prints a report.
 
     Args:
-      load: what to send.
+      load: the requests.
       out: also write the report to this file.
     """
     context = multiprocessing.get_context("spawn")
@@ -198,11 +198,11 @@ def main(load: Load, out: Path | None = None) -> None:
     process.start()
     url = f"http://127.0.0.1:{pipe.recv()}"
     connect = dict(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-    with openai.OpenAI(**connect) as client:  # answers when all programs are compiled
+    with openai.OpenAI(**connect) as client:  # returns when all programs are compiled
         client.completions.create(model="tiny", prompt=TEXT.read_text()[:200], max_tokens=8)
     got = asyncio.run(drive(connect, "tiny", load))
     time.sleep(1.0)
-    process.terminate()  # SIGTERM: the graceful end
+    process.terminate()  # SIGTERM: graceful shutdown
     counts, lost = pipe.recv(), pipe.recv()
     process.join()
     model = CompiledModel(load_checkpoint(packaged_checkpoint()))

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -82,7 +83,7 @@ def test_no_yarn():
     raw, modern = RAW | {"rope_scaling": None}, changed(MODERN, "rope_parameters.compress", default)
     assert DSV4Config.from_hf(raw) == DSV4Config.from_hf(modern)
     expected = np.float32(1) / np.float32(160000) ** (np.arange(0, 8, 2, dtype=np.float32) / np.float32(8))
-    np.testing.assert_array_equal(DSV4Config.from_hf(raw).inv_freq(1), expected)
+    chex.assert_trees_all_equal(DSV4Config.from_hf(raw).inv_freq(1), expected)
 
 
 @pytest.mark.parametrize("eos, expected", [(None, ()), (7, (7,)), ([1, 7], (1, 7))])
@@ -315,7 +316,7 @@ def test_the_block_of_multi_token_prediction_is_there_if_asked_for():
         config.num_hidden_layers,
         None,
     )
-    np.testing.assert_array_equal(config.inv_freq(block.layer)[1], np.float32(1e4) ** (-2 / config.qk_rope_head_dim))
+    chex.assert_trees_all_equal(config.inv_freq(block.layer)[1], np.float32(1e4) ** (-2 / config.qk_rope_head_dim))
     assert not config.is_hashed(block.layer)
     for message, change in {
         "num_nextn_predict_layers is 0": {"num_nextn_predict_layers": 0},
@@ -350,16 +351,16 @@ def test_inv_freq(config, borders):
     for layer in (0, 1, 2, 3):
         got = config.inv_freq(layer)
         assert got.dtype == np.float32
-        np.testing.assert_array_equal(got, plain if config.layer_types[layer] == SLIDING else yarn(dim, *borders))
+        chex.assert_trees_all_equal(got, plain if config.layer_types[layer] == SLIDING else yarn(dim, *borders))
     fastest, slowest = config.inv_freq(3)[0], config.inv_freq(3)[-1]
     assert fastest == 1.0
     # float64, from the closed form: the slowest pair is interpolated fully. 1e-6 is a few float32 roundings.
-    np.testing.assert_allclose(slowest, 160000.0 ** (-(dim - 2) / dim) / 16, rtol=1e-6)
+    chex.assert_trees_all_close(slowest, 160000.0 ** (-(dim - 2) / dim) / 16, rtol=1e-6)
 
 
 def test_equal_yarn_borders_make_a_step():
     # Only a pair of angle 1 would turn 64 / 2 pi times in 64 tokens: both borders are 0, pair 0 alone keeps its angle.
     borders = {"beta_slow": 64 / (2 * math.pi), "beta_fast": 32}
     config = DSV4Config.from_hf(changed(RAW, "rope_scaling", RAW["rope_scaling"] | borders))
-    np.testing.assert_array_equal(config.inv_freq(1), yarn(8, 0, 0.001))
-    np.testing.assert_allclose(config.inv_freq(1)[1], 160000**-0.25 / 16, rtol=1e-6)
+    chex.assert_trees_all_equal(config.inv_freq(1), yarn(8, 0, 0.001))
+    chex.assert_trees_all_close(config.inv_freq(1)[1], 160000**-0.25 / 16, rtol=1e-6)

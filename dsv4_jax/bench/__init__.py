@@ -1,1 +1,1 @@
-"""Benchmarks: cases, timing, the stack of attention layers, plots."""
+"""Benchmarks: cases, timing, stacks of layers, plots."""

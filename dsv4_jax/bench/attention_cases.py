@@ -11,19 +11,19 @@ from dsv4_jax.bench.cases import Case, close, entries_view, int32, layer_count, 
 from dsv4_jax.cache import CacheSchema
 
 
-# Tokens of a call, in layers that attend to selected entries and in layers that attend to all.
+# Numbers of tokens, in layers that attend to selected entries and in layers that attend to all.
 _SELECTED_TOKENS, _ALL_TOKENS = (1, 8, 32, 64, 128), (1, 8, 32)
 _ALL_ENTRIES = 8192
-# Requests of a million tokens, drawn from a pool of a million entries: hardly two rows of a list lie side by side.
+# Requests of a million tokens whose entries are drawn from a pool of a million, so that hardly two rows are adjacent.
 _LONG_ENTRIES, _SHARED_ENTRIES = 1 << 18, 1 << 20
-# The kernel rounds weights to bfloat16 at another scale than XLA's version, and both round the result.
+# Both versions round weights to bfloat16, at different scales, and round the result.
 _AGREE = close(relative=2**-6, absolute=2**-6)
-# XLA gathers dense rows first, which takes long; its time is only there to compare with.
+# Few calls, because XLA gathers dense rows first, which takes long.
 _XLA_CALLS = 4
 
 
 def attention_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """sparse_attention of single tokens of as many requests: the window and selected entries, or all entries."""
+    """Yields cases of sparse_attention, one token per request, to the window and to selected or all entries."""
     for group in schema.groups.values():
         # A request holds four times as many entries as it selects.
         topk = schema.config.index_topk
@@ -69,4 +69,5 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 
 def _attend(views, layer, q, sinks, indices, slots, positions, *, implementation):
     window, compressed = (dataclasses.replace(view, layer=layer) for view in views)
-    return ops.sparse_attention(q, sinks, window, compressed, indices, slots, positions, implementation=implementation)
+    kv = ops.AttentionKV(window, compressed, indices)
+    return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)

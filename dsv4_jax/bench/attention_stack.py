@@ -1,4 +1,4 @@
-"""All attention layers of a model and nothing else, for `dsv4-jax bench step`: the part that uses the cache."""
+"""A stack of a model's attention layers, the part that uses the cache, for `dsv4-jax bench step`."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 class DraftAttention(nnx.Module):
-    """What of the multi-token-prediction block uses the cache, and its projections: with random weights."""
+    """The attention of the multi-token-prediction block and its input projections, with random weights."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
         hidden, options = config.hidden_size, dict(param_dtype=jnp.bfloat16, rngs=rngs)
@@ -37,59 +37,70 @@ class DraftAttention(nnx.Module):
         self.attention = Attention(config, self.layer, **options)
 
     def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
-        """As `MTPBlock.join`."""
-        of_streams = self.h_proj(self.norm(streams.reshape(-1, streams.shape[-1]))).reshape(streams.shape)
-        return of_streams + self.e_proj(self.norm(embedded))[:, None, :]
+        """Combines the streams with the next token's embedding, like `MTPBlock.join`."""
+        projected = self.h_proj(self.norm(streams.reshape(-1, streams.shape[-1]))).reshape(streams.shape)
+        return projected + self.e_proj(self.norm(embedded))[:, None, :]
 
     def __call__(
         self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch, carry: StepCarry
     ) -> tuple[Float[Array, "T h D"], StepCarry, KVCache]:
-        """[T, hc_mult, hidden] to the same, the carry and the updated cache."""
+        """Maps streams [T, hc_mult, hidden] to the same; also returns the carry and the updated cache."""
         y, carry, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), carry)
         return streams + all_reduce(y)[:, None, :], carry, cache
 
     def write_window(self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
-        """The cache after `__call__`."""
+        """Returns the cache as `__call__` updates it."""
         return self.attention.write_window(self.norm(streams[:, 0]), cache.handle(self.layer, batch))
 
 
 class DraftingStack(nnx.Module):
-    """Layers, and `mtp`, those that make drafts; `streams` are `hc_mult`."""
+    """A stack of layers that can draft tokens.
+
+    Attributes:
+      mtp: the blocks that draft.
+      streams: number of residual streams.
+    """
 
     mtp: nnx.List
     streams: int
 
     def unread_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a step of so many tokens does not read."""
+        """Returns the bytes of weights that a step of `tokens` tokens does not read."""
         return 0.0
 
     def draft(
         self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, tokens: int, count: int
     ) -> tuple[Float[Array, "R D"], KVCache]:
-        """Writes the block's window for a step's tokens [T, hidden], then drafts `count` tokens of each request.
+        """Writes the block's window for a step's tokens, then drafts tokens as if the step's tokens were all accepted.
 
-        Each request has brought `tokens`. A draft goes where one would if all of them were kept. Its embedding is made
-        up from the streams.
+        A draft's embedding is made up from the streams.
+
+        Args:
+          x: [T, hidden], output of the step.
+          cache: the cache after the step.
+          batch: the step's batch.
+          tokens: number of tokens of each request in the step.
+          count: number of drafts of each request.
         """
         (block,) = self.mtp
         streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
         cache = block.write_window(block.join(streams, x), cache, batch)
         last = jnp.arange(1, x.shape[0] // tokens + 1, dtype=jnp.int32) * tokens - 1
         fields = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
-        newest = dataclasses.replace(batch, **fields)
+        last_tokens = dataclasses.replace(batch, **fields)
 
-        def guess(carry, ahead):
+        def draft_one(carry, ahead):
             streams, cache = carry
-            drafted = dataclasses.replace(newest, positions=newest.positions + ahead)
+            drafted = dataclasses.replace(last_tokens, positions=last_tokens.positions + ahead)
             streams, _, cache = block(block.join(streams, streams[:, -1]), cache, drafted, StepCarry())
             return (streams, cache), None
 
-        (streams, cache), _ = lax.scan(guess, (streams[last], cache), jnp.arange(1, count + 1, dtype=jnp.int32))
+        (streams, cache), _ = lax.scan(draft_one, (streams[last], cache), jnp.arange(1, count + 1, dtype=jnp.int32))
         return streams[:, 0], cache
 
 
 class AttentionStack(DraftingStack):
-    """`x + attention(norm(x))`, layer after layer, with random weights; `mtp` holds the layers that make drafts."""
+    """`x + attention(norm(x))`, layer after layer, with random weights."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
         layers = range(config.num_hidden_layers)
@@ -99,7 +110,7 @@ class AttentionStack(DraftingStack):
         self.streams = config.hc_mult
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-        """[T, hidden] bfloat16 to the same, and the updated cache."""
+        """Maps [T, hidden] bfloat16 to the same; also returns the updated cache."""
         cache, carry = cache.begin_step(batch), StepCarry()
         for layer, (norm, attention) in enumerate(zip(self.norms, self.attentions, strict=True)):
             y, carry, cache = attention(norm(x), cache.handle(layer, batch), carry)
@@ -112,7 +123,7 @@ class AttentionStack(DraftingStack):
 def stack_step(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, tokens: int, drafts: int
 ) -> tuple[Float[Array, "_ D"], KVCache]:
-    """One decode step of `tokens` tokens a request, and `drafts` drafts of each after it; the cache is donated."""
+    """Runs a decode step of `tokens` tokens a request, then drafts `drafts` tokens of each. The cache is donated."""
     layers = stack.module
     y, cache = layers(x, cache, batch)
     return layers.draft(y, cache, batch, tokens, drafts) if drafts else (y, cache)
@@ -123,7 +134,7 @@ def stack_step(
 def stack_loop(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, steps: int
 ) -> tuple[Float[Array, "T D"], KVCache]:
-    """`steps` decode steps without the host; the batch is prepared with `reserve=steps - 1`."""
+    """Runs `steps` decode steps without the host. The batch is prepared with `reserve=steps - 1`."""
     layers, cache = stack.module, cache.begin_step(batch)
     batch = dataclasses.replace(batch, new_blocks=batch.new_blocks[:0], reset_slots=batch.reset_slots[:0])
 
@@ -138,22 +149,22 @@ def stack_loop(
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def begin_step(cache: KVCache, batch: Batch) -> KVCache:
-    """`KVCache.begin_step` alone: gives requests the blocks of tokens that they are to hold already."""
+    """Runs `KVCache.begin_step` alone, which gives requests their blocks."""
     (cache,) = sharded_step(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
     return cache
 
 
 def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
-    """A cache, on the default device or on a mesh, whose pools and rings hold encoded random rows.
+    """Returns a cache, on the default device or on a mesh, whose pools and rings hold encoded random rows.
 
-    These are 1024 random blocks, repeated, the same in every layer.
+    1024 random blocks are repeated, and are the same in every layer.
     """
     cache = jax.jit(functools.partial(_random_cache, schema))
     if mesh is None:
         return cache()
-    # As leaves: JAX would build a cache of shardings with what is no sharding in place of what a group lacks.
-    where, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
-    leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=where)()
+    # Makes the leaves alone, because a cache of shardings cannot be built where a group lacks a pool.
+    shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
+    leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=shardings)()
     return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))
 
 
@@ -174,16 +185,22 @@ def _random_cache(schema):
 
 
 class StackDecoder:
-    """Decodes a batch of requests, all of one length, in a cache of its own.
+    """Decodes a batch of requests of one length in a cache of its own.
 
-    `requests` is the batch size, `tokens` what each of them brings to a step, `drafts` how many tokens the step then
-    drafts of each; the `parts` of a mesh share the requests. After the first step, `step_text` is XLA's text of it and
-    `compile_seconds` what it took to trace, lower and compile it.
+    Attributes:
+      stack: the layers.
+      manager: manager of the cache.
+      requests: batch size.
+      tokens: number of tokens of a request in a step.
+      drafts: number of tokens of a request that the step drafts.
+      num_shards: number of shards of the requests on a mesh.
+      step_text: XLA's text of the compiled step; empty before the first step.
+      compile_seconds: time to trace, lower and compile the step.
     """
 
     def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
         self.stack, self.manager, self.requests, self.step_text = stack, manager, requests, ""
-        self.tokens, self.drafts, self.parts = tokens, drafts, manager.requests.num_shards
+        self.tokens, self.drafts, self.num_shards = tokens, drafts, manager.requests.num_shards
         self.compile_seconds: dict[str, float] = {}
         shape = requests * tokens, manager.schema.config.hidden_size
         self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "tokens")
@@ -192,7 +209,7 @@ class StackDecoder:
         self._step: Any = None  # compiled when it first runs
 
     def start_requests(self, past: int) -> None:
-        """Replaces all requests by new ones that hold `past` tokens each."""
+        """Replaces all requests by new ones with `past` tokens each."""
         for slot in self._slots:
             self.manager.release(slot)
         self._slots = [self.manager.admit() for _ in range(self.requests)]
@@ -204,9 +221,9 @@ class StackDecoder:
             self.manager.advance(slot, past - 1)
 
     def batch(self, reserve: int = 0) -> Batch:
-        """`tokens` tokens of each request, the first of which it keeps, and blocks for `reserve` more."""
-        size, vocab = self.requests // self.parts * self.tokens, self.manager.schema.config.vocab_size
-        # Tokens all over the vocabulary, which hash layers send to experts all over theirs.
+        """Returns a batch of every request's tokens, with room for `reserve` more. Requests keep one token each."""
+        size, vocab = self.requests // self.num_shards * self.tokens, self.manager.schema.config.vocab_size
+        # Spread over the vocabulary, so that hash layers choose different experts.
         ids = {slot: [(7919 * (slot * self.tokens + i)) % vocab for i in range(self.tokens)] for slot in self._slots}
         batch = self.manager.prepare_forward(ids, reserve=reserve, prefill_size=size, decode_size=size)
         for slot in self._slots:
@@ -230,22 +247,22 @@ class StackDecoder:
         return y
 
     def loop(self, batch: Batch, steps: int) -> Float[Array, "T D"]:
-        """Runs `steps` steps of one token on the device, the last one's output; `batch` has `reserve=steps - 1`."""
+        """Runs `steps` steps of one token on the device. Returns the last output. `batch` has `reserve=steps - 1`."""
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
         y, self._cache = stack_loop(self.stack, self._cache, batch, self._x, steps=steps)
         return y
 
     def free_cache(self) -> None:
-        """Frees the cache's memory until `start_requests`."""
+        """Frees the cache's memory. `start_requests` makes a new cache."""
         self._cache = None
 
 
 def floor_bytes(decoder: StackDecoder, context: int) -> int:
-    """Bytes that a device reads in a step: its weights, and the rows and keys that its requests attend to or score.
+    """Returns the bytes that a device has to read in a step: weights, attended rows and scored keys.
 
-    It reads those of the layers that make drafts once for each draft. Of routed experts it counts as many as tokens
-    that choose at random hit.
+    The layers that draft are read once for each draft. Of the routed experts, the expected number is counted that
+    tokens hit at random.
     """
     schema, stack = decoder.manager.schema, decoder.stack
     window = min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
@@ -260,5 +277,5 @@ def floor_bytes(decoder: StackDecoder, context: int) -> int:
             if spec.selects and group.key is not None:
                 read += entries * tree_bytes(group.key.struct)
     weights = tree_bytes(stack.arrays) - draft_weights + decoder.drafts * draft_weights
-    requests = decoder.requests // decoder.parts
+    requests = decoder.requests // decoder.num_shards
     return requests * read + weights - round(stack.module.unread_bytes(requests * decoder.tokens))

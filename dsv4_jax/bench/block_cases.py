@@ -79,7 +79,7 @@ def _router_case(config, tokens, *, hashed):
         xs = [normal(rng, (tokens, width), jnp.bfloat16) for _ in range(calls)]
         return None, [(x, weights[i % count], *by[i]) for i, x in enumerate(xs)]
 
-    options = dict(chosen=chosen, factor=config.routed_scaling_factor)
+    options = dict(top_k=chosen, scaling_factor=config.routed_scaling_factor)
 
     def call(_, *arrays, implementation):
         return ops.router(*arrays, **options, implementation=implementation)[:2]

@@ -13,7 +13,7 @@ from dsv4_jax.bench.cases import Case, entries_view, int32, layer_count, normal,
 from dsv4_jax.cache import CacheSchema
 
 
-# label, requests, tokens of each, whether every window closes
+# label, requests, tokens per request, whether every window closes
 _FLUSH_SHAPES = (
     *((f"{n}, all close", n, 1, True) for n in (1, 8, 64, 256)),
     *((f"{n}, none closes", n, 1, False) for n in (64, 256)),
@@ -23,9 +23,9 @@ _FLUSH_CONTEXT = 1024
 
 
 def append_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """append_swa: T tokens of as many requests; T=8192 is a prefill of 64 requests with a full window each.
+    """Yields cases of append_swa, one token per request, and of norm_rope_append, which other projects fuse alike.
 
-    Then what comes before it in a layer too, the norm and rotation of queries and row: other projects fuse these.
+    T=8192 is a prefill of 64 requests with a full window each.
     """
     for tokens in (1, 8, 64) if small else (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -85,12 +85,12 @@ def _norm_rope_case(append, config, tokens, heads):
 
 
 def _nearly_all_equal(got, expected):
-    # norm_rope's versions differ by a unit in the last place here and there, and so do codes of what is then stored.
+    # Versions of norm_rope differ by a unit in the last place here and there, and so do the stored codes.
     return jnp.mean(got != expected) < 0.02
 
 
 def gather_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """The three gathers: selected entries of tokens in long requests, all entries, windows."""
+    """Yields cases of the three gathers: selected entries of long requests, all entries, windows."""
     group = next(group for group in schema.groups.values() if group.key is not None)
     for tokens in (2,) if small else (8, 64, 128):
         yield _gather_selected(schema, group, tokens)
@@ -149,7 +149,7 @@ def _gather_case(op, tokens, rows, nbytes, make):
 
 
 def flush_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """flush of each group, keys included: decode steps where all windows close or none, a prefill."""
+    """Yields cases of flush, keys included: decode steps in which all or no windows close, and a prefill."""
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES[:1] if small else _FLUSH_SHAPES:
             yield _flush_case(schema, group, *shape)
@@ -159,8 +159,8 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     rate, codecs = group.compress_rate, (group.entry, group.key) if group.key_compressor else (group.entry,)
 
     def make(rng, calls):
-        parts = [_compressor(schema, group, codec, rng, calls, requests) for codec in codecs]
-        state = tuple((states, pool) for states, pool, _ in parts)
+        compressors = [_compressor(schema, group, codec, rng, calls, requests) for codec in codecs]
+        state = tuple((states, pool) for states, pool, _ in compressors)
         inputs = []
         for call in range(calls):
             window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
@@ -170,7 +170,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
             positions = (first[:, None] + np.arange(tokens)).reshape(-1)
             new = tuple(
                 (*normal(rng, (2, slots.size, states.kv.shape[-1]), jnp.float32), weights)
-                for states, _, weights in parts
+                for states, _, weights in compressors
             )
             layer = call % state[0][0].kv.shape[0]
             inputs.append((int32(layer), int32(slots), int32(positions), new))
@@ -193,7 +193,7 @@ def _flush(state, layer, slots, positions, new, *, max_query_tokens, implementat
 
 
 def _compressor(schema, group, codec, rng, calls, requests):
-    """(states, pool, weights) of a group's entries or keys; requests own blocks for `_FLUSH_CONTEXT` tokens each."""
+    """Returns (states, pool, weights) for entries or keys; a request owns blocks for `_FLUSH_CONTEXT` tokens."""
     rate, width = group.compress_rate, codec.dim * (1 + group.overlap)
     layers = layer_count(calls, requests * group.pooled_rows * width * 8)
     kv, gate = (normal(rng, (layers, requests, group.pooled_rows, width), jnp.float32) for _ in range(2))
@@ -212,7 +212,10 @@ def _compressor(schema, group, codec, rng, calls, requests):
 
 
 def _flush_bytes(group, codec, tokens, closes):
-    """Bytes a request: projections in, state rows out (a full ring at most); for each entry the ring in, a row out."""
+    """The bytes read and written for a request.
+
+    Projections are read, and state rows written, at most a full ring. Each entry reads the ring and writes a row.
+    """
     ring, width = group.pooled_rows, codec.dim * (1 + group.overlap)
     entries, read = tokens // group.compress_rate, 0
     if tokens == 1:

@@ -1,4 +1,4 @@
-"""A benchmark case: one op at one shape of a real model, and what the modules of cases share."""
+"""A benchmark case, one op at one shape of a real model, and helpers that make inputs of cases."""
 
 import dataclasses
 import math
@@ -21,16 +21,16 @@ class Case:
     """One op at one shape.
 
     Attributes:
-      op: the op's public name.
+      op: public name of the op.
       shape: label of the shape.
-      nbytes: bytes that a call has to read and write, from the op's definition.
+      nbytes: number of bytes that a call has to read and write, by the op's definition.
       make: (rng, calls) -> (state, one tuple of inputs for each call).
       call: (state, *inputs, implementation) -> result.
-      updates: the result is the next call's state, and the state is donated.
-      flops: operations of a call that belong on the tensor cores.
-      reads: nearly all of its bytes are read, so a read's rate is its limit, not a copy's.
-      agree: (array, XLA's array) -> bool scalar, for each array of a result that need not be XLA's bit for bit.
-      xla_calls: how many calls of XLA's version are timed; None = as many as of the kernel.
+      updates: whether the result is the next call's state; the state is then donated.
+      flops: number of operations of a call on the tensor cores.
+      reads: whether nearly all bytes are read, so that the rate of a read is the limit, not that of a copy.
+      agree: (array, XLA's array) -> bool scalar, called for each array of a result; None compares bit for bit.
+      xla_calls: number of timed calls of XLA's version; None for as many as of the kernel.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Case:
 
 
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
-    """A case's `agree` with these tolerances, in float32."""
+    """Returns an `agree` of a case that compares in float32 with these tolerances."""
 
     def agree(got, expected):
         got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
@@ -56,44 +56,44 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
 
 
 def layer_count(calls: int, nbytes: int) -> int:
-    """Layers of `nbytes` each that calls rotate through, so that none finds another's data in a 50 MB L2 cache."""
-    return min(calls, 1 + (1 << 28) // nbytes)
+    """Returns the number of layers that calls rotate through, so that none finds its data in the L2 cache."""
+    return min(calls, 1 + (1 << 28) // nbytes)  # several times the 50 MB of the cache
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or `jax.ShapeDtypeStruct`s, of a pytree; on a mesh those that one device holds."""
+    """Returns the bytes of all arrays or `jax.ShapeDtypeStruct`s of a pytree that one device holds."""
 
     def size(leaf):
-        where = getattr(leaf, "sharding", None)
-        return math.prod(leaf.shape if where is None else where.shard_shape(leaf.shape))
+        sharding = getattr(leaf, "sharding", None)
+        return math.prod(leaf.shape if sharding is None else sharding.shard_shape(leaf.shape))
 
     return sum(size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def int32(values: ArrayLike) -> Int[Array, "..."]:
-    """The values as an int32 array."""
+    """Returns the values as an int32 array."""
     return jnp.asarray(values, jnp.int32)
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Normally distributed values, made on the device."""
+    """Returns normally distributed values, made on the device."""
     return jax.random.normal(jax.random.key(int(rng.integers(1 << 30))), shape, dtype)
 
 
 def random_rows(codec: RowCodec | KeyCodec, rng: np.random.Generator, *leading: int) -> Any:
-    """A pool of encoded random rows or keys, `leading` being the axes before a row's own; axis 0 is layers."""
+    """Returns a pool of encoded random rows or keys; `leading` are the axes before a row's own, first layers."""
     encode = jax.jit(codec.encode)
     layers = [encode(normal(rng, (*leading[1:], codec.dim), jnp.bfloat16)) for _ in range(leading[0])]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
 
 
 def random_table(rng: np.random.Generator, slots: int, max_blocks: int) -> Int[Array, "slots blocks"]:
-    """[slots, max_blocks] int32: a block table of full requests whose blocks lie in random order."""
+    """Returns a block table of full requests whose blocks lie in random order."""
     return int32(rng.permutation(slots * max_blocks).reshape(slots, max_blocks))
 
 
 def window_view(schema: CacheSchema, rng: np.random.Generator, layers: int, slots: int) -> SWAView:
-    """Sliding-window rings of random rows."""
+    """Returns sliding-window rings of random rows."""
     window, codec = schema.config.sliding_window, schema.window_codec
     return SWAView(random_rows(codec, rng, layers, slots, window), 0, window, codec)
 
@@ -108,7 +108,7 @@ def entries_view(
     *,
     shared: int = 0,
 ) -> ClassicalView:
-    """Compressed entries of full requests, each holding `entries` random rows: of its own, or of `shared` ones."""
+    """Returns the compressed entries of full requests, `entries` rows each: their own, or drawn from `shared` rows."""
     rows = schema.entries_per_block(group.name)
     max_blocks = entries // rows
     if shared:

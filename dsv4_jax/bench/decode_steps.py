@@ -1,4 +1,4 @@
-"""`dsv4-jax bench step`, `layer` and `model`: decode steps of attention or whole layers, and what takes their time."""
+"""`dsv4-jax bench step`, `layer` and `model`: the time of decode steps, and of their kernels."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from rich.progress import Progress
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.kernel_kinds import by_kind, longest
+from dsv4_jax.bench.kernel_kinds import Kernel, by_kind, classify, longest
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.bench.step_tables import Columns, draft_lines, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
@@ -30,19 +30,19 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
 
 
-STEPS = 32  # that a mean is taken over
-# Requests start so many tokens before the context that is measured, to end a measurement there.
+STEPS = 32  # steps whose mean time is reported
+# Requests start this many tokens before the measured context, to end a measurement there.
 MARGIN = 4 * STEPS
 # Steps before the first measured one; XLA records its CUDA graphs in the second.
 WARM_UP = 4
-# Of a GPU's memory: weights and cache; the rest is for programs, and for making the weights.
+# Share of a GPU's memory for weights and cache; the rest is for programs, and for making the weights.
 MAX_MEMORY = 0.88
-# By a report's "shapes": without a GPU, "tiny" takes the place of what was asked for.
+# By a report's "shapes". Without a GPU, "tiny" replaces the requested model.
 MODELS = dict(flash="V4-Flash", pro="V4-Pro", tiny="a tiny model")
 MAX_DRAFTS = 8
-# Of a kind that `bench layer` measures at once, on a GPU: none finds its weights in the L2 cache.
-ALIKE = 8
-# Batch sizes and contexts that are measured by default, with a GPU and without.
+# Layers of one kind that `bench layer` runs on a GPU, so that none finds its weights in the L2 cache.
+LAYERS_OF_A_KIND = 8
+# Default batch sizes and contexts, with a GPU and without.
 DEFAULTS = dict(
     step=dict(gpu=((1, 8, 32), (4096, 65536, 1048576)), cpu=((1, 4), (512, 4096))),
     model=dict(gpu=((1, 8, 32, 128), (4096, 65536)), cpu=((1, 4), (512, 4096))),
@@ -51,10 +51,18 @@ DEFAULTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`.
+    """Options of a measurement.
 
-    `mesh`: the devices; None = the default one. `expert_parallel`, `context_parallel`: as for `generate`.
-    `whole`: layers with experts and hyper-connections, as `layer` and `model` measure them, not their attention alone.
+    Attributes:
+      batches: batch sizes, in requests; None as in `DEFAULTS`.
+      contexts: context lengths, in tokens a request; None as in `DEFAULTS`.
+      layers: number of layers; 0 for all, or as many as fit.
+      trace: folder for a profile, or None.
+      drafts: number of draft tokens of a request.
+      whole: whether layers include experts and hyper-connections, not their attention alone.
+      mesh: the devices; None for the default one.
+      expert_parallel: whether each device holds some whole experts.
+      context_parallel: whether devices share the compressed entries of a request.
     """
 
     batches: tuple[int, ...] | None
@@ -68,7 +76,7 @@ class StepOptions:
     context_parallel: bool = False
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(batches, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
+        """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
         batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
         sizes = {} if self.mesh is None else self.mesh.shape
         if self.batches is None:
@@ -97,19 +105,19 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """The batch of a decoder at one context: the tokens that each request holds at the end of a measurement."""
+    """One batch size at one context, the number of tokens that a request holds at the end of a measurement."""
 
     decoder: StackDecoder
     context: int
 
     def start(self, report: dict[str, Any]) -> None:
-        """Compiles and runs a step; adds how long that took to `report`, once, and the process until then."""
+        """Compiles and runs a step, and adds its compilation time and the age of the process to the report."""
         self.decoder.start_requests(self.context - MARGIN)
         jax.block_until_ready(self.decoder.step(self.decoder.batch()))
         report.setdefault("start", dict(process=round(timing.process_seconds(), 2), **self.decoder.compile_seconds))
 
     def time(self, loop: bool) -> dict[str, float]:
-        """Milliseconds of a step, of its dispatch and, if asked for, of a step of the on-device loop."""
+        """Measures the milliseconds of a step, of its dispatch and, with `loop`, of a step of the on-device loop."""
         decoder = self.decoder
         decoder.start_requests(self.context - MARGIN)
         for _ in range(WARM_UP):
@@ -124,9 +132,12 @@ class StepCase:
         return {name: 1e3 * seconds for name, seconds in times.items()}
 
     def profile(self, times: dict[str, float], copy: float, trace: Path | None) -> dict[str, Any]:
-        """The case's result, from what `time` returned; on a GPU with the times of its kernels.
+        """Returns the case's result, on a GPU with the times of its kernels.
 
-        `copy` is the bytes a second of a plain copy, at which the floor's bytes are read. A profile goes to `trace`.
+        Args:
+          times: the result of `time`.
+          copy: bytes a second of a plain copy, the rate at which the floor's bytes are read.
+          trace: folder for a profile, or None.
         """
         decoder = self.decoder
         nbytes = floor_bytes(decoder, self.context)
@@ -147,9 +158,9 @@ class StepCase:
             decoder.start_requests(self.context - MARGIN)
             with jax.profiler.trace(str(trace)) if trace else contextlib.nullcontext():
                 kernels = _kernels(decoder)
-            kinds = by_kind(kernels, decoder.step_text)
+            kinds = by_kind(kernels)
             result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
-            calls = STEPS // 4 * _devices(decoder)
+            calls = STEPS // 4 * _num_devices(decoder)
             result["longest_kernels"] = longest(kernels, calls)
             result["launches"] = len(kernels) / calls
             result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
@@ -161,43 +172,45 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Measures every batch size at every context that fits, then profiles and prints them, and yields the results.
 
-    Whole layers are as many as fit with the largest of their caches, if `options` do not say how many. Where there is
-    no GPU, the packaged model takes the place of `config`. The rate of a copy, the clock, and the seconds from the
-    start of the process to the end of its first step are added to `report`.
+    With drafts, each case is measured three times: with one token a request, with the tokens of a step that verifies
+    drafts, and when such a step also drafts new tokens.
 
-    With drafts, each case is measured three times: with one token of each request, with the tokens of a step that
-    verifies drafts, and when such a step also makes new ones.
+    Args:
+      config: the model; without a GPU, the packaged model replaces it.
+      kv_format: format of the cache.
+      options: the cases.
+      report: the rate of a copy, the clock, and the seconds until the first step are added to it.
 
     Raises:
       ValueError: an option is out of range.
     """
-    config, small = _of_device(config, report)
+    config, small = _choose_model(config, report)
     options.cases(config, "cpu" if small else "gpu")
     layers = options.layers
     if options.whole and not layers and not small:
-        layers = _most_layers(config, kv_format, options)
+        layers = _max_layers(config, kv_format, options)
     yield from _measure(_first_layers(config, layers or config.num_hidden_layers), kv_format, options, report)
 
 
 def run_kinds(
     config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """As `run`, of layers of one kind, for each kind of the model; on one device without the on-device loop.
+    """Measures layers of one kind, for each kind of the model, like `run`. Results also have their `layer_type`.
 
-    Results also have their `layer_type`.
+    The on-device loop is measured on a mesh only.
     """
-    config, small = _of_device(config, report)
+    config, small = _choose_model(config, report)
     for kind in dict.fromkeys(config.layer_types):
-        count = 1 if small else ALIKE
+        count = 1 if small else LAYERS_OF_A_KIND
         types = dict(layer_types=(kind,) * count, mlp_layer_types=("moe",) * count)
         rate = config.compress_rate_hca if kind == HCA else 0
-        alike = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
-        for row in _measure(alike, kv_format, options, report, loop=options.mesh is not None):
+        one_kind = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
+        for row in _measure(one_kind, kv_format, options, report, loop=options.mesh is not None):
             yield dict(layer_type=kind) | row
 
 
-def _of_device(config, report):
-    """(the configuration to measure, whether it is that of a tiny model because there is no GPU)."""
+def _choose_model(config, report):
+    """Returns the configuration to measure, and whether it is a tiny model's because there is no GPU."""
     report["clock"] = "wall clock of steps, kernel time from CUPTI"
     if jax.default_backend() == "gpu":
         return config, False
@@ -214,80 +227,89 @@ def _first_layers(config, count):
 def _measure(config, kv_format, options, report, loop=True):
     """Yields the results of all layers of `config`.
 
-    All steps are timed before the first profile: after one, the host takes up to twice as long for a launch. The rate
-    of a copy comes from a profile, too.
+    All steps are timed before the first profile, because launches take up to twice as long after one. The rate of a
+    copy comes from a profile, too.
     """
-    small = jax.default_backend() != "gpu"
-    batches, all_contexts = options.cases(config, "cpu" if small else "gpu")
     config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
-    steps = [(1, 0), (1 + options.drafts, 0), (1 + options.drafts, options.drafts)] if options.drafts else [(1, 0)]
-    whole = options.whole
     if options.mesh is not None:
         check_shardable(config, options.mesh.shape, options.expert_parallel)
-    cut = dict(mesh=options.mesh, expert_parallel=options.expert_parallel)
-    stack = CompiledModel(random_stack(config, **cut) if whole else _attention(config, options.mesh))
-    weights = tree_bytes(stack.arrays)
-    cases: list[StepCase] = []
-    for requests in batches:
-        sizes = {context: _sizes(requests, context, kv_format, options) for context in all_contexts}
-        contexts = sorted(c for c in sizes if _fits(config, weights, sizes[c], options.mesh))
-        for context in sorted(set(all_contexts) - set(contexts)):
-            print(f"{requests} requests of {context} tokens do not fit this device's memory")
-        for step in steps if contexts else ():
-            manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(contexts)])
-            decoder = StackDecoder(stack, manager, requests, *step)
-            cases += [StepCase(decoder, context) for context in contexts]
+    if options.whole:
+        layers = random_stack(config, mesh=options.mesh, expert_parallel=options.expert_parallel)
+    else:
+        layers = _attention(config, options.mesh)
+    stack = CompiledModel(layers)
+    cases = _cases(config, stack, kv_format, options)
     if not cases:
         return
-    columns = Columns(config.num_hidden_layers if whole else None)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("timing steps, then their kernels", total=2 * len(cases))
-
-        def in_turn():
-            last = {case.decoder: case for case in cases}
-            for case in cases:
-                yield case
-                progress.advance(bar)
-                if case is last[case.decoder]:
-                    case.decoder.free_cache()
-
         cases[0].start(report)
-        if not small:
-            cases[0].time(loop=False)  # a process's first steps are slower to launch
-        times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in in_turn()]
+        if jax.default_backend() == "gpu":
+            cases[0].time(loop=False)  # a process launches its first steps slower
+        times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in _in_turn(cases, progress, bar)]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+        columns = Columns(config.num_hidden_layers if options.whole else None)
         kinds = ", ".join(name for name in LAYER_TYPES if name in config.layer_types)
         print(
-            f"{report['device']}, jax {report['jax']}. {'Whole' if whole else 'Attention'} layers of "
-            f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {weights / 1e9:.2f} GB. "
-            f"{columns.unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n\n{columns.header()}",
+            f"{report['device']}, jax {report['jax']}. {'Whole' if options.whole else 'Attention'} layers of "
+            f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {tree_bytes(stack.arrays) / 1e9:.2f} "
+            f"GB. {columns.unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n\n{columns.header()}",
             flush=True,
         )
-        places: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for case, known in zip(in_turn(), times, strict=True):
+        rows_by_place: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for case, known in zip(_in_turn(cases, progress, bar), times, strict=True):
             row = dict(layers=config.num_hidden_layers)
             row |= case.profile(known, copy, options.trace if case is cases[-1] else None)
             print(columns.line(row), flush=True)
-            rows = places.setdefault((row["requests"], row["context"]), [])
+            rows = rows_by_place.setdefault((row["requests"], row["context"]), [])
             rows.append(row)
             if row["tokens"] > 1:
                 row["times_one_token"] = round(row["milliseconds"] / rows[0]["milliseconds"], 4)
             if row["drafts"]:
                 row["tokens_per_second"] = tokens_per_second(row)
             yield row
-    print(draft_lines(places) if options.drafts else "", flush=True)
+    print(draft_lines(rows_by_place) if options.drafts else "", flush=True)
 
 
-def _most_layers(config, kv_format, options):
-    """How many layers fit the device's memory, weights and the largest cache that is asked for."""
+def _cases(config, stack, kv_format, options) -> list[StepCase]:
+    """Returns the cases that fit the device's memory; prints those that do not."""
+    batches, contexts = options.cases(config, "gpu" if jax.default_backend() == "gpu" else "cpu")
+    drafts, weights = options.drafts, tree_bytes(stack.arrays)
+    # Tokens and drafts of a request in a step.
+    steps = [(1, 0), (1 + drafts, 0), (1 + drafts, drafts)] if drafts else [(1, 0)]
+    cases = []
+    for requests in batches:
+        sizes = {context: _sizes(requests, context, kv_format, options) for context in contexts}
+        fitting = sorted(c for c in sizes if _fits(config, weights, sizes[c], options.mesh))
+        for context in sorted(set(contexts) - set(fitting)):
+            print(f"{requests} requests of {context} tokens do not fit this device's memory")
+        for step in steps if fitting else ():
+            manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(fitting)])
+            decoder = StackDecoder(stack, manager, requests, *step)
+            cases += [StepCase(decoder, context) for context in fitting]
+    return cases
+
+
+def _in_turn(cases: list[StepCase], progress: Progress, bar: Any) -> Iterator[StepCase]:
+    """Yields the cases; frees a decoder's cache after its last one."""
+    last = {case.decoder: case for case in cases}
+    for case in cases:
+        yield case
+        progress.advance(bar)
+        if case is last[case.decoder]:
+            case.decoder.free_cache()
+
+
+def _max_layers(config, kv_format, options):
+    """Returns the number of layers whose weights fit the device's memory together with the largest cache."""
     limit = MAX_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
     batches, contexts = options.cases(config, "gpu")
     sizes = _sizes(max(batches), max(contexts), kv_format, options)
-    of_layer = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
+    layer_bytes = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
 
     def fits(count):
         cache = _cache_bytes(CacheSchema.from_config(_first_layers(config, count), **sizes), options.mesh)
-        return sum(of_layer[:count]) + cache <= limit
+        return sum(layer_bytes[:count]) + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
 
@@ -298,12 +320,12 @@ def _attention(config, mesh):
 
 
 def _cache_bytes(schema, mesh):
-    """What a device holds of a cache."""
+    """Returns the bytes of a cache on one device."""
     return tree_bytes(KVCache.abstract(schema, mesh))
 
 
 def _fits(config, weights, sizes, mesh):
-    """Whether weights and cache fit into the device's memory; True where that is unknown."""
+    """Returns whether weights and cache fit into the device's memory; True if its size is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     need = weights + _cache_bytes(CacheSchema.from_config(config, **sizes), mesh)
     return limit is None or need < 0.9 * limit
@@ -318,7 +340,7 @@ def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOption
 
 
 def _steps_in_a_row(decoder: StackDecoder) -> float:
-    """Seconds a step: the host runs ahead of the device, as a decode loop does."""
+    """Measures seconds a step, with the host running ahead of the device as in a decode loop."""
     begin = time.perf_counter()
     for _ in range(STEPS - 1):
         decoder.step(decoder.batch())
@@ -327,7 +349,7 @@ def _steps_in_a_row(decoder: StackDecoder) -> float:
 
 
 def _dispatch(decoder: StackDecoder) -> float:
-    """Median seconds until a call returns, which is before its result is computed."""
+    """Measures the median seconds until a call returns, before its result is computed."""
     seconds = []
     for _ in range(STEPS // 2):
         batch = decoder.batch()
@@ -338,13 +360,13 @@ def _dispatch(decoder: StackDecoder) -> float:
     return statistics.median(seconds)
 
 
-def _devices(decoder: StackDecoder) -> int:
-    """How many GPUs share each step."""
+def _num_devices(decoder: StackDecoder) -> int:
+    """Returns the number of GPUs that run a step."""
     return 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
 
 
-def _kernels(decoder: StackDecoder) -> list[tuple[str, float]]:
-    """(name, milliseconds a step and GPU) of each launch."""
+def _kernels(decoder: StackDecoder) -> list[Kernel]:
+    """Returns the launches of some steps, their milliseconds a step and GPU."""
     steps = STEPS // 4
     jax.block_until_ready(decoder.step(decoder.batch()))
 
@@ -352,4 +374,5 @@ def _kernels(decoder: StackDecoder) -> list[tuple[str, float]]:
         for _ in range(steps):
             jax.block_until_ready(decoder.step(decoder.batch()))
 
-    return [(name, milliseconds / steps / _devices(decoder)) for name, milliseconds in timing.kernels(run)]
+    launches = [(name, ms / steps / _num_devices(decoder)) for name, ms in timing.kernels(run)]
+    return classify(launches, decoder.step_text)

@@ -1,57 +1,107 @@
-"""What takes a program's time: its kernels by kind, and the longest of them."""
+"""Classifies a program's kernels by the part of the model that they belong to, and lists the longest ones.
 
+XLA's text of a compiled program gives each instruction the path of its `jax.named_scope`s. The kernel of a fusion is
+named after the instruction, and a Pallas kernel's own name is the last but one element of the path.
+"""
+
+import collections
+import dataclasses
 import re
+from collections.abc import Sequence
+
+from dsv4_jax.nn import SCOPES
 
 
-# Kinds of kernels, by parts of their names. XLA's own matrix products are found in the text of the program.
-KINDS = {
-    "append + flush": ("append_swa", "flush"),
-    "hyper-connections": ("hyper_connections",),
-    "router": ("router",),
-    "experts": ("experts", "grouped"),
-    "indexer": ("round_index_query", "indexer_scores"),
-    "top-k": ("indexer_topk",),
-    "attention": ("sparse_attention", "combine", "gather_"),
-    "projections": ("linear", "matmul", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "dot"),
-    "norm + rotation": ("norm_rope",),
-    "collectives": ("all_reduce", "nccl"),
-}
 REST = "rest"
+ALL_REDUCE = "all_reduce"
+# Kinds of kernels, in the order in which they are printed; other scopes count as the rest.
+KINDS = tuple(scope for scope in SCOPES if scope not in ("embedding", "norm", "lm_head", "sampling")) + (ALL_REDUCE,)
 LONGEST = 24  # kernels listed by name
 
+_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .* (fusion|custom-call)\(.*op_name="([^"]*)"', re.MULTILINE)
+_PALLAS = re.compile(r"(.*)_mosaic_gpu_kernel(?:_\d+)?")
+# Kernels of libraries are not named after an instruction.
+_LIBRARIES = {
+    "projections": re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE),
+    ALL_REDUCE: re.compile("nccl", re.IGNORECASE),
+}
 
-def by_kind(kernels: list[tuple[str, float]], text: str) -> dict[str, float]:
-    """{kind: milliseconds} of (name, milliseconds) of the launches of a program, whose text XLA wrote."""
-    products, kinds = _products(text), dict.fromkeys([*KINDS, REST], 0.0)
-    for name, milliseconds in kernels:
-        kinds[_kind(name, products)] += milliseconds
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One launch of a kernel.
+
+    Attributes:
+      name: name of the kernel, without the numbers of its copies.
+      kind: one of `KINDS`, or `REST`.
+      milliseconds: time of the launch.
+    """
+
+    name: str
+    kind: str
+    milliseconds: float
+
+
+def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
+    """Finds the kind of each launch.
+
+    Args:
+      launches: (name, milliseconds) of the kernels of whole calls of a program, in order.
+      text: XLA's text of the compiled program.
+    """
+    kinds, counts = kinds_by_name(text), collections.Counter()
+    found = []
+    for name, milliseconds in launches:
+        pallas = _PALLAS.fullmatch(name)
+        key = pallas[1] if pallas else name
+        if calls := kinds.get(key):
+            # One kernel may run in several scopes: its launches follow the order of the instructions.
+            kind = calls[counts[key] % len(calls)]
+        else:
+            kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
+        counts[key] += 1
+        found.append(Kernel(re.sub(r"_\d+$", "", name), kind, milliseconds))
+    return found
+
+
+def kinds_by_name(text: str) -> dict[str, list[str]]:
+    """Returns {kernel name: kind of each instruction that runs it, in the order of the schedule}."""
+    found: dict[str, list[str]] = {}
+    for instruction, opcode, path in _INSTRUCTION.findall(text):
+        scopes = path.split("/")
+        name = re.sub(r"[.-]", "_", instruction) if opcode == "fusion" else scopes[-2:][0]
+        found.setdefault(name, []).append(_kind(scopes))
+    return found
+
+
+def _kind(scopes: Sequence[str]) -> str:
+    if any(ALL_REDUCE in scope for scope in scopes):
+        return ALL_REDUCE
+    # The outermost scope says which part of the model an instruction belongs to.
+    outermost = next((scope for scope in scopes if scope in SCOPES), REST)
+    return outermost if outermost in KINDS else REST
+
+
+def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Returns {kind: milliseconds}, with every kind of `KINDS`."""
+    kinds = dict.fromkeys([*KINDS, REST], 0.0)
+    for kernel in kernels:
+        kinds[kernel.kind] += kernel.milliseconds
     return kinds
 
 
-def longest(kernels: list[tuple[str, float]], calls: int) -> list[dict[str, str | float]]:
-    """Names, launches and milliseconds a call of the longest kernels; numbered copies of a kernel count as one.
+def longest(kernels: Sequence[Kernel], calls: int) -> list[dict[str, str | float]]:
+    """Returns name, kind, launches and milliseconds a call of the longest kernels.
 
-    `kernels` are (name, milliseconds, divided by `calls`) of the launches of so many calls.
+    Args:
+      kernels: launches in `calls` calls of a program, their milliseconds already divided by `calls`.
+      calls: number of calls.
     """
-    found: dict[str, list[float]] = {}
-    for name, milliseconds in kernels:
-        found.setdefault(re.sub(r"_\d+$", "", name), []).append(milliseconds)
+    found: dict[tuple[str, str], list[float]] = {}
+    for kernel in kernels:
+        found.setdefault((kernel.name, kernel.kind), []).append(kernel.milliseconds)
     rows = [
-        dict(name=name, launches=len(times) / calls, milliseconds=round(sum(times), 4)) for name, times in found.items()
+        dict(name=name, kind=kind, launches=len(times) / calls, milliseconds=round(sum(times), 4))
+        for (name, kind), times in found.items()
     ]
     return sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST]
-
-
-def _products(text):
-    """Names of XLA's fusions around a matrix product, as their kernels are called."""
-    fused = re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    product = {name for name, body in fused if "dot_general" in body}
-    calls = re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = .*calls=%?([\w.-]+)", text, re.MULTILINE)
-    return {re.sub(r"[.-]", "_", name) for name, called in calls if called in product}
-
-
-def _kind(name, products):
-    for kind, words in KINDS.items():
-        if any(word in name.lower() for word in words):
-            return kind
-    return "projections" if name in products else REST

@@ -1,4 +1,4 @@
-"""All layers of a model, with experts and hyper-connections, in the release's storage: for `dsv4-jax bench model`."""
+"""A stack of a model's whole layers, weights stored as in the release, for `dsv4-jax bench model` and `layer`."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
 class ModelStack(DraftingStack):
-    """A model between its embedding and its head; `mtp` holds the layers that make drafts."""
+    """A model without its embedding and its head."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(param_dtype=jnp.bfloat16, rngs=rngs)
@@ -37,27 +37,27 @@ class ModelStack(DraftingStack):
         self.streams = config.hc_mult
 
     def unread_bytes(self, tokens: int) -> float:
-        """Those of the routed experts that no token hits, if each chooses its experts at random."""
-        found = 0.0
+        """Returns the expected bytes of the routed experts that no token hits, if tokens choose at random."""
+        unread = 0.0
         for layer in self.layers:
             config = layer.mlp.gate.config
             share = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
-            found += share * tree_bytes(nnx.state(layer.mlp.experts))
-        return found
+            unread += share * tree_bytes(nnx.state(layer.mlp.experts))
+        return unread
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-        """[T, hidden] bfloat16 embeddings to the head's input, and the updated cache."""
+        """Maps embeddings [T, hidden] bfloat16 to the head's input; also returns the updated cache."""
         cache, carry = cache.begin_step(batch), StepCarry()
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1])))
         for layer in self.layers:
-            # As in the model.
+            # The model has the same barrier.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
         return self.hc_head.pre(residual, self.norm)[0], cache
 
 
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
-    """The stack with shapes in the places of its arrays, quantised as the release's files are, and cut over a mesh."""
+    """Returns the stack with shapes in place of arrays, quantised as in the release and sharded over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
     kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
     graph, state = nnx.split(stack)
@@ -74,9 +74,9 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paral
 
 
 def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
-    """The stack with random weights, made on the device, or on a mesh by each device for itself."""
+    """Returns the stack with random weights, made by each device for itself."""
     graph, state = nnx.split(abstract_stack(config, mesh, expert_parallel=expert_parallel))
-    # Of all generators the quickest to compile: dozens of shapes are drawn.
+    # "rbg" compiles the fastest, and dozens of shapes are drawn.
     keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
 
     def drawn(path, variable):
@@ -106,7 +106,7 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paralle
 
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))
 def _made(key, *, make, args, where):
-    """`make(key, *args)`; with a sharding, what each device makes of its part, with a key of its own if it has one."""
+    """Returns `make(key, *args)`. With a sharding, each device makes its own shard, with a key of its own."""
     if where is None:
         return make(key, *args)
 
@@ -127,7 +127,7 @@ def _kind(weight):
 
 
 def _struct(kind, value):
-    """The shapes of a parameter of this kind of storage."""
+    """Returns the shapes of a parameter that is stored as `kind`."""
     *leading, rows, columns = value.shape if len(value.shape) > 1 else (1, *value.shape)
     uint8 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
     if kind == "F8_E4M3":
@@ -144,8 +144,8 @@ def _normal(key, shape, dtype, mean):
 
 
 def _codes(key, shape, scales, kind):
-    """Codes and scales of values about as wide as those of `_normal`; no NaN."""
-    # One matrix at a time: random bits take 16 times their memory while they are made.
+    """Returns codes and scales of values about as large as those of `_normal`, without NaN."""
+    # One matrix at a time, because making random bits takes 16 times their memory.
     *count, rows, columns = shape
     keys = jax.random.split(key, math.prod(count))
     codes = jax.lax.map(lambda key: jax.random.bits(key, (rows, columns), jnp.uint8), keys).reshape(shape)

@@ -1,4 +1,4 @@
-"""Pictures of benchmark reports, as PNG files."""
+"""Plots of benchmark reports, as PNG files."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,10 +11,13 @@ from dsv4_jax.bench.prefill import STACK
 from dsv4_jax.bench.serving import SLOTS
 
 
+MAX_OPS = 12  # single ops in a plot of layers
+
+
 def plot_steps(report: dict[str, Any], path: Path) -> None:
     """Draws a step's time and its lower bound against context, one line for each batch size.
 
-    Where gaps between kernels take more than a tenth of a step, the time of its kernels is marked too.
+    If gaps between kernels take more than a tenth of a step, the time of its kernels is marked too.
     """
     layers = report.get("layers", "attention").capitalize()
     title = f"{layers} layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
@@ -38,41 +41,50 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
 
 
 def plot_layers(report: dict[str, Any], path: Path) -> None:
-    """Draws what takes the time of a layer in one decode step, by kind of kernel, beside the floor.
+    """Draws the time of each kind of kernel in a layer's decode step, beside the floor.
 
-    A report of `dsv4-jax bench layer` also gets a picture of the parts: how many times its floor each takes.
+    If the report has single ops, those that lose most time against their floor are drawn above.
     """
-    parts, rows = report.get("ops", []), report["results"]
-    with _figure(path, 1 + bool(parts), (10.0, (3.0 + 0.3 * max(len(parts), len(rows))) * (1 + bool(parts)))) as panels:
-        steps = panels[-1]
-        steps.set(
-            title=f"Whole layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer"
-        )
-        labels = [_layer_label(row) for row in rows]
-        left = [0.0] * len(rows)
-        for kind in (*KINDS, REST):
-            widths = [1e3 * row["kernel_milliseconds"].get(kind, 0.0) / row["layers"] for row in rows]
-            if any(widths):
-                steps.barh(labels, widths, left=left, label=kind)
-                left = [start + width for start, width in zip(left, widths, strict=True)]
-        totals = [1e3 * row["milliseconds"] / row["layers"] for row in rows]
-        gaps = [max(total - start, 0.0) for total, start in zip(totals, left, strict=True)]
-        steps.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
-        floors = [1e3 * row["floor_milliseconds"] / row["layers"] for row in rows]
-        places = range(len(rows))
-        steps.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
-        steps.invert_yaxis()
-        steps.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        if parts:
-            names = [f"{row['op']} {row['shape']}" for row in parts]
-            panels[0].set(title="Parts of a layer", xlabel="times the floor", xscale="log")
-            for key, mark in dict(microseconds="o", xla_microseconds="x").items():
-                found = [max(row[key] / max(row["floor_microseconds"], 1e-3), 0.1) for row in parts]
-                panels[0].plot(found, names, mark, label="XLA" if mark == "x" else "kernel, or XLA where there is none")
-            panels[0].axvline(1, color="gray", linestyle=":")
-            panels[0].invert_yaxis()
-            panels[0].grid(alpha=0.3)
-            panels[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    lost = sorted(report.get("ops", []), key=lambda row: row["floor_microseconds"] - row["microseconds"])
+    ops, rows = lost[:MAX_OPS], report["results"]
+    panels = 1 + bool(ops)
+    with _figure(path, panels, (10.0, (3.0 + 0.3 * max(len(ops), len(rows))) * panels)) as axes:
+        _plot_kinds(axes[-1], report)
+        if ops:
+            _plot_ops(axes[0], ops)
+        for panel in axes:
+            panel.invert_yaxis()
+            panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _plot_kinds(axes, report):
+    """Draws a bar for each case, divided into kinds of kernels."""
+    rows = report["results"]
+    axes.set(title=f"Whole layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer")
+    labels = [_layer_label(row) for row in rows]
+    left = [0.0] * len(rows)
+    for kind in (*KINDS, REST):
+        widths = [1e3 * row["kernel_milliseconds"].get(kind, 0.0) / row["layers"] for row in rows]
+        if any(widths):
+            axes.barh(labels, widths, left=left, label=kind)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    totals = [1e3 * row["milliseconds"] / row["layers"] for row in rows]
+    gaps = [max(total - start, 0.0) for total, start in zip(totals, left, strict=True)]
+    axes.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
+    floors = [1e3 * row["floor_milliseconds"] / row["layers"] for row in rows]
+    places = range(len(rows))
+    axes.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
+
+
+def _plot_ops(axes, ops):
+    """Draws the time of single ops and of XLA's versions, as multiples of the floor."""
+    names = [f"{row['op']} {row['shape']}" for row in ops]
+    axes.set(title="Operations that lose most time against the floor", xlabel="times the floor", xscale="log")
+    for key, mark in dict(microseconds="o", xla_microseconds="x").items():
+        ratios = [max(row[key] / max(row["floor_microseconds"], 1e-3), 0.1) for row in ops]
+        axes.plot(ratios, names, mark, label="XLA" if mark == "x" else "kernel, or XLA where there is none")
+    axes.axvline(1, color="gray", linestyle=":")
+    axes.grid(alpha=0.3)
 
 
 def _layer_label(row):
@@ -82,7 +94,7 @@ def _layer_label(row):
 
 
 def plot_prefill(report: dict[str, Any], path: Path) -> None:
-    """Draws tokens a second of a prompt's chunks against the tokens before them, and their bound, of all layers."""
+    """Draws tokens a second of all layers, and their upper bound, against the tokens before a chunk."""
     title = f"Attention layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
     with _axes(path, title, "tokens before the chunk", "tokens a second") as axes:
         rows = [row for row in report["results"] if row["layer_type"] == STACK]
@@ -109,21 +121,25 @@ def plot_serving(report: dict[str, Any], path: Path) -> None:
 
 @contextlib.contextmanager
 def _figure(path: Path, panels: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Panels to draw on, one below the other; written to the file afterwards."""
+    """Gives axes to draw on, one below the other, and writes them to the file afterwards."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(panels, figsize=size, layout="constrained", squeeze=False)
-    yield axes[:, 0]
+    # Different colours for up to 18 lines, the dark ones first. Grey is left for gaps and bounds.
+    tab20 = plt.get_cmap("tab20")
+    colors = [tab20(i) for first in (0, 1) for i in range(first, 20, 2) if i not in (14, 15)]
+    with plt.rc_context({"axes.prop_cycle": plt.cycler(color=colors)}):
+        figure, axes = plt.subplots(panels, figsize=size, layout="constrained", squeeze=False)
+        yield axes[:, 0]
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 @contextlib.contextmanager
 def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
-    """Axes to draw on; written to the file afterwards."""
+    """Gives axes to draw on, and writes them to the file afterwards."""
     with _figure(path, 1, (7.0, 4.5)) as (axes,):
         yield axes
         axes.set_ylim(bottom=0)

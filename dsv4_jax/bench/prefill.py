@@ -1,4 +1,4 @@
-"""`dsv4-jax bench prefill`: attention layers over chunks of a prompt, and what takes their time."""
+"""`dsv4-jax bench prefill`: the time of attention layers over chunks of a prompt, and of their kernels."""
 
 import collections
 import dataclasses
@@ -16,8 +16,9 @@ from flax import nnx
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, begin_step, random_cache, stack_step
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, longest
+from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, classify, longest
 from dsv4_jax.bench.model_stack import random_stack
+from dsv4_jax.bench.step_tables import WHOLE_LAYER_KINDS
 from dsv4_jax.config import HCA, DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
@@ -25,22 +26,28 @@ from dsv4_jax.host import KVCacheManager
 from dsv4_jax.quant import KVFormat
 
 
-CALLS = 4  # of a chunk, that a mean is taken over
-# Tokens of a chunk, and tokens before it, that are measured by default, with a GPU and without.
+CALLS = 4  # calls whose mean time is reported
+# Default tokens of a chunk and tokens before it, with a GPU and without.
 DEFAULTS = dict(gpu=((512, 2048, 8192), (0, 65536, 524288)), cpu=((64,), (0, 256)))
-STACK = "stack"
+STACK = "stack"  # the "layer_type" of all layers together
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillOptions:
-    """What to measure: the options of `BenchCommand` with these names; None: as in `DEFAULTS`."""
+    """Options of a measurement.
+
+    Attributes:
+      chunks: numbers of tokens in a chunk; None as in `DEFAULTS`.
+      contexts: numbers of tokens before a chunk; None as in `DEFAULTS`.
+      trace: folder for a profile, or None.
+    """
 
     chunks: tuple[int, ...] | None
     contexts: tuple[int, ...] | None
     trace: Path | None = None
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(chunks, contexts) to measure on a "gpu" or "cpu"; raises ValueError naming an option that is wrong."""
+        """Returns the chunks and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
         chunks, contexts = DEFAULTS[device]
         chunks = chunks if self.chunks is None else self.chunks
         contexts = contexts if self.contexts is None else self.contexts
@@ -59,12 +66,16 @@ class PrefillOptions:
 def run(
     config: DSV4Config, kv_format: KVFormat, options: PrefillOptions, report: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Measures an attention layer of each kind, weights as released, prints and yields results, last of all layers.
+    """Measures an attention layer of each kind, with weights as released; prints and yields the results.
 
-    The last are the measured times of each kind, as often as the model has layers of it. Where there is no GPU, the
-    packaged model takes the place of `config`. The rates of a copy and of a large matrix product, and the tokens that
-    the cache has room for, are added to `report`: a program is compiled for each kind and chunk size, so every context
-    is measured in the cache of the longest.
+    The last results are for all layers: the time of each kind times the number of its layers. One program is compiled
+    for a kind and chunk size, so every context is measured in the cache of the longest.
+
+    Args:
+      config: the model; without a GPU, the packaged model replaces it.
+      kv_format: format of the cache.
+      options: the cases.
+      report: the clock, the rates of a copy and a matrix product, and the cache's size in tokens are added to it.
 
     Raises:
       ValueError: an option is out of range.
@@ -110,16 +121,16 @@ def run(
 
 
 def _stack(config):
-    """Attention layers with random weights in the release's storage."""
+    """Returns attention layers with random weights, stored as in the release."""
     stack = AttentionStack(config, nnx.Rngs(0))
-    # The experts are not used.
+    # The experts are not used: few of them save memory.
     whole = random_stack(dataclasses.replace(config, n_routed_experts=config.num_experts_per_tok))
     stack.attentions = nnx.List([layer.self_attn for layer in whole.layers])
     return stack
 
 
 class _Layer:
-    """One layer and a cache of one request, long enough for every context and chunk: a program a chunk size."""
+    """One layer and a cache of one request, large enough for every context and chunk."""
 
     def __init__(self, config, kv_format, longest, max_context):
         self.config, self.longest = config, longest
@@ -130,7 +141,7 @@ class _Layer:
         self.steps: dict[int, Any] = {}
 
     def measure(self, context, chunk, report, trace):
-        """The result of a chunk after so many tokens."""
+        """Returns the result of a chunk after `context` tokens."""
         batch = self._batch(context, chunk)
         x = jax.random.normal(jax.random.key(1), (chunk, self.config.hidden_size), jnp.bfloat16)
         if chunk not in self.steps:
@@ -153,8 +164,9 @@ class _Layer:
         flops, nbytes = _work(self.config, self.manager.schema, self.stack, chunk, context)
         result = dict(context=context, chunk=chunk, flops=flops, bytes=nbytes, kernel_milliseconds={})
         if jax.default_backend() == "gpu":
-            kernels = [(name, ms / CALLS) for name, ms in timing.kernels(calls)]
-            kinds = by_kind(kernels, step.as_text() or "")
+            launches = [(name, ms / CALLS) for name, ms in timing.kernels(calls)]
+            kernels = classify(launches, step.as_text() or "")
+            kinds = by_kind(kernels)
             milliseconds = sum(kinds.values())
             result["kernel_milliseconds"] = {kind: round(ms, 4) for kind, ms in kinds.items()}
             result["longest_kernels"] = longest(kernels, CALLS)
@@ -168,12 +180,12 @@ class _Layer:
         return result | _rates(milliseconds, floor, flops, chunk)
 
     def _batch(self, context, chunk):
-        """A new request's chunk after `context` tokens; the same each time it runs: it writes the same rows."""
+        """Returns the batch of a new request's chunk after `context` tokens. Every run of it writes the same rows."""
         manager = self.manager
         manager.release_all()
         slot = manager.admit()
         if context:
-            # Blocks for the longest, whatever the context: one program gives them all.
+            # Blocks for the longest context, so that all contexts share a program.
             self.cache = begin_step(self.cache, manager.prepare_forward({slot: [0]}, reserve=self.longest))
             manager.advance(slot, context - 1)
         ids = np.arange(chunk, dtype=np.int32) % self.config.vocab_size
@@ -181,7 +193,7 @@ class _Layer:
 
 
 def _rates(milliseconds, floor, flops, chunk):
-    """What the table shows beside the kinds of kernels."""
+    """Returns a result's times and rates."""
     return dict(
         milliseconds=round(milliseconds, 4),
         floor_milliseconds=round(floor, 4),
@@ -192,7 +204,7 @@ def _rates(milliseconds, floor, flops, chunk):
 
 
 def _work(config, schema, stack, chunk, context):
-    """(operations of the products, bytes to read and write) of a chunk in one layer."""
+    """Returns the operations of the matrix products, and the bytes to read and write, of a chunk in one layer."""
     (spec,) = schema.layers[:1]
     positions = context + np.arange(chunk)
     attended = np.minimum(positions + 1, config.sliding_window).sum()
@@ -213,10 +225,10 @@ def _work(config, schema, stack, chunk, context):
 
 
 def _together(rows):
-    """The result of all layers, from those of the layers of each kind."""
+    """Returns the result of all layers, from the result of each kind."""
 
-    def total(of):
-        return sum(row["layers"] * of(row) for row in rows)
+    def total(value):
+        return sum(row["layers"] * value(row) for row in rows)
 
     first = rows[0]
     kinds = dict.fromkeys(kind for row in rows for kind in row["kernel_milliseconds"])
@@ -232,8 +244,7 @@ _COLUMNS = ("layer", "context", "chunk", "ms", "floor", "% of it", "tokens/s", "
 
 
 def _kinds():
-    skipped = ("hyper-connections", "router", "experts", "collectives")
-    return [kind for kind in (*KINDS, REST) if kind not in skipped]
+    return [kind for kind in (*KINDS, REST) if kind not in WHOLE_LAYER_KINDS]
 
 
 def _header():

@@ -1,4 +1,4 @@
-"""`dsv4-jax bench serve`: the packaged model serves conversations that share system prompts."""
+"""`dsv4-jax bench serve`: the packaged model serves synthetic conversations that share system prompts."""
 
 import collections
 import dataclasses
@@ -23,10 +23,11 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS = 4
 TOKEN_BUDGET = 192
 SYSTEM_PROMPTS = 2
-SYSTEM_TOKENS = (280, 330)  # least and most of a system prompt
-MESSAGE_TOKENS = (16, 80)  # of a user's message
+# Minimum and maximum tokens of a system prompt, a user's message and a reply.
+SYSTEM_TOKENS = (280, 330)
+MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
-# Everything that runs on the device: steps, and transfers of requests' bytes.
+# The programs on the device: steps, and transfers of requests' bytes.
 PROGRAMS: tuple[Any, ...] = (
     sample_step, moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks,
 )  # fmt: skip
@@ -34,9 +35,13 @@ PROGRAMS: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The conversations to serve, by the options of `BenchCommand`; the same seed makes the same ones.
+    """The conversations to serve. Every turn sends the conversation so far and a new message.
 
-    Every turn sends the conversation so far and a new message.
+    Attributes:
+      conversations: number of conversations.
+      turns: number of requests in a conversation.
+      drafts: number of tokens that prompt lookup may draft in a step.
+      seed: seed of the conversations.
     """
 
     conversations: int
@@ -46,17 +51,17 @@ class Workload:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest possible request, rounded up to whole blocks."""
-        most = max(SYSTEM_TOKENS) + self.turns * (MESSAGE_TOKENS[1] + REPLY_TOKENS[1])
-        return -(-most // BLOCK_TOKENS) * BLOCK_TOKENS
+        """Maximum number of tokens in a request, rounded up to whole blocks."""
+        tokens = max(SYSTEM_TOKENS) + self.turns * (MESSAGE_TOKENS[1] + REPLY_TOKENS[1])
+        return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
     def script(self, vocabulary: int) -> list[list[tuple[list[int], int]]]:
-        """For each conversation, for each turn: the new prompt tokens and the length of the reply."""
+        """Returns the new prompt tokens and the length of the reply, for each turn of each conversation."""
         rng = np.random.default_rng(self.seed)
 
-        def ids(least, most):
+        def ids(low, high):
             # 0 and 1 begin and end a text.
-            return rng.integers(2, vocabulary, size=rng.integers(least, most + 1)).tolist()
+            return rng.integers(2, vocabulary, size=rng.integers(low, high + 1)).tolist()
 
         systems = [ids(length, length) for length in rng.integers(*SYSTEM_TOKENS, size=SYSTEM_PROMPTS)]
         script = []
@@ -68,14 +73,14 @@ class Workload:
 
 
 def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]]:
-    """Serves the workload without and with a prefix cache, yields a report of each, and then prints both.
+    """Serves the workload without and with a prefix cache, yields the measurements of each, and then prints both.
 
     Args:
       workload: the conversations.
-      mesh: the devices; None = the default one.
+      mesh: the devices; None for the default one.
 
     Raises:
-      ValueError: the conversations would be longer than the model's context, or the mesh cannot cut the model.
+      ValueError: the conversations would be longer than the model's context, or the mesh cannot shard the model.
     """
     from dsv4_jax.checkpoint import load_checkpoint
 
@@ -108,11 +113,11 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]
 
 
 class _Server:
-    """An engine and its conversations, each of which sends its next turn when it has a reply."""
+    """An engine that serves conversations. A conversation sends its next turn when it has a reply."""
 
     def __init__(self, model: CompiledModel, config, workload: Workload, cached: bool, mesh: Mesh | None):
         blocks = workload.max_context // BLOCK_TOKENS
-        # Twice as much as running requests can hold: the other half is for cached prefixes.
+        # Twice the size that running requests can hold; the other half is for cached prefixes.
         manager = KVCacheManager(
             config,
             num_blocks=2 * SLOTS * blocks,
@@ -134,7 +139,7 @@ class _Server:
         self.tokens_sent = 0
 
     def serve(self, script: list[list[tuple[list[int], int]]]) -> float:
-        """Serves all conversations; returns the seconds that it took."""
+        """Serves all conversations and returns the seconds that it took."""
         self.engine.warm_up()
         sent: dict[Request, tuple[int, int, float]] = {}
         start = time.perf_counter()
@@ -157,7 +162,7 @@ class _Server:
         return time.perf_counter() - start
 
     def report(self, seconds: float) -> dict[str, Any]:
-        """The measurements."""
+        """Returns the measurements."""
         metrics, waits = self.engine.metrics, sorted(1e3 * wait for _, wait in self.first_tokens)
         return dict(
             prefix_cache=metrics.prefix is not None,
@@ -184,14 +189,14 @@ def _compiled() -> int:
 
 
 def _print_table(rows, workload):
-    """Both reports side by side."""
+    """Prints both results side by side."""
     device = jax.devices()[0].device_kind
     title = f"{workload.conversations} conversations of {workload.turns} turns, packaged model, {device}, {SLOTS} slots"
     table = Table("", "no prefix cache", "prefix cache", title=title, title_justify="left")
     lines = {
         "requests": lambda row: f"{row['requests']:,}",
         "prompt tokens sent": lambda row: f"{row['prompt_tokens_sent']:,}",
-        "of them run": lambda row: f"{row['prompt_tokens_run']:,}",
+        "prompt tokens run": lambda row: f"{row['prompt_tokens_run']:,}",
         "hit rate": lambda row: f"{row['hit_rate']:.1%}",
         "generated tokens": lambda row: f"{row['generated_tokens']:,}",
         "generated tokens/s": lambda row: f"{row['generated_tokens_per_second']:,.1f}",
@@ -201,7 +206,7 @@ def _print_table(rows, workload):
         "drafts accepted": lambda row: f"{row['acceptance']:.1%}" if workload.drafts else "no drafts",
         "steps": lambda row: f"{row['steps']:,} in {row['seconds']:.2f} s",
         "compilations": lambda row: f"{row['compilations']} in the warm-up, {row['compilations_later']} later",
-        "tokens": lambda row: "the same" if row["same_tokens"] else "others",
+        "generated text": lambda row: "the same" if row["same_tokens"] else "differs",
     }
     for name, text in lines.items():
         table.add_row(name, *map(text, rows))

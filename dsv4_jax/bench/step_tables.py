@@ -1,38 +1,39 @@
-"""What `dsv4-jax bench step`, `layer` and `model` print: a line for each case."""
+"""Tables of `dsv4-jax bench step`, `layer` and `model`: a line for each case."""
 
 import dataclasses
 from typing import Any
 
-from dsv4_jax.bench.kernel_kinds import KINDS, REST
+from dsv4_jax.bench.kernel_kinds import ALL_REDUCE, KINDS, REST
 
 
 Row = dict[str, Any]
-OF_WHOLE_LAYERS = ("hyper-connections", "router", "experts", "collectives")
-# Shares of drafts that are right, each after right ones, for which tokens a second are reported.
+# Kinds of kernels that attention layers alone do not have.
+WHOLE_LAYER_KINDS = ("hyper_connections", "router", "experts", "shared_expert", ALL_REDUCE)
+# Acceptance rates for which tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Of a step, in milliseconds, or of a layer's share of one, in microseconds.
+    """The columns of a table: milliseconds of a step, or microseconds of a layer's share of one.
 
     Attributes:
-      layers: of the step, if a layer's share is printed.
+      layers: number of layers in the step, to print a layer's share; None for the whole step.
     """
 
     layers: int | None
 
     @property
     def unit(self) -> str:
-        """What the numbers are."""
+        """The unit of the numbers."""
         return "Milliseconds a step" if self.layers is None else "Microseconds a layer"
 
     def header(self) -> str:
-        """Names of the columns."""
+        """Returns the names of the columns."""
         return self._line(self._names())
 
     def line(self, row: Row) -> str:
-        """A case's numbers, below `header`."""
+        """Returns the numbers of a case, to print below `header`."""
         times, share = row["kernel_milliseconds"], 1.0 if self.layers is None else 1e3 / self.layers
         numbers = [row["milliseconds"], row["floor_milliseconds"]]
         rest = [
@@ -49,7 +50,7 @@ class Columns:
         return self._line([*places, *("" if cell is None else f"{cell:.{digits}f}" for cell in cells)])
 
     def _kinds(self):
-        return [kind for kind in (*KINDS, REST) if self.layers is not None or kind not in OF_WHOLE_LAYERS]
+        return [kind for kind in (*KINDS, REST) if self.layers is not None or kind not in WHOLE_LAYER_KINDS]
 
     def _names(self):
         timed = "step" if self.layers is None else "layer"
@@ -62,15 +63,20 @@ class Columns:
 
 
 def tokens_per_second(row: Row) -> dict[str, float]:
-    """Of all requests of a case with drafts, for each of `ACCEPTANCES` as the share of drafts that are right."""
+    """Returns the tokens a second of all requests of a case with drafts, for each acceptance rate."""
     steps = 1e3 * row["requests"] / row["milliseconds"]
     return {str(share): round(steps * sum(share**i for i in range(1 + row["drafts"])), 1) for share in ACCEPTANCES}
 
 
-def draft_lines(places: dict[tuple[int, int], list[Row]]) -> str:
-    """What verifying and drafting cost against a step with one token, and tokens a second."""
-    lines = [f"\nTokens a second: assumed that {', '.join(map('{:.0%}'.format, ACCEPTANCES))} of the drafts are right."]
-    for (requests, context), (_, verify, whole) in places.items():
+def draft_lines(rows_by_place: dict[tuple[int, int], list[Row]]) -> str:
+    """Returns lines with the cost of verifying and drafting, and tokens a second.
+
+    Args:
+      rows_by_place: (batch size, context) -> rows with one token, with verification, and with drafting as well.
+    """
+    rates = ", ".join(map("{:.0%}".format, ACCEPTANCES))
+    lines = [f"\nTokens a second if {rates} of the drafts are accepted, each after accepted ones."]
+    for (requests, context), (_, verify, whole) in rows_by_place.items():
         rates = ", ".join(f"{rate:,.0f}" for rate in whole["tokens_per_second"].values())
         lines.append(
             f"batch {requests}, context {context}: {whole['tokens']} tokens take {verify['times_one_token']:.2f} x a "

@@ -1,4 +1,4 @@
-"""Timing: kernel time on a GPU, wall-clock time elsewhere."""
+"""Measures times: kernel time on a GPU, wall-clock time elsewhere."""
 
 import functools
 import os
@@ -19,20 +19,20 @@ from dsv4_jax.bench.cases import Case
 
 
 def build(case: Case, calls: int) -> tuple[Any, list[tuple]]:
-    """The case's state and the inputs of each call, on the device."""
+    """Returns the case's state and the inputs of each call, on the device."""
     return jax.block_until_ready(case.make(np.random.default_rng(0), calls))
 
 
 def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
-    """Whether the op has a kernel for this case.
+    """Returns whether the op has a kernel for this case, after comparing its result with XLA's.
 
     Raises:
-      RuntimeError: it has one, and its result is not XLA's: bit for bit, or as the case's `agree` says.
+      RuntimeError: the results differ, in a bit or beyond the case's `agree`.
     """
 
     def result(implementation):
-        own = jax.tree.map(jnp.copy, state) if case.updates else state
-        return _jitted(case, implementation)(own, *inputs)
+        copied = jax.tree.map(jnp.copy, state) if case.updates else state
+        return _jitted(case, implementation)(copied, *inputs)
 
     try:
         got = result("mosaic_gpu")
@@ -45,7 +45,7 @@ def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
 
 
 def median_seconds(case: Case, implementation: str, state: Any, inputs: list[tuple]) -> tuple[Any, float]:
-    """(the state after the calls, median seconds of a call)."""
+    """Returns the state after the calls, and the median seconds of a call."""
     function = _jitted(case, implementation)
 
     def call(i):
@@ -57,39 +57,39 @@ def median_seconds(case: Case, implementation: str, state: Any, inputs: list[tup
 
     jax.block_until_ready(call(-1))  # compiles
     seconds = statistics.median(_seconds(call, len(inputs)))
-    return state, seconds  # what the last call left: earlier states were donated
+    return state, seconds  # earlier states were donated
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of an elementwise copy of an array that is larger than any cache."""
+    """Measures the bytes a second, read and written, of a copy of an array that is larger than any cache."""
     x = jnp.ones((1 << (28 if jax.default_backend() == "gpu" else 24),), jnp.float32)
     return 2 * x.nbytes / _median_of(jax.jit(jnp.negative), x)
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of reading such an array once, to find its largest value."""
+    """Measures the bytes a second of reading an array that is larger than any cache."""
     x = jnp.ones((1 << (28 if jax.default_backend() == "gpu" else 24),), jnp.int32)
     return x.nbytes / _median_of(jax.jit(jnp.max), x)
 
 
 def matmul_rate() -> float:
-    """Operations a second of a large bfloat16 matrix product by XLA."""
+    """Measures the operations a second of a large bfloat16 matrix product by XLA."""
     size = 8192 if jax.default_backend() == "gpu" else 512
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / _median_of(jax.jit(lambda x: x @ x), x)
 
 
 def process_seconds() -> float:
-    """Seconds since this process started; Linux counts its start in ticks of a clock that begins at boot."""
+    """Returns the seconds since this process started. Linux only."""
+    # The start is counted in ticks since boot.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
-    """(name, milliseconds) of every kernel that `calls` runs, in order, with a cold cache before the first.
+    """Returns (name, milliseconds) of every kernel that `calls` runs, in order, starting with a cold cache.
 
-    Of a kernel that starts while the one before it runs, only the time after that one's end counts: a sum is the time
-    in which any kernel runs.
+    Where kernels overlap, the time counts for the first one, so that the sum is the time in which any kernel runs.
     """
     evict = _evict()
     evict()
@@ -110,7 +110,7 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def alone(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """(name, milliseconds) of kernels (start, end, name), in ns and sorted by start, without what others overlap."""
+    """Returns (name, milliseconds) of kernels (start, end, name), in ns and sorted by start, without their overlaps."""
     found, last = [], 0.0
     for start, end, name in spans:
         found.append((name, max(end - max(start, last), 0.0) / 1e6))
@@ -119,13 +119,13 @@ def alone(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
 
 
 def _median_of(function, x):
-    """Median seconds of a call of a compiled function."""
+    """Measures the median seconds of a call of a compiled function."""
     jax.block_until_ready(function(x))
     return statistics.median(_seconds(lambda _: function(x), 10 if jax.default_backend() == "gpu" else 5))
 
 
 def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
-    """Seconds of each of `count` calls: of all its kernels together on a GPU, by the wall clock elsewhere."""
+    """Measures the seconds of each of `count` calls: the sum of its kernels on a GPU, by the wall clock elsewhere."""
     wall = []
 
     def calls():
@@ -146,7 +146,7 @@ def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
 
 @functools.cache
 def _evict() -> Callable[[], Any]:
-    """Fills the L2 cache with something else, in one kernel."""
+    """Returns a function that fills the L2 cache with other data, in one kernel."""
     x = jnp.zeros((1 << 26,), jnp.float32)
     negative = jax.jit(jnp.negative)
     return lambda: negative(x).block_until_ready()
@@ -154,7 +154,7 @@ def _evict() -> Callable[[], Any]:
 
 @functools.cache
 def _jitted(case: Case, implementation: str) -> Callable[..., Any]:
-    """Compiled once, for the check and for the timing."""
+    """Returns the compiled call, which the check and the timing share."""
     call = functools.partial(case.call, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())
 

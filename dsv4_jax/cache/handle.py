@@ -11,7 +11,7 @@ from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
-from dsv4_jax.ops.context_parallel import select_of_parts
+from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.summary import Summarised, Summary
 
@@ -205,7 +205,7 @@ class LayerCacheHandle(Summarised):
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
         """Selects each token's best entries, [T, index_topk] int32 ascending, then -1 (see `ops.indexer_topk`)."""
-        topk = select_of_parts if self._is_sharded else ops.indexer_topk
+        topk = topk_of_shards if self._is_sharded else ops.indexer_topk
         return topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
 
     def valid_lengths(self) -> Int[Array, "T"]:
@@ -234,11 +234,10 @@ class LayerCacheHandle(Summarised):
         self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
         if indices is not None:
             self._check_shape("indices", indices, None)
-        window, request = self.read_swa_view(), (indices, self.batch.slots, self.batch.positions)
         compressed = None if self.spec.group is None else self.read_classical_view()
-        split = compressed is not None and self._is_sharded
-        options = dict(new_kv=self.pending, inv_freq=inv_freq, context_parallel=split)
-        out = ops.sparse_attention(q, sinks, window, compressed, *request, **options)
+        kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
+        options = dict(inv_freq=inv_freq, context_parallel=compressed is not None and self._is_sharded)
+        out = ops.sparse_attention(q, sinks, kv, self.batch.slots, self.batch.positions, **options)
         if self.pending is None:
             return out, self
         # Fixes the order of the read above and the commit's write; otherwise XLA copies the rings.

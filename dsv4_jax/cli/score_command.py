@@ -85,7 +85,7 @@ class ScoreCommand:
 
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
-        # All mistakes are found before the weights are read, which takes long; most before JAX is imported.
+        # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         check_at_least(1, chunk=self.chunk)
         check_at_least(0, drafts=self.drafts)
         if self.drafts and self.window_only:
@@ -164,8 +164,8 @@ def _collect(steps: "Iterator[dict[str, np.ndarray]]", rows: int, sizes: Sequenc
         bar = progress.add_task("Scoring", total=sum(sizes))
         for step, n in zip(steps, sizes, strict=True):
             for name, value in step.items():
-                joined = results.setdefault(name, np.empty((rows, sum(sizes), *value.shape[2:]), value.dtype))
-                joined[:, at : at + n] = value
+                whole = results.setdefault(name, np.empty((rows, sum(sizes), *value.shape[2:]), value.dtype))
+                whole[:, at : at + n] = value
             at += n
             progress.advance(bar, n)
     return results

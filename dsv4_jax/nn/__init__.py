@@ -4,7 +4,7 @@ from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.block import SCOPES, DecoderLayer
 from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.compressor import Compressor
-from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, ResidualStreams, expand_streams, sinkhorn
+from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, ResidualStreams, apply_post, sinkhorn
 from dsv4_jax.nn.indexer import CSAIndexer, IndexerQuery, IndexerScorer
 from dsv4_jax.nn.layers import Embedding, GroupedLinear, Linear, RMSNorm
 from dsv4_jax.nn.model import DeepseekV4ForCausalLM, DeepseekV4Model

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.layers import RMSNorm, normal
-from dsv4_jax.ops.hyper_connections import collapse, expand_streams, mixing_weights, sinkhorn as sinkhorn, split_mixing
+from dsv4_jax.ops.hyper_connections import apply_post, apply_pre, mixing_weights, sinkhorn as sinkhorn, split_mixing
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class ResidualStreams:
         """The streams [T, hc_mult, hidden] with that output."""
         if self.y is None:
             return self.streams
-        return expand_streams(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
+        return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
 
 class HyperConnection(nnx.Module):
@@ -85,11 +85,11 @@ class HyperConnection(nnx.Module):
           streams: [T, h, hidden] residual streams.
 
         Returns:
-          collapsed [T, hidden] in the streams' dtype, and for `expand_streams` post [T, h] and comb [T, h, h], float32.
+          collapsed [T, hidden] in the streams' dtype, and for `apply_post` post [T, h] and comb [T, h, h], float32.
         """
         arrays = self.fn[...], self.base[...], self.scale[...]
         mixing = mixing_weights(streams, *arrays, **_options(self.config))
-        return collapse(streams, mixing), *split_mixing(mixing, streams.shape[1])
+        return apply_pre(streams, mixing), *split_mixing(mixing, streams.shape[1])
 
 
 class HyperHead(nnx.Module):
@@ -118,7 +118,7 @@ class HyperHead(nnx.Module):
     def __call__(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
         """[T, h, hidden] streams to [T, hidden] in their dtype, without a norm."""
         arrays = self.hc_fn[...], self.hc_base[...], self.hc_scale[...]
-        return collapse(streams, mixing_weights(streams, *arrays, **_options(self.config)))
+        return apply_pre(streams, mixing_weights(streams, *arrays, **_options(self.config)))
 
 
 def _options(config):

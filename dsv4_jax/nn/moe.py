@@ -38,7 +38,7 @@ class Router(nnx.Module):
           routed_scaling_factor.
         """
         config, weight = self.config, self.weight[...]
-        options = dict(chosen=config.num_experts_per_tok, factor=config.routed_scaling_factor)
+        options = dict(top_k=config.num_experts_per_tok, scaling_factor=config.routed_scaling_factor)
         return ops.router(x, weight, *self._selection(token_ids), **options)
 
     def _selection(self, token_ids: Int[Array, "T"]) -> tuple[Array | None, ...]:
@@ -146,10 +146,10 @@ class Experts(nnx.Module):
         """
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
-        experts, weights, grouped = routing
+        experts, weights, permutation = routing
         if gate_up.shape[0] < self.number:  # those of this device; others add nothing here
-            experts, grouped = experts - ops.model_index() * gate_up.shape[0], None
-        return ops.experts(x, experts, weights, gate_up, down, grouped, shared, limit=self.limit)
+            experts, permutation = experts - ops.model_index() * gate_up.shape[0], None
+        return ops.experts(x, experts, weights, gate_up, down, permutation, shared, limit=self.limit)
 
 
 class MoE(nnx.Module):

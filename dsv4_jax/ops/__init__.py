@@ -16,4 +16,4 @@ from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.router import Routing, router
 from dsv4_jax.ops.sparse_attention import sparse_attention
 from dsv4_jax.ops.swiglu import swiglu
-from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, SWAView, valid_lengths
+from dsv4_jax.ops.views import AttentionKV, ClassicalView, IndexerView, StateView, SWAView, valid_lengths

@@ -1,4 +1,4 @@
-"""Sums and joins over the devices that cut a model between them."""
+"""Collectives over the devices that a model is sharded over."""
 
 import contextlib
 import contextvars
@@ -14,20 +14,19 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-# Of the program that is being traced: what `with_mailboxes` was given.
+# The table that `with_mailboxes` was given, while a program is traced.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 
 def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
-    """The sum of what each device of the "model" axis has; x itself outside of `jax.shard_map` over such a mesh.
+    """Returns the sum of x over the "model" axis: in float32, rounded once, with the same bits on all devices.
 
-    The sum is taken in float32 and rounded once. All devices get the same bits.
+    Outside of `jax.shard_map` over a mesh with that axis it returns x.
 
     Args:
       x: [...] of each device, any floating dtype.
-      implementation: None (best available), "xla" (`jax.lax.psum`) or "mosaic_gpu": the GPUs of one process store into
-        each other's memory, within `with_mailboxes`; bfloat16, up to 524,288 values. Then the order of the sum is that
-        of the devices.
+      implementation: None (best available), "xla" (`jax.lax.psum`) or "mosaic_gpu". The kernel adds up in the order of
+        the devices. It takes up to 524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`.
 
     Returns:
       [...] in x's dtype.
@@ -39,13 +38,13 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
 
 @contextlib.contextmanager
 def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
-    """Within it, the program that is being traced adds up through mailboxes.
+    """Lets the program that is traced within it exchange values through mailboxes, see `pallas_kernels.mgpu.mailbox`.
 
-    The devices tell each other their addresses. They might know them, but have to meet before the first sum: until all
-    have begun, CUDA cannot load the program's kernels where another device waits in one.
+    The devices gather each other's addresses, also because they have to meet before the first sum: CUDA cannot load a
+    program's kernels on a device that waits in one for another device.
 
     Args:
-      row: this device's row of `parallel.mailboxes.make_mailboxes`; None = there are none.
+      row: this device's row of `parallel.mailboxes.make_mailboxes`; None: XLA adds up.
     """
     token = _mailboxes.set(None if row is None else _table(row.reshape(2, 2)))
     try:
@@ -55,12 +54,12 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
 
 
 def mailboxes() -> UInt32[Array, "n"] | None:
-    """What a kernel needs to add up by itself, see `pallas_kernels.mgpu.mailbox`; None where XLA has to."""
+    """Returns the table with which a kernel adds up by itself, or None if XLA has to."""
     return _mailboxes.get() if _is_sharded() else None
 
 
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-    """What the devices of the "model" axis have, side by side on the last axis; x itself where there is no such axis.
+    """Concatenates x over the "model" axis on its last axis; returns x if there is no such axis.
 
     Args:
       x: [..., n] of each device.
@@ -72,7 +71,7 @@ def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
 
 
 def model_index() -> jax.Array | int:
-    """Which device of the "model" axis this one is; 0 where there is no such axis."""
+    """Returns this device's index on the "model" axis; 0 if there is no such axis."""
     return jax.lax.axis_index(MODEL_AXIS) if _is_sharded() else 0
 
 
@@ -92,7 +91,7 @@ def _all_reduce_kernel(x, table, *, interpret):
     if interpret:
         raise PreferXla("the kernel stores into other GPUs' memory, which has no interpreter")
     if table is None:
-        raise PreferXla("the devices have no mailboxes: they are no GPUs of one process that reach each other's memory")
+        raise PreferXla("no mailboxes: the devices are not GPUs of one process that reach each other's memory")
     if x.size > MAX_VALUES:
         raise PreferXla(f"{x.size} values are added up faster by XLA; the kernel takes up to {MAX_VALUES}")
     return all_reduce_kernel(x, table)

@@ -1,6 +1,6 @@
-"""Selection and attention where the devices of the "model" axis hold the entries of a request between them.
+"""Top-k selection and attention with the entries of a request sharded over the "model" axis (context parallelism).
 
-Each device finds entries in its own blocks only: its block table has -1 for those of the others.
+A device's block table has -1 for the blocks of other devices, so that it finds entries only in its own blocks.
 """
 
 from collections.abc import Callable
@@ -15,60 +15,60 @@ from dsv4_jax.ops.indexer_topk import indexer_topk
 from dsv4_jax.quant import round_to
 
 
-def select_of_parts(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int) -> Int[Array, "T k"]:
-    """`indexer_topk` of the scores that all devices have between them: the same entries as on one device.
+def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int) -> Int[Array, "T k"]:
+    """Selects the entries that `indexer_topk` of the scores of all devices selects.
 
-    Each device offers its best k, all of which anybody needs, and all choose from what is offered.
+    Each device offers its best k entries, and all devices choose from what is offered.
 
     Args:
       scores: [T, E] float32, -inf for entries of other devices.
       lengths: [T] int32, as in `indexer_topk`.
-      k: entries to select.
+      k: number of entries to select.
     """
-    mine = indexer_topk(scores, lengths, k)
-    offered = jnp.take_along_axis(scores, jnp.maximum(mine, 0), axis=1)
-    # In their order: of equal scores the lower entry is taken. What is no entry comes last.
+    own = indexer_topk(scores, lengths, k)
+    own_scores = jnp.take_along_axis(scores, jnp.maximum(own, 0), axis=1)
+    # Sorted by entry, because of equal scores the lower entry is taken. Missing entries come last.
     last = jnp.iinfo(jnp.int32).max
-    pairs = jnp.where(mine >= 0, mine, last), jnp.where(mine >= 0, offered, -jnp.inf)
+    pairs = jnp.where(own >= 0, own, last), jnp.where(own >= 0, own_scores, -jnp.inf)
     entries, offered = (jax.lax.all_gather(x, MODEL_AXIS, axis=1, tiled=True) for x in pairs)
     entries, offered = jax.lax.sort((entries, offered), dimension=1, num_keys=1)
     best = indexer_topk(offered, jnp.full_like(lengths, offered.shape[1]), k)
     return jnp.where(best >= 0, jnp.take_along_axis(entries, jnp.maximum(best, 0), axis=1), -1)
 
 
-def every_entry(rows: Float[Array, "E D"]) -> Float[Array, "E D"]:
-    """Dequantised entries of all devices, from those that this one has and zeros."""
+def all_entries(rows: Float[Array, "E D"]) -> Float[Array, "E D"]:
+    """Sums dequantised entries over the devices; each has zeros for the entries of others."""
     return jax.lax.psum(rows, MODEL_AXIS)
 
 
-def attend_to_parts(
+def attend_to_shards(
     attend: Callable[[Float[Array, "T A D"], Bool[Array, ""]], tuple[Array, Array, Array]],
     q: Float[Array, "T H D"],
     sinks: Float[Array, "H"],
 ) -> Float[Array, "T H D"]:
-    """Attention of this device's heads over the entries of all devices.
+    """Computes attention of this device's heads over the entries of all devices.
 
-    Each device attends with the heads of all of them to its own entries, the first also to the window. The parts go to
-    the devices whose heads they are of, and are added up there with the weight of their sums, and the sink once.
+    Each device attends with all heads to its own entries, the first device also to the window. The weighted sums go to
+    the devices that own the heads, which combine them and add the sink.
 
     Args:
-      attend: of all devices' heads, and whether the window counts, returns float32 sums [T, A, D] of weights times
-        values; the largest scores [T, A], of which weights are `exp(score - largest)`, and finite where there is no
-        row; sums [T, A] of weights.
-      q, sinks: of this device's heads.
+      attend: function of all heads' queries, and of whether the window counts. It returns float32 weighted sums
+        [T, A, D]; the largest scores [T, A], finite also without rows; sums of weights `exp(score - largest)` [T, A].
+      q: [T, H, D] queries of this device's heads.
+      sinks: [H] float32 sink logits of these heads.
     """
     tokens, heads, _ = q.shape
-    every = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
-    part = attend(every, jnp.asarray(model_index() == 0))
+    all_heads = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
+    shard = attend(all_heads, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
-        """[devices, T, H, ...]: what each has for this device's heads."""
+        """Exchanges [T, A, ...] of all heads for [devices, T, H, ...] of this device's heads."""
         x = x.reshape(tokens, -1, heads, *x.shape[2:])
         return jax.lax.all_to_all(x, MODEL_AXIS, split_axis=1, concat_axis=0)
 
-    sums, tops, totals = map(to_owners, part)
+    sums, largest, totals = map(to_owners, shard)
     sink = sinks[None, :]
-    top = jnp.maximum(jnp.max(tops, axis=0), sink)
-    share = jnp.exp(tops - top[None])
-    total = jnp.sum(totals * share, axis=0) + jnp.exp(sink - top)
-    return round_to(jnp.sum(sums * share[..., None], axis=0) / total[..., None], q.dtype)
+    overall = jnp.maximum(jnp.max(largest, axis=0), sink)
+    factor = jnp.exp(largest - overall[None])
+    total = jnp.sum(totals * factor, axis=0) + jnp.exp(sink - overall)
+    return round_to(jnp.sum(sums * factor[..., None], axis=0) / total[..., None], q.dtype)

@@ -1,60 +1,104 @@
-"""The rows that a call of many tokens attends to, dequantised once for all of them."""
+"""The rows of a prefill call: its new window rows, a window of cached rows before each request, and its entries."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.gather import fake_quantise, gather_all_compressed_kv
-from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
+from dsv4_jax.ops.views import AttentionKV, SWAView, run_bounds, take, valid_lengths
+from dsv4_jax.quant import Rows
+from pallas_kernels.formats.pools import Rings
 from pallas_kernels.sparse_attention import DenseRows
 
 
-def dense_rows(
-    window: SWAView,
-    compressed: ClassicalView | None,
-    indices: Int[Array, "T K"] | None,
-    slots: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    new_kv: Float[Array, "T D"],
-    *,
-    implementation: str | None = None,
-) -> DenseRows:
-    """What `sparse_attention` of these arguments attends to, as its kernel for many tokens takes it.
+@dataclasses.dataclass(frozen=True)
+class _Runs:
+    """The runs of a call: consecutive tokens of one request. There are R = `max_runs`; absent ones have slot -1."""
 
-    Its arrays hold the call's T rows, a window of rows for each of up to min(T, slots) requests, and as many times
-    all entries that a request may have, of which only visible ones are written.
-    """
-    tokens, before = slots.shape[0], window.window - 1
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    real = (slots >= 0) & (positions >= 0)
-    begin, end = run_bounds(slots)
-    begins = real & (begin == token)
-    runs = max_runs(window, tokens)
-    run = jnp.cumsum(begins.astype(jnp.int32)) - 1
-    first = jnp.nonzero(begins, size=runs, fill_value=-1)[0].astype(jnp.int32)
-    slot, position = (jnp.where(first >= 0, take(x, first), -1) for x in (slots, positions))
-    past = position[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
-    old = take(
-        window.rows, window.layer, jnp.broadcast_to(slot[:, None], past.shape), jnp.maximum(past, 0) % window.ring
-    )
-    old = window.codec.decode(old, new_kv.dtype).reshape(runs * before, -1)
-    rows = jnp.concatenate([fake_quantise(window, new_kv, new_kv.dtype), old])
-
-    base, counts, entries = jnp.zeros((tokens,), jnp.int32), jnp.zeros((tokens,), jnp.int32), None
-    if compressed is not None:
-        last = jnp.where(first >= 0, take(positions, take(end, first) - 1), -1)
-        options = dict(dtype=new_kv.dtype, only_visible=True, implementation=implementation)
-        entries, _ = gather_all_compressed_kv(compressed, slot, last, **options)
-        entries = entries.reshape(-1, entries.shape[-1])
-        base = run * compressed.max_entries
-        counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
-        if indices is not None:
-            place = jnp.arange(1, indices.shape[1] + 1, dtype=jnp.int32)
-            counts = jnp.max(jnp.where(indices >= 0, place[None, :], 0), axis=1, initial=0)
-    places = jnp.stack([positions, begin, tokens + (run + 1) * before, base], axis=1)
-    return DenseRows(rows, entries, indices, places, jnp.where(real, counts, -1), window.window)
+    real: Array  # [T] bool, False for padding
+    begin: Array  # [T] first token of each token's run
+    end: Array  # [T] one-past-last token of each token's run
+    index: Array  # [T] number of each token's run
+    first: Array  # [R] first token
+    slot: Array  # [R]
+    past: Array  # [R, window - 1] positions before the first token; negative = none
+    past_rows: Rows  # cached rows at these positions
 
 
 def max_runs(window: SWAView, tokens: int) -> int:
-    """How many requests a call of so many tokens may have."""
+    """The maximum number of requests in a call."""
     return min(tokens, jax.tree.leaves(window.rows)[0].shape[1])
+
+
+def _find_runs(window, slots, positions):
+    tokens = slots.shape[0]
+    real = (slots >= 0) & (positions >= 0)
+    begin, end = run_bounds(slots)
+    is_first = real & (begin == jnp.arange(tokens, dtype=jnp.int32))
+    index = jnp.cumsum(is_first.astype(jnp.int32)) - 1
+    first = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
+    slot, position = (jnp.where(first >= 0, take(x, first), -1) for x in (slots, positions))
+    past = position[:, None] - jnp.arange(window.window - 1, 0, -1, dtype=jnp.int32)[None, :]
+    past_slots = jnp.broadcast_to(slot[:, None], past.shape)
+    past_rows = take(window.rows, window.layer, past_slots, jnp.maximum(past, 0) % window.ring)
+    return _Runs(real, begin, end, index, first, slot, past, past_rows)
+
+
+def dense_rows(
+    kv: AttentionKV, slots: Int[Array, "T"], positions: Int[Array, "T"], *, implementation: str | None = None
+) -> DenseRows:
+    """Dequantises the rows that a prefill call attends to, for the kernel `prefill_attention`.
+
+    The arrays hold the call's T rows, a window of rows for each of `max_runs` requests, and for each of them as many
+    entries as a request may have, of which only visible ones are written.
+
+    Args:
+      kv: the rows to attend to, with `new_kv`.
+      slots, positions, implementation: as in `sparse_attention`.
+    """
+    tokens, window, compressed, new_kv = slots.shape[0], kv.window, kv.compressed, kv.new_kv
+    assert new_kv is not None
+    dtype = new_kv.dtype
+    runs = _find_runs(window, slots, positions)
+    past_rows = window.codec.decode(runs.past_rows, dtype).reshape(runs.past.size, -1)
+    rows = jnp.concatenate([fake_quantise(window, new_kv, dtype), past_rows])
+    past_end = tokens + (runs.index + 1) * (window.window - 1)
+
+    first_entry, counts, entries = jnp.zeros((tokens,), jnp.int32), jnp.zeros((tokens,), jnp.int32), None
+    if compressed is not None:
+        last = jnp.where(runs.first >= 0, take(positions, take(runs.end, runs.first) - 1), -1)
+        options = dict(dtype=dtype, only_visible=True, implementation=implementation)
+        entries, _ = gather_all_compressed_kv(compressed, runs.slot, last, **options)
+        entries = entries.reshape(-1, entries.shape[-1])
+        first_entry = runs.index * compressed.max_entries
+        counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
+        if kv.indices is not None:
+            place = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
+            counts = jnp.max(jnp.where(kv.indices >= 0, place[None, :], 0), axis=1, initial=0)
+    metadata = jnp.stack([positions, runs.begin, past_end, first_entry], axis=1)
+    return DenseRows(rows, entries, kv.indices, metadata, jnp.where(runs.real, counts, -1), window.window)
+
+
+def ring_of_call(
+    window: SWAView, new_kv: Float[Array, "T D"], slots: Int[Array, "T"], positions: Int[Array, "T"]
+) -> Rings:
+    """Returns one ring that holds, request by request, the window before its first token and then its new rows."""
+    tokens, before = slots.shape[0], window.window - 1
+    runs = _find_runs(window, slots, positions)
+    own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
+    count = tokens + runs.past.size
+    first_row = jnp.where(runs.first >= 0, take(own_rows, runs.first), -1)
+    past_row = first_row[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
+    past_row = jnp.where(runs.past >= 0, past_row, count)
+    new_row = jnp.where(runs.real, own_rows, count)
+
+    def lay_out(past, new):
+        rows = jnp.zeros((count, past.shape[-1]), past.dtype)
+        rows = rows.at[past_row].set(past, mode="drop").at[new_row].set(new, mode="drop")
+        return rows[None, None]
+
+    rows = jax.tree.map(lay_out, runs.past_rows, window.codec.encode(new_kv))
+    ring = SWAView(rows, 0, window.window, window.codec)
+    return dataclasses.replace(ring.for_kernels(), own_rows=own_rows)

@@ -19,55 +19,55 @@ def experts(
     weights: Float[Array, "T k"],
     gate_up: Float[Array, "E _ D"] | QuantizedWeight,
     down: Float[Array, "E D I"] | QuantizedWeight,
-    grouped: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None,
+    permutation: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None,
     shared: tuple[Matrix, Matrix] | None = None,
     *,
     limit: float,
     implementation: str | None = None,
 ) -> Float[Array, "T D"]:
-    """`sum_j down_j(weights[t, j] * swiglu_j(x[t]))` over the experts j of each token.
+    """Returns the sum of `down_e(w * swiglu(gate_up_e(x)))` over each token's experts e, with routing weights w.
 
-    As in the release the routing weight enters before the last linear map, which decides where bfloat16 rounds. The sum
-    over a token's experts runs in routing order, whatever else is in the batch. The gradient is that of "xla".
+    As in the release, the routing weight enters before the last linear map, which decides where bfloat16 rounds. The
+    sum over a token's experts runs in routing order, whatever else is in the batch. The gradient is that of "xla".
 
     Args:
-      x: [T, D].
-      selected: [T, k] int32; those outside of [0, E) add nothing, as of experts that another device has.
-      weights: [T, k] float32.
-      gate_up: [E, 2 * I, D], the gate's rows first, or these matrices in the release's storage.
-      down: [E, D, I], likewise.
-      grouped: what `ops.router` returned with `selected`, if its experts are these; or None.
-      shared: None, or of an expert that all tokens have, without a weight, [2 * S, D] and [D, S]. In the release's
-        storage, as the others, up to 8 tokens pass it in the same launch.
-      limit: of SwiGLU.
+      x: [T, D] activations.
+      selected: [T, k] int32 experts; those outside of [0, E), as on another device, add nothing.
+      weights: [T, k] float32 routing weights.
+      gate_up: [E, 2 * I, D] matrices, the gate's rows first; may be quantized.
+      down: [E, D, I] matrices; may be quantized.
+      permutation: `Routing.permutation` of these experts, or None.
+      shared: matrices [2 * S, D] and [D, S] of an expert that all tokens have, without a weight; or None. A kernel
+        takes it in the same launch for up to 8 tokens if all matrices are stored as in the release.
+      limit: clipping limit of SwiGLU.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
-        weights stored as FP4 or in bfloat16: one takes up to 1024 pairs of a token and an expert, another one more.
+        weights in FP4 or bfloat16.
 
     Returns:
-      [T, D] float32; each linear map is rounded to x's dtype, the sum is not. With a shared expert, whose is the last
-      term, the sum is rounded to x's dtype too.
+      [T, D] float32 sum of terms that are rounded to x's dtype. With a shared expert, whose term comes last, the sum
+      is rounded to x's dtype, too.
     """
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
         options = dict(limit=limit, implementation=implementation)
-        routed = experts(x, selected, weights, gate_up, down, grouped, **options)
+        routed = experts(x, selected, weights, gate_up, down, permutation, **options)
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
-    args = x, selected, weights, gate_up, down, grouped, *(shared or ())
+    args = x, selected, weights, gate_up, down, permutation, *(shared or ())
     return dispatch("experts", implementation, *args, xla=_experts_xla, kernel=_experts_kernel, limit=limit)
 
 
-def _experts_kernel(x, selected, weights, gate_up, down, grouped, *shared, limit, interpret):
+def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, interpret):
     matrices = _for_kernel(gate_up), _for_kernel(down)
     options = dict(limit=limit, interpret=interpret)
     if selected.size <= MAX_PAIRS:
         codes = tuple((weight.codes, weight.scale) for weight in shared) or None
-        y = experts_kernel(x, selected, weights, *matrices, grouped, codes, **options)
+        y = experts_kernel(x, selected, weights, *matrices, permutation, codes, **options)
     else:
         y = grouped_experts(x, selected, weights, *matrices, **options)
     return y if shared else _sum_of_experts(y, selected, gate_up.shape[0])
 
 
 def _for_kernel(weight):
-    """Codes and scales, or bfloat16; the kernel refuses arrays of other dtypes."""
+    """Returns (codes, scales) of FP4, or the array itself; the kernel refuses other dtypes than bfloat16."""
     if not isinstance(weight, QuantizedWeight):
         return weight
     if weight.kind != "FP4":
@@ -76,14 +76,14 @@ def _for_kernel(weight):
 
 
 def _sum_of_experts(y, selected, number):
-    """[T, k, D] to [T, D] float32, in routing order; as elementwise sums, which XLA fuses with what follows."""
+    """Sums [T, k, D] to [T, D] float32 in routing order, elementwise: XLA fuses the sum with the next operation."""
     here = (selected >= 0) & (selected < number)
     y = jnp.where(here[..., None], y.astype(jnp.float32), 0.0)
     return functools.reduce(jnp.add, [y[:, j] for j in range(y.shape[1])])
 
 
 def _take_one_launch(x, *matrices):
-    """Whether a kernel passes tokens through the shared expert, the last two matrices, beside the others."""
+    """Returns whether one launch takes the shared expert, the last two matrices, beside the others."""
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in matrices]
     inner, shared = matrices[1].shape[2], matrices[3].shape[1]
     few = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
@@ -91,13 +91,12 @@ def _take_one_launch(x, *matrices):
 
 
 def _shared_expert(limit, x, gate_up, down, *, implementation):
-    """[T, D] float32."""
     inner = linear_swiglu(x, gate_up, limit, implementation=implementation)
     (y,) = linear(inner, down, LinearSpec(output_dtype=x.dtype), implementation=implementation)
     return y.astype(jnp.float32)
 
 
-def _experts_xla(x, selected, weights, gate_up, down, grouped, *shared, limit):
+def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit):
     y = _routed_xla(limit, x, selected, weights, gate_up, down)
     if not shared:
         return y
@@ -110,15 +109,14 @@ def _routed_xla(limit, x, selected, weights, gate_up, down):
     here = (selected >= 0) & (selected < number)
     by_expert = jnp.where(here, selected, number).reshape(-1)
     if by_expert.size < number:
-        # Fewer (token, expert) pairs than experts, as in decoding: only the matrices of these experts are read, and
-        # dequantised where they are stored so.
+        # Decoding: fewer pairs than experts. Only the matrices of the selected experts are read and dequantized.
         order = jnp.arange(by_expert.size, dtype=jnp.int32)
 
         def multiply(x, weight):
             return _paired_linear(x, weight[jnp.minimum(by_expert, number - 1)])
 
     else:
-        # Sorted by expert, each expert is one group of a ragged matmul.
+        # Pairs are sorted by expert: each expert is a group of a ragged matmul.
         order = jnp.argsort(by_expert)
         sizes = jnp.bincount(by_expert, length=number)
 
@@ -133,13 +131,13 @@ def _routed_xla(limit, x, selected, weights, gate_up, down):
 
 
 def _paired_linear(x, weight):
-    """[rows, n] x [rows, m, n] -> [rows, m] in x's dtype: a matrix for each row."""
+    """Multiplies each row of x [rows, n] with its own matrix of [rows, m, n]: [rows, m] in x's dtype."""
     y = jnp.einsum("pn,pmn->pm", *same_dtype(x, weight), precision="highest", preferred_element_type=jnp.float32)
     return round_to(y, x.dtype)
 
 
 def _ragged_linear(x, weight, sizes):
-    """[rows, n] x [groups, m, n] -> [rows, m] in x's dtype: the rows fall into consecutive groups, one matrix each."""
+    """Multiplies consecutive groups of rows of x [rows, n] with a matrix each of [groups, m, n]: [rows, m]."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )

@@ -1,4 +1,4 @@
-"""Hyper-connections between two blocks: the streams take a block's output, and collapse to the next block's input."""
+"""Hyper-connections: residual streams take a block's output (post) and collapse to the next block's input (pre)."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import round_to
-from pallas_kernels.hyper_connections import adds_up_parts, hyper_connections as hyper_connections_kernel
+from pallas_kernels.hyper_connections import fuses_all_reduce, hyper_connections as hyper_connections_kernel
 
 
 def hyper_connections(
@@ -26,37 +26,39 @@ def hyper_connections(
     iterations: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T h D"], Float[Array, "T D"], Float[Array, "T m"] | None]:
-    """What lies between two blocks: `expand_streams` of one, `mixing_weights`, `collapse` and norm of the next.
+    """Applies the post-mapping of one block, then the pre-mapping and the norm of the next.
 
-    The formulas are those of section 2.2 of the DeepSeek-V4 report. The new streams and the collapsed ones are rounded
-    before they are used. The gradient is that of "xla", whatever computes the values.
+    That is `apply_post`, `mixing_weights`, `apply_pre` and an RMSNorm, with the formulas of section 2.2 of the
+    DeepSeek-V4 report. The new streams and the collapsed ones are rounded before they are used. The gradient is that of
+    "xla".
 
     Args:
-      streams: [T, h, D] residual streams as they were before the block.
-      fn: [(2 + h) * h, h * D] float32, projects the streams to the logits of `pre`, `post` and `comb`. Or [h, h * D],
-        of the model's head, which has only `pre`.
-      base: [m] float32, the logits' bias; m = fn's rows.
-      scale: [3] float32, one factor each for the logits of `pre`, `post` and `comb`; [1] of the head.
-      weight: [D] float32, of the norm.
-      y: [T, D] the block's output, or this device's part of it, which `all_reduce` adds up, or the kernel in its stead.
-        None: the streams stay as they are.
-      mixing: [T, (2 + h) * h] float32, what the call before that block returned; with y.
-      norm_eps: added to the mean square of all streams, and of the collapsed ones.
-      hc_eps: added to `pre`, to the softmax of `comb` and to the sums that divide it.
-      iterations: of Sinkhorn, at least 1.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, h = 4, D a multiple of 1024
-        up to 7168).
+      streams: [T, h, D] residual streams from before the block.
+      fn: [m, h * D] float32 projection to the logits of `pre`, `post` and `comb`, m = (2 + h) * h; or m = h for the
+        model's head, which has only `pre`.
+      base: [m] float32 bias of the logits.
+      scale: [3] float32 factors of the logits of `pre`, `post` and `comb`; [1] for the head.
+      weight: [D] float32 weight of the norm.
+      y: [T, D] output of the block, or this device's term of it, which is summed over the "model" axis. None: the
+        streams stay as they are.
+      mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y.
+      norm_eps: constant added to the mean squares of all streams and of the collapsed ones.
+      hc_eps: constant added to `pre`, to the softmax of `comb` and to the sums that divide it.
+      iterations: number of Sinkhorn iterations, at least 1.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16, h = 4 and D
+        a multiple of 1024 up to 7168.
 
     Returns:
-      (the streams after the block [T, h, D]; the next block's input [T, D] in their dtype; its mixing weights
-      [T, (2 + h) * h] float32, rows of `pre`, `post` and `comb`, or None of the head).
+      streams: [T, h, D] streams after the block.
+      x: [T, D] normed input of the next block, in the streams' dtype.
+      mixing: [T, (2 + h) * h] float32 rows of `pre`, `post` and `comb`; None for the head.
 
     Raises:
       ValueError: y comes without mixing, or mixing without y.
     """
     if (y is None) != (mixing is None):
         given, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
-        raise ValueError(f"{given} needs {missing}: what a block returned, and the weights with which it was entered")
+        raise ValueError(f"{given} needs {missing}: a block's output and the mixing weights from before the block")
     options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
     args = streams, fn, base, scale, weight, y, mixing, mailboxes()
     functions = dict(xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
@@ -73,7 +75,7 @@ def mixing_weights(
     hc_eps: float,
     iterations: int,
 ) -> Float[Array, "T m"]:
-    """[T, m] float32: rows of `pre` [h], `post` [h] and `comb` [h, h]; of a head, whose fn has h rows, only `pre`."""
+    """Returns [T, m] float32 rows of `pre` [h], `post` [h] and `comb` [h, h]; only `pre` if fn has h rows."""
     tokens, h, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(tokens, -1)
     logits = linear(rms_normalize(flat, norm_eps), fn)[0]
@@ -88,22 +90,22 @@ def mixing_weights(
     return jnp.concatenate(found, axis=1)
 
 
-def collapse(streams: Float[Array, "T h D"], mixing: Float[Array, "T m"]) -> Float[Array, "T D"]:
-    """`sum_j pre[j] * streams[j]`: [T, D], summed in float32 and rounded once to the streams' dtype."""
+def apply_pre(streams: Float[Array, "T h D"], mixing: Float[Array, "T m"]) -> Float[Array, "T D"]:
+    """Returns `sum_j pre[j] * streams[j]`, [T, D], summed in float32 and rounded once to the streams' dtype."""
     pre = mixing[:, : streams.shape[1], None]
     return round_to(jnp.sum(pre * streams.astype(jnp.float32), axis=1), streams.dtype)
 
 
-def expand_streams(
+def apply_post(
     streams: Float[Array, "T h D"], y: Float[Array, "T D"], post: Float[Array, "T h"], comb: Float[Array, "T h h"]
 ) -> Float[Array, "T h D"]:
-    """The streams after a block: `new[k] = post[k] * y + sum_j comb[j, k] * streams[j]`.
+    """Returns the streams after a block, `new[k] = post[k] * y + sum_j comb[j, k] * streams[j]`.
 
-    The sum runs over comb's first axis: a doubly stochastic matrix is not symmetric, so the direction matters.
+    The sum runs over comb's first axis, which matters: a doubly stochastic matrix need not be symmetric.
 
     Args:
-      streams: [T, h, hidden] as they were before the block.
-      y: [T, hidden] the block's output.
+      streams: [T, h, hidden] streams before the block.
+      y: [T, hidden] output of the block.
       post: [T, h] float32.
       comb: [T, h, h] float32.
 
@@ -115,15 +117,15 @@ def expand_streams(
 
 
 def sinkhorn(comb: Float[Array, "T h h"], iters: int, eps: float) -> Float[Array, "T h h"]:
-    """Makes positive matrices nearly doubly stochastic: columns, then `iters - 1` times rows and columns.
+    """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns `iters - 1` times.
 
     Args:
       comb: [T, h, h] float32, positive.
-      iters: at least 1; the last division is by column sums.
-      eps: added to each sum.
+      iters: number of iterations, at least 1.
+      eps: constant added to each sum.
 
     Returns:
-      [T, h, h] float32, columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+      [T, h, h] float32. Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
     """
 
     def columns(comb):
@@ -136,23 +138,22 @@ def sinkhorn(comb: Float[Array, "T h h"], iters: int, eps: float) -> Float[Array
 
 
 def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h"], Float[Array, "T h h"]]:
-    """(post [T, h], comb [T, h, h]) of mixing weights [T, (2 + h) * h]."""
+    """Returns post [T, h] and comb [T, h, h] of mixing weights [T, (2 + h) * h]."""
     _, post, comb = jnp.split(mixing, [h, 2 * h], axis=1)
     return post, comb.reshape(-1, h, h)
 
 
-def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, table, *, norm_eps, hc_eps, iterations):
+def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, _, **options):
     if y is not None:
-        streams = expand_streams(streams, all_reduce(y), *split_mixing(mixing, streams.shape[1]))
-    options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
+        streams = apply_post(streams, all_reduce(y), *split_mixing(mixing, streams.shape[1]))
     mixing = mixing_weights(streams, fn, base, scale, **options)
-    collapsed = collapse(streams, mixing)
-    normed = weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), norm_eps)
+    collapsed = apply_pre(streams, mixing)
+    normed = weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), options["norm_eps"])
     return streams, round_to(normed, streams.dtype), mixing if fn.shape[0] > streams.shape[1] else None
 
 
-def _hyper_connections_kernel(streams, fn, base, scale, weight, y, mixing, table, *, interpret, **options):
-    arrays, options = (streams, fn, base, scale, weight), options | dict(interpret=interpret)
-    if table is not None and adds_up_parts(*streams.shape):
-        return hyper_connections_kernel(*arrays, y, mixing, table, **options)
-    return hyper_connections_kernel(*arrays, None if y is None else all_reduce(y), mixing, **options)
+def _hyper_connections_kernel(*arrays, **options):
+    *others, y, mixing, table = arrays
+    if y is not None and (table is None or not fuses_all_reduce(*arrays[0].shape)):
+        y, table = all_reduce(y), None
+    return hyper_connections_kernel(*others, y, mixing, table, **options)

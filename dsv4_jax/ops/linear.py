@@ -12,11 +12,11 @@ from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
 from pallas_kernels.linear import (
+    MAX_BFLOAT16_TOKENS,
     MAX_NORMED_TOKENS,
-    MAX_STORED_TOKENS,
-    MAX_TOKENS,
+    MAX_QUANTIZED_TOKENS,
     LinearSpec as LinearSpec,
-    linear as linear_kernel,
+    bfloat16_linear,
     quantized_linear,
     quantized_matmul,
 )
@@ -128,7 +128,7 @@ def _check(x, weights, spec, norm):
 def _fit_one_launch(x, weights):
     """Returns whether one kernel can read all weights."""
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in weights}
-    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MAX_STORED_TOKENS * x.shape[-1]
+    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MAX_QUANTIZED_TOKENS * x.shape[-1]
 
 
 def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
@@ -177,9 +177,9 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret):
         return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
     if not interpret and weight.shape[0] < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
-    if not interpret and x.size > MAX_TOKENS * x.shape[-1]:
-        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return linear_kernel(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
+    if not interpret and x.size > MAX_BFLOAT16_TOKENS * x.shape[-1]:
+        raise PreferXla(f"the kernel is for up to {MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    return bfloat16_linear(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
 
 
 def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
@@ -190,6 +190,6 @@ def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
     if x.shape[0] <= MAX_NORMED_TOKENS:
         return quantized_linear(x, weights, norm_weight, eps=eps, **options)
     x = _rms_norm(x, norm_weight, eps)
-    if x.shape[0] <= MAX_STORED_TOKENS:
+    if x.shape[0] <= MAX_QUANTIZED_TOKENS:
         return quantized_linear(x, weights, **options)
     return quantized_matmul(x, *weights[0], **options)

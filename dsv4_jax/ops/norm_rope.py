@@ -1,4 +1,4 @@
-"""RMS norm and RoPE of a layer's queries and key-value rows."""
+"""RMS norm and RoPE of queries and key-value rows."""
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,21 @@ def norm_rope(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
-    """Norms every head of the queries, without a weight, and the key-value row, and rotates both (dsv4.md 2).
+    """Normalizes and rotates the queries, head by head and without a weight, and the key-value rows (dsv4.md 2).
 
-    Each is rounded to its dtype after the norm and after the rotation, as `apply_rope` does. The gradient is that of
-    "xla", whatever computes the values.
+    Results are rounded to their dtypes after the norm and after the rotation. The gradient is always that of "xla".
 
     Args:
       q: [T, H, D] queries.
       kv: [T, D] key-value rows.
-      weight: [D] float32, of the rows' norm.
+      weight: [D] float32 weight of the rows' norm.
       positions: [T] absolute positions in tokens, not negative.
       inv_freq: [P] radians per token; the last 2 * P channels are rotated.
       eps: added to the mean square.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, D = 512).
 
     Returns:
-      (q, kv) in their dtypes. Implementations differ by a unit in the last place: their float32 sums have different
-      orders.
+      (q, kv) in their dtypes. Implementations add in different orders and differ by a unit in the last place.
     """
     args = q, kv, weight, positions, inv_freq
     return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=norm_rope_kernel, eps=eps)

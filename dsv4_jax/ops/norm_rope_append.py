@@ -1,4 +1,4 @@
-"""Norm and rotation of a layer's queries and key-value rows, and the quantised append of the latter, as one op."""
+"""Norm and rotation of queries and key-value rows, fused with the quantised append of the rows."""
 
 import dataclasses
 
@@ -10,7 +10,6 @@ from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.norm_rope import norm_rope
 from dsv4_jax.ops.views import SWAView
 from dsv4_jax.quant import Rows
-from pallas_kernels.formats.layouts import quantised
 from pallas_kernels.norm_rope import norm_rope_append as norm_rope_append_kernel
 
 
@@ -26,9 +25,9 @@ def norm_rope_append(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], SWAView]:
-    """`norm_rope`, whose key-value rows `append_swa` stores: a launch less, and the rows are not written twice.
+    """Fuses `norm_rope` and the `append_swa` of its key-value rows: one launch, and rows are written once.
 
-    An implementation stores the bytes that its `norm_rope` and `append_swa` would.
+    Every implementation stores the bytes that its `norm_rope` and `append_swa` store.
 
     Args:
       view, slots, positions: as in `append_swa`; negative positions rotate like 0.
@@ -50,8 +49,6 @@ def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, ep
 
 
 def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
-    layer, layout = jnp.asarray(view.layer, jnp.int32), quantised(view.layout)
-    pools = view.rows.nope, view.rows.rope, view.rows.scale
-    arrays = q, kv, weight, slots, positions, inv_freq, layer, *pools
-    q, *new = norm_rope_append_kernel(*arrays, layout=layout, eps=eps, interpret=interpret)
-    return q, dataclasses.replace(view, rows=Rows(*new))
+    arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
+    q, *pools = norm_rope_append_kernel(*arrays, eps=eps, interpret=interpret)
+    return q, dataclasses.replace(view, rows=Rows(*pools))

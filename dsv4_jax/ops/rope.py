@@ -1,4 +1,6 @@
-"""Rotary position embedding on the last channels, interleaved pairs."""
+"""Rotary position embedding (RoPE) of the last channels, in interleaved pairs."""
+
+import operator
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,43 +18,40 @@ def apply_rope(
 ) -> Float[Array, "T ... D"]:
     """Rotates the last `2 * P` channels of `x` by `position * inv_freq`.
 
-    The released model's convention (dsv4.md 2.2): pairs are `(x[2i], x[2i+1])`, the angle is the float32 product of
-    position and frequency, maths in float32, one rounding to `x.dtype` at the end.
+    Follows the released model (dsv4.md 2.2): pairs are `(x[2i], x[2i+1])`, the computation is in float32, and results
+    are rounded once.
 
     Args:
       x: [T, ..., D] rows, D >= 2 * P; channels before the last 2 * P pass through unchanged.
       positions: [T] absolute positions in tokens, not negative.
       inv_freq: [P] radians per token.
-      inverse: rotate by the negative angle (undoes a rotation at the same position).
+      inverse: rotate by the negative angle, which undoes a rotation at the same position.
 
     Returns:
       [T, ..., D] in `x.dtype`.
     """
-    pairs = inv_freq.shape[0]
-    angle = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
-    angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), pairs)
+    angle = _angles(x, positions, inv_freq)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if inverse:
-        sin = -sin
-    head, tail = jnp.split(x, [x.shape[-1] - 2 * pairs], axis=-1)
-    tail = tail.astype(jnp.float32).reshape(*tail.shape[:-1], pairs, 2)
-    even, odd = tail[..., 0], tail[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return jnp.concatenate([head, round_to(turned.reshape(*x.shape[:-1], 2 * pairs), x.dtype)], axis=-1)
+    return _rotate(x, cos, -sin if inverse else sin, operator.mul)
 
 
 def apply_rope_deterministic(
     x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
 ) -> Float[Array, "T ... D"]:
-    """`apply_rope` in arithmetic that is the same everywhere (cos and sin of the backends are not)."""
-    pairs = inv_freq.shape[0]
-    head, tail = jnp.split(x, [x.shape[-1] - 2 * pairs], axis=-1)
+    """Computes `apply_rope` with the same bits on every backend, whose cos and sin differ."""
+    return _rotate(x, *cos_sin(_angles(x, positions, inv_freq)), product)
+
+
+def _angles(x, positions, inv_freq):
     angle = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
-    cos, sin = cos_sin(angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), pairs))
+    return angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), inv_freq.shape[0])
+
+
+def _rotate(x, cos, sin, multiply):
+    pairs = cos.shape[-1]
+    head, tail = jnp.split(x, [x.shape[-1] - 2 * pairs], axis=-1)
     tail = tail.astype(jnp.float32).reshape(*tail.shape[:-1], pairs, 2)
     even, odd = tail[..., 0], tail[..., 1]
-    turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
-    return jnp.concatenate([head, round_to(turned.reshape(*x.shape[:-1], 2 * pairs), x.dtype)], axis=-1)
-
-
-__all__ = ["apply_rope", "apply_rope_deterministic"]
+    rotated_even, rotated_odd = multiply(even, cos) - multiply(odd, sin), multiply(even, sin) + multiply(odd, cos)
+    rotated = jnp.stack([rotated_even, rotated_odd], axis=-1).reshape(*x.shape[:-1], 2 * pairs)
+    return jnp.concatenate([head, round_to(rotated, x.dtype)], axis=-1)

@@ -1,4 +1,4 @@
-"""Which experts each token goes to."""
+"""The router of a mixture of experts."""
 
 from typing import NamedTuple
 
@@ -12,17 +12,17 @@ from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The experts of each token.
 
     Attributes:
       experts: [T, k] int32.
       weights: [T, k] float32.
-      grouped: for `ops.experts`: pairs of a token and an expert by expert, or None where it groups them itself.
+      permutation: the pairs of a token and an expert, grouped by expert for `ops.experts`; None if it has to do so.
     """
 
     experts: Int[Array, "T k"]
     weights: Float[Array, "T k"]
-    grouped: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None
+    permutation: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None
 
 
 def router(
@@ -32,29 +32,25 @@ def router(
     table: Int[Array, "V k"] | None = None,
     token_ids: Int[Array, "T"] | None = None,
     *,
-    chosen: int,
-    factor: float,
+    top_k: int,
+    scaling_factor: float,
     implementation: str | None = None,
 ) -> Routing:
-    """Selects experts for each token, and weights them with the scores `sqrt(softplus(x @ weight.T))`.
+    """Selects experts for each token and weights them with the scores `sqrt(softplus(x @ weight.T))`.
 
-    The gradient is that of "xla", whatever computes the values.
+    Implementations add up products in different orders, so they may select different experts where two scores differ
+    by float32 rounding. The gradient is that of "xla".
 
     Args:
-      x: [T, D].
+      x: [T, D] activations.
       weight: [E, D] float32.
-      bias: [E] float32; the `chosen` best of score + bias are selected, of equals the first. It decides the selection
-        only, never a weight. None: the table decides.
-      table: [V, k] int32, the experts of each token id, `chosen` each.
-      token_ids: [T] int32, clipped to 0 .. V - 1; with the table.
-      chosen: experts of a token.
-      factor: what a token's weights add up to.
+      bias: [E] float32, added to the scores to select the `top_k` best, of equals the first. It never changes a weight.
+      table: [V, k] int32 experts of each token id; used without a bias.
+      token_ids: [T] int32, clipped to [0, V); required with a table.
+      top_k: number of experts of a token.
+      scaling_factor: sum of a token's weights.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes up to 256 tokens in
         bfloat16, D in multiples of 512 and E in multiples of 128.
-
-    Returns:
-      `Routing`: the experts and their weights. Implementations add products up in different
-      orders: where two experts' scores are closer than float32 rounding, they may select another one.
 
     Raises:
       ValueError: neither or both of bias and table are given, or a table without token ids.
@@ -62,18 +58,18 @@ def router(
     if (bias is None) == (table is None) or (table is None) != (token_ids is None):
         given = [name for name, value in dict(bias=bias, table=table, token_ids=token_ids).items() if value is not None]
         raise ValueError(f"either bias, or table and token_ids must be given, got {', '.join(given) or 'none of them'}")
-    args, options = (x, weight, bias, table, token_ids), dict(chosen=chosen, factor=factor)
+    args, options = (x, weight, bias, table, token_ids), dict(top_k=top_k, scaling_factor=scaling_factor)
     return dispatch("router", implementation, *args, xla=_router_xla, kernel=_router_kernel, **options)
 
 
-def _router_xla(x, weight, bias, table, token_ids, *, chosen, factor):
+def _router_xla(x, weight, bias, table, token_ids, *, top_k, scaling_factor):
     scores = jnp.sqrt(jax.nn.softplus(linear(x.astype(jnp.float32), weight)[0]))
     if bias is None:
         experts = jnp.take(table, token_ids, axis=0, mode="clip")
     else:
-        experts = jax.lax.top_k(scores + bias[None, :], chosen)[1]
+        experts = jax.lax.top_k(scores + bias[None, :], top_k)[1]
     weights = jnp.take_along_axis(scores, experts, axis=1)
-    return Routing(experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * factor)
+    return Routing(experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * scaling_factor)
 
 
 def _router_kernel(x, *arrays, interpret, **options):

@@ -1,7 +1,7 @@
 """Typed views: the pools of one layer as the ops see them.
 
-A view holds the stacked arrays of every layer of its kind and the layer's index on axis 0, so that an op reads and
-writes one row of the stack and never slices a layer out of it (a slice would be a copy of a pool).
+A view holds the stacked arrays of all layers of its kind and the layer's index on axis 0. An op reads and writes rows
+of the stack; slicing a layer out of it would copy a pool.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.quant import RowCodec, Rows
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantised
+from pallas_kernels.formats.pools import Paged, Rings
 
 
 def _static(**kwargs):
@@ -20,16 +21,16 @@ def _static(**kwargs):
 
 
 def take(tree, *index):
-    """Rows of every array of `tree` at `index`; out-of-range indices read some row and must be masked by the caller."""
+    """Reads rows of every array of `tree`. Indices out of range read some row: mask the result."""
     return jax.tree.map(lambda pool: pool.at[tuple(jnp.maximum(i, 0) for i in index)].get(mode="clip"), tree)
 
 
 def put(tree, values, keep: Bool[Array, "..."], *index):
-    """Writes `values` where `keep`; every other row, and every index outside the pool, writes nothing."""
+    """Writes `values` where `keep`, in every array of `tree`. Indices outside the pool write nothing."""
 
     def scatter(pool, value):
         layer, first, *rest = index
-        # A negative index would wrap around to the end of the pool: send what must not be written past its end.
+        # A negative index would wrap around: send rows that must not be written past the end of the pool.
         first = jnp.where(keep & (first >= 0), first, pool.shape[1])
         return pool.at[(layer, first, *rest)].set(value.astype(pool.dtype), mode="drop")
 
@@ -44,8 +45,8 @@ class SWAView:
     Attributes:
       rows: Rows [rings, slots, ring, ...].
       layer: index on axis 0.
-      window: tokens a query sees, itself included.
-      codec: what the bytes of a row mean.
+      window: number of tokens that a query sees, itself included.
+      codec: format of a row.
     """
 
     rows: Rows
@@ -57,10 +58,13 @@ class SWAView:
     def ring(self) -> int:
         return jax.tree.leaves(self.rows)[0].shape[2]
 
-    @property
-    def layout(self) -> RowLayout | None:
-        """What kernels are told of the rows; None where they take none of them."""
-        return self.codec.layout
+    def for_kernels(self) -> Rings:
+        """The view as kernels take it; raises NotImplementedError for formats that they do not take."""
+        return Rings(*_layer_and_pools(self), self.window, quantised(self.codec.layout))
+
+
+def _layer_and_pools(view):
+    return jnp.asarray(view.layer, jnp.int32), (view.rows.nope, view.rows.rope, view.rows.scale)
 
 
 @jax.tree_util.register_dataclass
@@ -69,11 +73,11 @@ class _PagedView:
     """Rows of one layer behind the block table.
 
     Attributes:
-      rows: [layers, blocks, entries a block, ...].
+      rows: [layers, blocks, entries per block, ...].
       layer: index on axis 0.
       block_table: [slots, max_blocks] int32 block ids; -1 = none.
-      compress_rate: tokens an entry stands for.
-      codec: what the bytes of a row mean.
+      compress_rate: number of tokens per entry.
+      codec: format of a row.
     """
 
     rows: Any
@@ -84,7 +88,7 @@ class _PagedView:
 
     @property
     def layout(self) -> RowLayout | KeyLayout | None:
-        """What kernels are told of the rows; None where they take none of them."""
+        """The byte layout of a row for kernels; None for formats that kernels do not take."""
         return self.codec.layout
 
     @property
@@ -93,11 +97,11 @@ class _PagedView:
 
     @property
     def max_entries(self) -> int:
-        """Entries a request can ever hold: what its row of the block table can address."""
+        """The number of entries that a request's row of the block table can address."""
         return self.block_table.shape[1] * self.entries_per_block
 
     def address(self, slots: Int[Array, "*n"], entries: Int[Array, "*n"]) -> tuple[Array, Array, Array]:
-        """(block, row in the block, valid) of each entry; invalid: no slot, no such entry, no block allocated."""
+        """Returns (block, row in the block, valid); an entry without a slot or an allocated block is not valid."""
         logical = entries // self.entries_per_block
         in_table = (slots >= 0) & (entries >= 0) & (logical < self.block_table.shape[1])
         block = take(self.block_table, slots, logical)
@@ -105,14 +109,14 @@ class _PagedView:
         return jnp.where(valid, block, -1), entries % self.entries_per_block, valid
 
     def read(self, slots: Int[Array, "*n"], entries: Int[Array, "*n"]):
-        """(rows, valid) of each entry; rows that are not valid hold arbitrary bytes."""
+        """Returns (rows, valid) of entries; rows that are not valid hold arbitrary bytes."""
         block, row, valid = self.address(slots, entries)
         return take(self.rows, self.layer, block, row), valid
 
     def write(
         self, slots: Int[Array, "n"], entries: Int[Array, "n"], keep: Bool[Array, "n"], values: Float[Array, "n D"]
     ) -> Any:
-        """The view after storing dense `values` as entries; -1 and unallocated blocks write nothing."""
+        """Stores dense `values` as entries and returns the updated view. Invalid entries write nothing."""
         block, row, valid = self.address(slots, entries)
         rows = put(self.rows, self.codec.encode(values), keep & valid, self.layer, block, row)
         return dataclasses.replace(self, rows=rows)
@@ -122,6 +126,29 @@ class _PagedView:
 @dataclasses.dataclass(frozen=True)
 class ClassicalView(_PagedView):
     """Compressed KV entries of one layer: `rows` are Rows, `codec` is a RowCodec."""
+
+    def for_kernels(self, indices: Int[Array, "T K"] | None = None) -> Paged:
+        """The view as kernels take it, with the entries of each token; None for all visible ones."""
+        layer, pools = _layer_and_pools(self)
+        return Paged(layer, self.block_table, pools, indices, self.compress_rate, quantised(self.codec.layout))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionKV:
+    """The rows that a call attends to. A row is both key and value of all heads.
+
+    Attributes:
+      window: the layer's rings.
+      compressed: the layer's entries, or None for a layer with a sliding window only.
+      indices: [T, K] int32 entries of each token, -1 = none; None for every visible entry.
+      new_kv: [T, D] the call's own window rows, if the rings do not hold them yet (prefill).
+    """
+
+    window: SWAView
+    compressed: ClassicalView | None = None
+    indices: Int[Array, "T K"] | None = None
+    new_kv: Float[Array, "T D"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -133,14 +160,14 @@ class IndexerView(_PagedView):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateView:
-    """Compressor state of one layer: what each recent token brings to the windows it belongs to.
+    """Compressor state of one layer: the contribution of each recent token to the windows that it belongs to.
 
     Attributes:
       kv: [layers, slots, ring, width] float32; row `position % ring`.
-      gate: the same shape, pooling logits with the position bias added; -inf where never written.
+      gate: [layers, slots, ring, width] float32 pooling logits with the position bias; -inf where never written.
       layer: index on axis 0.
-      compress_rate: tokens of a window.
-      overlap: an entry pools its own window and the one before it.
+      compress_rate: number of tokens in a window.
+      overlap: whether an entry pools its own window and the one before it.
     """
 
     kv: Any
@@ -155,12 +182,12 @@ class StateView:
 
 
 def valid_lengths(positions: Int[Array, "*n"], compress_rate: int) -> Int[Array, "*n"]:
-    """[n] entries visible to the tokens at positions [n]: `(position + 1) // rate`; 0 for padding (dsv4.md 5)."""
+    """The number of entries visible at each position: `(position + 1) // rate`, 0 for padding (dsv4.md 5)."""
     return (positions + 1) // compress_rate
 
 
 def run_bounds(slots: Int[Array, "T"]) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
-    """First and one-past-last token index of each token's run: the tokens of one request in this call."""
+    """Returns the first and one-past-last token of each token's run, the consecutive tokens of one request."""
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     changes = slots[1:] != slots[:-1]
     edge = jnp.ones((1,), bool)

@@ -1,4 +1,4 @@
-"""What the cache's bytes mean, in plain jnp: formats, the quantisers under them, and FlashMLA's page layout."""
+"""The formats of the cache's bytes and of quantised weights, in plain jnp, and FlashMLA's page layout."""
 
 from dsv4_jax.quant.codecs import (
     BlockFP8Rows,

@@ -1,8 +1,8 @@
-"""How window rows, compressed entries and indexer keys become bytes, and values again.
+"""Codecs: they encode window rows, compressed entries and indexer keys as bytes, and decode them.
 
-A codec knows its widths: pools are made of its structs, views carry it, and kernels are told its `layout`. Codes and
-scales are stored as uint8 bits, never as fp8 arrays: XLA on CPU upcasts a whole fp8 pool around a scatter. RoPE dims
-are never quantised below bfloat16 (dsv4.md 7.3).
+A codec knows its widths: pools are made of its structs, views carry it, and kernels take its `layout`. Codes and scales
+are stored as uint8 bits, because XLA on CPU upcasts a whole pool of fp8 around a scatter. RoPE dims are never quantised
+below bfloat16 (dsv4.md 7.3).
 """
 
 import abc
@@ -22,11 +22,11 @@ from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """KV rows as stored, one per leading index.
+    """Stored KV rows, one per leading index.
 
     Attributes:
-      nope: [..., N] the dims without RoPE: E4M3 bits (uint8), or values in "plain".
-      rope: [..., R] the RoPE dims: bfloat16, or the dtype of "plain".
+      nope: [..., N] dims without RoPE: E4M3 bits (uint8), or values in "plain".
+      rope: [..., R] RoPE dims: bfloat16, or the dtype of "plain".
       scale: [..., S] "v4": N // 64 E8M0 bytes, zero-padded to a multiple of 8; "per_entry": [..., 1] float32 inverse
         scale; "plain": None.
     """
@@ -39,7 +39,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexRows:
-    """Indexer keys as stored, one per leading index.
+    """Stored indexer keys, one per leading index.
 
     Attributes:
       codes: [..., Di // 2] packed E2M1 (uint8, low nibble = even index), or [..., Di] values in "plain".
@@ -55,9 +55,9 @@ class IndexRows:
 
 @dataclasses.dataclass(frozen=True)
 class RowCodec(abc.ABC):
-    """How KV rows of one width become bytes. Hashable: a static argument of jitted functions.
+    """Encodes KV rows of one width. Hashable, so that it can be a static argument of jitted functions.
 
-    Every method works on any leading shape and gives each row the same bits in every one.
+    Every method takes any leading shape and gives a row the same bits in all of them.
 
     Attributes:
       nope_dim: head_dim - qk_rope_head_dim.
@@ -66,17 +66,17 @@ class RowCodec(abc.ABC):
 
     nope_dim: int
     rope_dim: int
-    layout: ClassVar[RowLayout | None] = None  # what kernels are told; None: they take no such rows
+    layout: ClassVar[RowLayout | None] = None  # for kernels; None if they do not take the rows
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
+        """The number of values in a row."""
         return self.nope_dim + self.rope_dim
 
     @property
     @abc.abstractmethod
     def struct(self) -> Rows:
-        """Shapes and dtypes of one row: Rows of jax.ShapeDtypeStruct."""
+        """The shapes and dtypes of one row, as Rows of jax.ShapeDtypeStruct."""
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
@@ -84,7 +84,7 @@ class RowCodec(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        """Dequantises rows: [..., D] of `dtype`, each value an exact float32 product rounded once to `dtype`."""
+        """Dequantises rows to [..., D] of `dtype`; each value is an exact float32 product, rounded once."""
 
     def _struct(self, nope, rope, scale):
         return Rows(
@@ -103,10 +103,10 @@ class RowCodec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class BlockFP8Rows(RowCodec):
-    """DeepSeek-V4's rows: E4M3 with an E8M0 scale per 64 dims; 584 bytes for 448 + 64 dims.
+    """The codec of DeepSeek-V4's rows: E4M3 with an E8M0 scale per 64 dims; 584 bytes for 448 + 64 dims.
 
     Raises:
-      ValueError: `nope_dim` is no multiple of 64.
+      ValueError: `nope_dim` is not a multiple of 64.
     """
 
     def __post_init__(self):
@@ -132,13 +132,13 @@ class BlockFP8Rows(RowCodec):
 
     @property
     def _stored_scales(self):
-        """Padded to a multiple of 8, so that rows of 448 + 64 dims take FlashMLA's 584 bytes (dsv4.md 6.3)."""
+        """The number of scales, padded to a multiple of 8 as in FlashMLA's rows of 584 bytes (dsv4.md 6.3)."""
         return -(-self.nope_dim // (8 * FP8_BLOCK)) * 8
 
 
 @dataclasses.dataclass(frozen=True)
 class EntryFP8Rows(RowCodec):
-    """The seeds' rows: E4M3 with one float32 inverse scale; 580 bytes for 448 + 64 dims.
+    """The codec of the seeds' rows: E4M3 with one float32 inverse scale; 580 bytes for 448 + 64 dims.
 
     Raises:
       ValueError: `nope_dim` is 0.
@@ -166,7 +166,7 @@ class EntryFP8Rows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows(RowCodec):
-    """Unquantised rows, rounded to `dtype`: float32 or bfloat16."""
+    """The codec of unquantised rows, rounded to `dtype`: float32 or bfloat16."""
 
     dtype: Any
 
@@ -187,7 +187,7 @@ class PlainRows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class KeyCodec(abc.ABC):
-    """How indexer keys of one width become bytes, and queries are rounded as keys are. Hashable, like `RowCodec`.
+    """Encodes indexer keys of one width, and rounds queries as it rounds keys. Hashable, like `RowCodec`.
 
     Attributes:
       dim: index_head_dim.
@@ -199,7 +199,7 @@ class KeyCodec(abc.ABC):
     @property
     @abc.abstractmethod
     def struct(self) -> IndexRows:
-        """Shapes and dtypes of one key: IndexRows of jax.ShapeDtypeStruct."""
+        """The shapes and dtypes of one key, as IndexRows of jax.ShapeDtypeStruct."""
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
@@ -207,10 +207,10 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
-        """Values of stored keys, [..., Di] float32, in the rotated basis if the codec rotates."""
+        """Dequantises keys to [..., Di] float32, in the rotated basis if the codec rotates."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Queries [..., Di] as the keys see them: the same rotation and rounding, in q's dtype (dsv4.md 4)."""
+        """Rotates and rounds queries [..., Di] as keys are, and returns them in q's dtype (dsv4.md 4)."""
         return round_to(self.decode(self.encode(q)), q.dtype)
 
     def _struct(self, codes, dtype, block=None):
@@ -220,10 +220,12 @@ class KeyCodec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4Keys(KeyCodec):
-    """DeepSeek-V4's keys: E2M1 with an E8M0 scale per 32 dims, after a Hadamard rotation; 68 bytes for 128 dims.
+    """The codec of DeepSeek-V4's keys: E2M1 with an E8M0 scale per 32 dims; 68 bytes for 128 dims.
+
+    Keys are rotated by a Hadamard matrix first.
 
     Raises:
-      ValueError: `dim` is no power of two from 32 on.
+      ValueError: `dim` is not a power of two, or below 32.
     """
 
     def __post_init__(self):
@@ -249,13 +251,13 @@ class MXFP4Keys(KeyCodec):
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4Keys(KeyCodec):
-    """The seeds' keys: E2M1 with an E4M3 scale per 16 dims; 72 bytes for 128 dims.
+    """The codec of the seeds' keys: E2M1 with an E4M3 scale per 16 dims; 72 bytes for 128 dims.
 
     Attributes:
-      global_scale: the second-level scale of all keys and queries.
+      global_scale: second-level scale of all keys and queries.
 
     Raises:
-      ValueError: `dim` is no multiple of 16.
+      ValueError: `dim` is not a multiple of 16.
     """
 
     global_scale: float
@@ -280,7 +282,7 @@ class NVFP4Keys(KeyCodec):
 
 @dataclasses.dataclass(frozen=True)
 class PlainKeys(KeyCodec):
-    """Unquantised keys, rounded to `dtype`: float32 or bfloat16."""
+    """The codec of unquantised keys, rounded to `dtype`: float32 or bfloat16."""
 
     dtype: Any
 

@@ -1,8 +1,8 @@
-"""Formats of the cache: which codecs its window rows, entries and indexer keys have.
+"""Formats of the cache: the codecs of its window rows, entries and indexer keys.
 
-"v4"         DeepSeek-V4's: E4M3 per 64 dims with power-of-two scales; indexer keys MXFP4 after a Hadamard rotation.
-"per_entry"  the seeds': E4M3 with one float32 inverse scale an entry; indexer keys NVFP4.
-"plain"      unquantised, in the model's dtype: for parity with reference implementations.
+"v4"         DeepSeek-V4's: E4M3 with a power-of-two scale per 64 dims; indexer keys MXFP4 after a Hadamard rotation.
+"per_entry"  the seeds': E4M3 with a float32 inverse scale per entry; indexer keys NVFP4.
+"plain"      unquantised, in the model's dtype, for parity with reference implementations.
 """
 
 import abc
@@ -27,7 +27,7 @@ from dsv4_jax.quant.codecs import (
 
 @dataclasses.dataclass(frozen=True)
 class KVFormat(abc.ABC):
-    """Which codecs a cache uses, for a model of any widths. Hashable."""
+    """The codecs of a cache, for a model of any widths. Hashable."""
 
     name: ClassVar[str]
 
@@ -36,11 +36,11 @@ class KVFormat(abc.ABC):
         """The codec of compressed entries.
 
         Raises:
-          ValueError: it cannot hold rows of these widths; the message names the model's dim.
+          ValueError: the format cannot hold rows of these widths; the message names the model's dim.
         """
 
     def window(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        """The codec of sliding-window rows: that of the entries unless a format says otherwise."""
+        """The codec of sliding-window rows, by default that of the entries."""
         return self.entries(nope_dim, rope_dim)
 
     @abc.abstractmethod
@@ -48,7 +48,7 @@ class KVFormat(abc.ABC):
         """The codec of indexer keys.
 
         Raises:
-          ValueError: it cannot hold keys of this width.
+          ValueError: the format cannot hold keys of this width.
         """
 
 
@@ -70,7 +70,7 @@ class PerEntryFormat(KVFormat):
     """The seeds' format: `EntryFP8Rows` and `NVFP4Keys`.
 
     Attributes:
-      index_global_scale: NVFP4's second-level scale of all indexer keys and queries.
+      index_global_scale: second-level NVFP4 scale of all indexer keys and queries.
     """
 
     name: ClassVar[str] = "per_entry"
@@ -92,7 +92,7 @@ class PlainFormat(KVFormat):
     """Unquantised rows and keys: `PlainRows` and `PlainKeys`.
 
     Attributes:
-      dtype: float32 or bfloat16; values are rounded to it.
+      dtype: dtype of the stored values, float32 or bfloat16.
     """
 
     name: ClassVar[str] = "plain"
@@ -102,7 +102,7 @@ class PlainFormat(KVFormat):
         dtype = np.dtype(self.dtype)
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f'format "plain" stores float32 or bfloat16, got dtype={dtype.name}')
-        object.__setattr__(self, "dtype", dtype)  # one spelling, so that equal formats hash equal
+        object.__setattr__(self, "dtype", dtype)  # normalized, so that equal formats hash equal
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
         return PlainRows(nope_dim, rope_dim, self.dtype)
@@ -115,15 +115,15 @@ FORMATS = {cls.name: cls for cls in (V4Format, PerEntryFormat, PlainFormat)}
 
 
 def kv_format(name: str | KVFormat, dtype: Any = None) -> KVFormat:
-    """The format called `name`; a KVFormat passes through.
+    """Returns the format with a name.
 
     Args:
-      name: "v4", "per_entry" or "plain".
-      dtype: what "plain" stores, float32 or bfloat16 (None: bfloat16). The other formats' bytes do not depend on it.
+      name: "v4", "per_entry" or "plain"; a KVFormat is returned as it is.
+      dtype: dtype that "plain" stores, float32 or bfloat16 (None: bfloat16). Other formats ignore it.
 
     Raises:
-      ValueError: for an unknown name, or a dtype that "plain" does not store.
-      TypeError: if `name` is neither a string nor a KVFormat.
+      ValueError: the name is unknown, or "plain" does not store the dtype.
+      TypeError: `name` is neither a string nor a KVFormat.
     """
     if isinstance(name, KVFormat):
         return name

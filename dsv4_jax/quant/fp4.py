@@ -1,7 +1,7 @@
-"""E2M1 codes, two in a byte: MXFP4 (power-of-two scale per 32) and NVFP4 (E4M3 scale per 16 and a global scale).
+"""E2M1 codes, two per byte: MXFP4 (power-of-two scale per 32 values) and NVFP4 (E4M3 scale per 16, global scale).
 
-The low nibble holds the even index. Inputs must be finite. Subnormal inputs follow the backend's float32
-arithmetic: XLA on CPU flushes them to zero.
+The low nibble holds the even index. Inputs must be finite. Subnormal inputs follow the backend's float32 arithmetic:
+XLA on CPU flushes them to zero.
 """
 
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ NVFP4_GROUP = 16
 
 
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Float32 [...] to E2M1 codes 0 to 15 [...] (sign in bit 3), ties to even codes, saturating at +-6.
+    """Rounds float32 to E2M1 codes 0 to 15 (sign in bit 3), ties to even codes, saturating at +-6.
 
-    By comparison with the midpoints of {0, .5, 1, 1.5, 2, 3, 4, 6}: a midpoint above an odd code goes up. No backend
-    can route this through a third type and round twice.
+    Compares with the midpoints of {0, .5, 1, 1.5, 2, 3, 4, 6}, so that no backend can convert through a third type and
+    round twice.
     """
     size = jnp.abs(x)
     steps = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0)
@@ -29,26 +29,26 @@ def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def decode_e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """E2M1 codes 0 to 15 [...] to float32 [...], exact; code 8 is -0."""
+    """Converts E2M1 codes 0 to 15 to float32, exactly; code 8 is -0."""
     size = (codes & 7).astype(jnp.uint32)
-    # Codes 0 and 1 are subnormal. The others hold exponent bits above one mantissa bit, as float32 does: add the bias.
+    # Codes 0 and 1 are subnormal. The others have exponent bits above one mantissa bit; add the bias of float32.
     normal = lax.bitcast_convert_type((size + 252) << 22, jnp.float32)
     value = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
     return jnp.where(codes >= 8, -value, value)
 
 
 def pack_fp4(codes: UInt8[Array, "*rows N"]) -> UInt8[Array, "*rows half"]:
-    """Codes 0 to 15, [..., N] with N even, to bytes [..., N // 2]; the even index is the low nibble."""
+    """Packs codes 0 to 15, [..., N] with N even, into bytes [..., N // 2]; the even index is the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_fp4(packed: UInt8[Array, "*rows half"]) -> UInt8[Array, "*rows N"]:
-    """Bytes [..., N // 2] to codes 0 to 15, [..., N]."""
+    """Unpacks bytes [..., N // 2] to codes 0 to 15, [..., N]."""
     return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
-    """MXFP4: one power-of-two scale per 32 values (dsv4.md 7.2).
+    """Encodes MXFP4, with a power-of-two scale per 32 values (dsv4.md 7.2).
 
     amax = max(max|x|, 6 * 2**-126); scale = 2**ceil(log2(amax * fp32(1/6))); code = e2m1(x / scale).
 
@@ -56,7 +56,7 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
       x: [..., N] float32, N a multiple of 32.
 
     Returns:
-      packed codes [..., N // 2] and scales [..., N // 32] E8M0 bits.
+      (packed codes [..., N // 2], scales [..., N // 32] E8M0 bits).
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), E2M1_MAX * 2.0**-126)
@@ -66,7 +66,7 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
 
 
 def decode_mxfp4(packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
-    """Values of `encode_mxfp4`, [..., N] float32: code * scale, exact unless it overflows to infinity."""
+    """Decodes `encode_mxfp4` to [..., N] float32: code * scale, exact unless it overflows to infinity."""
     blocks = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, MXFP4_BLOCK)
     return (blocks * e8m0_value(scale)[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
@@ -74,17 +74,17 @@ def decode_mxfp4(packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows 
 def encode_nvfp4(
     x: Float[Array, "*rows N"], global_scale: float = 1.0
 ) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
-    """NVFP4: one E4M3 scale per 16 values under one global scale, the seeds' indexer keys.
+    """Encodes NVFP4, with an E4M3 scale per 16 values and a global scale, for the seeds' indexer keys.
 
     scale = e4m3(amax / (6 * global)), saturating; step = scale * global; code = e2m1(x / step), a signed zero where
-    step is 0. Divisions are written as products with a reciprocal, for the reason given at `encode_fp8_entry`.
+    step is 0. Divisions are products with a reciprocal, for the reason given at `encode_fp8_entry`.
 
     Args:
       x: [..., N] float32, N a multiple of 16.
-      global_scale: positive; the same at decoding.
+      global_scale: positive scale, the same as at decoding.
 
     Returns:
-      packed codes [..., N // 2] and scales [..., N // 16] E4M3 bits.
+      (packed codes [..., N // 2], scales [..., N // 16] E4M3 bits).
     """
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // NVFP4_GROUP, NVFP4_GROUP)
     amax = jnp.max(jnp.abs(groups), axis=-1)
@@ -98,7 +98,7 @@ def encode_nvfp4(
 def decode_nvfp4(
     packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"], global_scale: float = 1.0
 ) -> Float[Array, "*rows N"]:
-    """Values of `encode_nvfp4`, [..., N] float32: code * (scale * global)."""
+    """Decodes `encode_nvfp4` to [..., N] float32: code * (scale * global)."""
     groups = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, NVFP4_GROUP)
     step = decode_e4m3(scale) * jnp.float32(global_scale)
     return (groups * step[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -7,17 +7,10 @@ from jaxtyping import Array, Float, UInt8
 
 
 def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """Rounds float32 values to `dtype` (ties to even) at this very place.
+    """Rounds float32 values, or values that have the dtype already, to a float dtype, ties to even.
 
-    A plain cast may disappear: XLA is allowed to keep excess precision across f32 -> bf16 -> f32. It never drops a
-    `reduce_precision` (dsv4.md 7.5).
-
-    Args:
-      x: [...] float32, or already of type `dtype`.
-      dtype: floating type of the result, at most as wide as float32.
-
-    Returns:
-      [...] of type `dtype`.
+    XLA may drop a plain cast f32 -> bf16 -> f32 and keep the excess precision, but never a `reduce_precision` (dsv4.md
+    7.5).
     """
     dtype = jnp.dtype(dtype)
     if dtype in (x.dtype, jnp.float32):
@@ -27,17 +20,10 @@ def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
 
 
 def ordered_sum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Sums over one axis as a binary tree of elementwise adds.
+    """Sums over an axis as a binary tree of elementwise adds, and removes the axis.
 
-    `jnp.sum` picks an order by shape and backend; halving fixes it, so the same terms give the same bits in any batch.
-    A length that is no power of two is padded with zeros.
-
-    Args:
-      x: [..., n, ...] floating array, n >= 1.
-      axis: the axis to sum over; removed.
-
-    Returns:
-      The sums, in x's dtype.
+    The order of `jnp.sum` depends on shape and backend. A fixed tree gives the same terms the same bits in any batch; a
+    length that is not a power of two is padded with zeros.
     """
     x = jnp.moveaxis(x, axis, 0)
     missing = (1 << (x.shape[0] - 1).bit_length()) - x.shape[0]
@@ -58,7 +44,7 @@ def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
       [..., N] float32: butterflies of adds and subtractions, then one product.
 
     Raises:
-      ValueError: if N is no power of two.
+      ValueError: N is not a power of two.
     """
     n = x.shape[-1]
     if n & (n - 1) or n == 0:
@@ -74,15 +60,10 @@ def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
 
 
 def e8m0_ceil(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """E8M0 bits of the smallest power of two that is at least x (dsv4.md 7.1).
+    """Returns the E8M0 bits (exponent + 127) of the smallest power of two that is at least x (dsv4.md 7.1).
 
-    Read off the bits: `ceil(log2(x))` is off by one near powers of two.
-
-    Args:
-      x: [...] float32, positive and normal, at most 2**127.
-
-    Returns:
-      [...] uint8: the power's exponent + 127.
+    x is positive and normal, at most 2**127. The exponent is read off its bits, because `ceil(log2(x))` is off by one
+    near powers of two.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     has_mantissa = (bits & 0x7FFFFF) != 0
@@ -90,10 +71,10 @@ def e8m0_ceil(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def e8m0_value(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """[...] 2**(bits - 127) in float32, for bits 1 to 254. The byte 0 of a fresh pool reads as 0."""
+    """Returns 2**(bits - 127) in float32, for bits 1 to 254. The byte 0 of a fresh pool reads as 0."""
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def e8m0_reciprocal(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """[...] 2**(127 - bits) in float32, exact for bits 1 to 253: multiplying by it is division by `e8m0_value`."""
+    """Returns 1 / e8m0_value(bits) in float32, exact for bits 1 to 253."""
     return e8m0_value(254 - bits)

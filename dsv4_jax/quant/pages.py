@@ -1,4 +1,4 @@
-"""FlashMLA's page of "v4" rows, 584 bytes an entry, to hand a cache to CUDA kernels and back (dsv4.md 6.3).
+"""FlashMLA's page layout of "v4" rows, to exchange a cache with CUDA kernels; 584 bytes per entry (dsv4.md 6.3).
 
 [entries] x (448 E4M3 codes | 64 bfloat16 RoPE dims)  then  [entries] x (7 E8M0 scales | 1 unused)  then padding
 """
@@ -20,7 +20,7 @@ PAGE_ALIGNMENT = 576
 
 
 def flashmla_page_bytes(entries: int) -> int:
-    """Bytes of a page of `entries` rows: 584 each, rounded up to a multiple of 576 (the kernels' stride)."""
+    """The bytes of a page: 584 per entry, rounded up to a multiple of 576 (the kernels' stride)."""
     return -(-entries * (DATA_BYTES + SCALE_BYTES) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
@@ -35,7 +35,7 @@ def to_flashmla_pages(rows: Rows) -> UInt8[Array, "blocks page_bytes"]:
       [blocks, page_bytes] uint8, page_bytes = `flashmla_page_bytes(entries)`; unused scale bytes and padding are 0.
 
     Raises:
-      ValueError: for rows of another format or width.
+      ValueError: the rows have another format or width.
     """
     _check_rows(rows)
     blocks, entries, _ = rows.nope.shape
@@ -51,13 +51,13 @@ def from_flashmla_pages(pages: UInt8[Array, "blocks page_bytes"], entries: int) 
 
     Args:
       pages: [blocks, flashmla_page_bytes(entries)] uint8.
-      entries: rows a page.
+      entries: number of rows in a page.
 
     Returns:
       Rows as `to_flashmla_pages` takes them.
 
     Raises:
-      ValueError: if the pages are not as long as `entries` rows need.
+      ValueError: the pages are not as long as `entries` rows need.
     """
     blocks, page_bytes = pages.shape
     if entries < 1 or page_bytes != flashmla_page_bytes(entries):

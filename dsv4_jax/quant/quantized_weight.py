@@ -1,4 +1,4 @@
-"""Weights that stay quantised in memory, as the release stores them."""
+"""Weights that stay quantised in memory, in the release's storage format."""
 
 import dataclasses
 from typing import Any, Literal
@@ -19,17 +19,18 @@ WEIGHT_BLOCK = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """Matrices in the release's storage, which a parameter may hold in place of an array.
+    """Quantised matrices, which a parameter may hold in place of an array: `nnx.Param(QuantizedWeight(...))`.
 
-    `nnx.Param(QuantizedWeight(...))` is all it takes. Kernels read the codes. Whatever else reads `parameter[...]`, or
-    `parameter[i]` for some matrices of a stack, dequantises what it asks for, exactly, within the program that uses it.
+    Kernels read the codes. Other code reads `parameter[...]`, or `parameter[i]` for some matrices of a stack, which
+    dequantises them exactly within the program that uses them.
 
     Attributes:
-      codes: uint8; "FP8": [..., out, in] E4M3 bits; "FP4": [..., out, in / 2] two E2M1 codes, the even input's low.
-      scale: uint8, E8M0 bits; "FP8": [..., ceil(out / 128), ceil(in / 128)], one for each block of 128 x 128; "FP4":
-        [..., out, in / 32], one for each 32 inputs. From 42 to 160: outside, kernels would not hold values exactly.
+      codes: uint8 codes. "FP8": [..., out, in] E4M3 bits. "FP4": [..., out, in / 2] pairs of E2M1 codes, the even
+        input's in the low nibble.
+      scale: uint8 E8M0 bits, 42 to 160, with which kernels hold values exactly. "FP8": [..., ceil(out / 128),
+        ceil(in / 128)], one per block of 128 x 128. "FP4": [..., out, in / 32], one per 32 inputs.
       kind: "FP8" or "FP4" (static).
-      dtype: of the values: float32 or bfloat16, which both hold them exactly (static).
+      dtype: dtype of the values (static): float32 or bfloat16, which both hold them exactly.
     """
 
     codes: Any
@@ -39,12 +40,12 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values: [..., out, in]."""
+        """The shape [..., out, in] of the values."""
         *leading, columns = self.codes.shape
         return (*leading, 2 * columns if self.kind == "FP4" else columns)
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """The values of all matrices (`...`), or of some, by an index of the leading axes."""
+        """Dequantises all matrices (`...`), or those at an index of the leading axes."""
         codes, scale = (self.codes, self.scale) if index is ... else (self.codes[index], self.scale[index])
         if self.kind == "FP4":
             return round_to(decode_mxfp4(codes, scale), self.dtype)

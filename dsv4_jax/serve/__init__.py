@@ -1,5 +1,6 @@
-"""A server that speaks OpenAI's protocol: an engine in a thread of its own behind an ASGI application."""
+"""A server with OpenAI's API: an engine in its own thread behind an ASGI application."""
 
-from dsv4_jax.serve.app import ServerOptions, create_app
+from dsv4_jax.serve.app import create_app
 from dsv4_jax.serve.async_engine import AsyncEngine, Generation, QueueFullError, Update
 from dsv4_jax.serve.server import HTTPServer
+from dsv4_jax.serve.service import ServerOptions

@@ -1,4 +1,4 @@
-"""Answers to completions and chat completions: from a body to requests of the engine, and from their tokens to text."""
+"""Answers to completions and chat completions: turns a body into requests, and their tokens into text."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -21,19 +21,17 @@ from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import ChatBody, CompletionBody, parse, usage
+from dsv4_jax.serve.service import Service
 from dsv4_jax.serve.text import AnswerText, token_offsets
 
 
-if TYPE_CHECKING:
-    from dsv4_jax.serve.app import Service
-
 _log = logging.getLogger("dsv4_jax.serve")
-# Of one answer: some hundred bytes each until it is sent.
+# Maximum of an answer, which keeps some hundred bytes for each until it is sent.
 _MAX_LOGPROBS = 2**21
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of an answer, whose requests are cancelled when the client goes away."""
+    """Server-sent events of an answer. Cancels its requests if the client disconnects."""
 
     def __init__(self, answer: "Answer"):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -48,22 +46,22 @@ class EventStream(StreamingResponse):
 
 
 class Answer:
-    """One HTTP request: its prompts, its requests to the engine, and the texts that they become."""
+    """The answer to one HTTP request: its prompts, its requests to the engine, and their texts."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, service: "Service", body: Any, start: float):
-        """Encodes the prompts; may take a while, so not in the event loop.
+    def __init__(self, service: Service, body: Any, start: float):
+        """Encodes the prompts. Takes too long for the event loop.
 
         Args:
-          service: the server.
-          body: what the client sent.
-          start: when, by `time.monotonic`.
+          service: the server's state.
+          body: the client's parsed body.
+          start: time of the request's arrival, by `time.monotonic`.
 
         Raises:
-          APIError: the prompts do not fit, or ask for what the server lacks.
+          APIError: the prompts are too long, or need a feature that the server lacks.
         """
         self._service, self._body, self._start = service, body, start
         self._generation: Generation | None = None
@@ -80,8 +78,10 @@ class Answer:
             message = f"{count} answers are more than the {service.engine.capacity} that the server takes at once"
             raise APIError(400, message, param="n")
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.max_logprobs:
-            message = f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.max_logprobs}"
+        if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.config.max_logprobs:
+            message = (
+                f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.config.max_logprobs}"
+            )
             raise APIError(400, message, param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts) * self._samples
         if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MAX_LOGPROBS:
@@ -101,35 +101,35 @@ class Answer:
 
     @staticmethod
     def parse(content: bytes) -> Any:
-        """The body. Raises APIError if it is wrong."""
+        """Parses a body. Raises APIError if it is wrong."""
         raise NotImplementedError
 
     def _encode(self) -> Sequence[Sequence[int]]:
-        """The prompts' ids."""
+        """Returns the token ids of each prompt."""
         raise NotImplementedError
 
     def _max_tokens(self, room: int) -> int:
-        """How many tokens the client wants at most, where there is room for so many."""
+        """Returns the maximum number of new tokens, given room for `room` tokens."""
         raise NotImplementedError
 
     def _echo(self, prompt: int) -> str:
-        """What the answers to a prompt begin with."""
+        """Returns the text with which the answers to a prompt begin."""
         return ""
 
     def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        """A choice of a complete answer."""
+        """Returns a choice of a complete answer as JSON."""
         raise NotImplementedError
 
     def _chunk(self, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        """The same of an event: its new text and tokens."""
+        """Returns a choice of an event as JSON, with its new text and tokens."""
         return self._choice(choice.index, text, tokens, choice)
 
     def _openings(self) -> list[dict[str, Any]]:
-        """Choices of events that come before the first token."""
+        """Returns the choices of events before the first token."""
         return []
 
     def submit(self) -> None:
-        """Hands the requests to the engine.
+        """Submits the requests to the engine.
 
         Raises:
           APIError: the queue is full.
@@ -155,12 +155,12 @@ class Answer:
             raise APIError(400, str(error)) from None
 
     def cancel(self) -> None:
-        """Ends what still runs."""
+        """Cancels the requests that still run."""
         if self._generation is not None and any(choice.finish_reason is None for choice in self.choices):
             self._generation.cancel()
 
     async def complete(self) -> Response:
-        """The whole answer."""
+        """Waits for the whole answer and returns it."""
         async for _ in self._updates():
             pass
         return await asyncio.to_thread(self._response)
@@ -176,11 +176,11 @@ class Answer:
         return JSONResponse(dict(object=self.kind) | self._head | dict(choices=choices, usage=self._usage()))
 
     def stream(self) -> Response:
-        """The answer as events."""
+        """Returns the answer as a stream of events."""
         return EventStream(self)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events."""
+        """Yields the answer as server-sent events."""
         with_usage = self._body.stream_options.include_usage
         head = dict(object=self.chunk_kind) | self._head | (dict(usage=None) if with_usage else {})
         try:
@@ -200,7 +200,7 @@ class Answer:
         return _event(head | dict(choices=[self._chunk(text, tokens, choice)]))
 
     async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]]]:
-        """(choice, its new text, its new tokens) as they come, until all choices are complete."""
+        """Yields (choice, new text, new tokens) until all choices are complete."""
         if self._generation is None:  # max_tokens=0
             for choice in self.choices:
                 yield choice, *choice.take(Update(choice.index, finish_reason="length"))
@@ -218,7 +218,7 @@ class Answer:
                 continue
             if update.finish_reason in ("error", "cancelled"):
                 raise _as_api_error(update.error)
-            if not self._limit:  # it ran for its prompt only
+            if not self._limit:  # the request ran for its prompt only
                 update = dataclasses.replace(update, tokens=(), logprobs=(), top=None, finish_reason="length")
             now = time.monotonic()
             if choice.num_generated:
@@ -234,7 +234,7 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         generated = sum(choice.num_generated for choice in self.choices)
-        # Other samples than the first find the prompt because the first has read it.
+        # Only the first sample of a prompt counts: it read the prompt that the others find in the cache.
         cached = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
         return usage(sum(map(len, self._prompts)), generated, cached)
 
@@ -245,10 +245,10 @@ class Answer:
             raise APIError(400, str(error), param=name) from None
 
     def _check_limit(self) -> int:
-        """How many tokens each request may get."""
+        """Returns the maximum number of new tokens of each request."""
         manager, longest = self._service.engine.engine.manager, max(map(len, self._prompts))
         context = min(manager.schema.max_context, manager.requests.capacity)
-        # The last token is drawn, never stored.
+        # The last token is sampled, but never stored.
         room = context + 1 - longest
         limit = self._max_tokens(room)
         if limit > room or longest > context:
@@ -260,7 +260,7 @@ class Answer:
 
 
 class CompletionAnswer(Answer):
-    """Of POST /v1/completions."""
+    """The answer to POST /v1/completions."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     _body: CompletionBody
@@ -285,10 +285,10 @@ class CompletionAnswer(Answer):
     def _echo(self, prompt: int) -> str:
         if not self._body.echo:
             return ""
-        given, tokenizer = self._body.prompts[prompt], self._service.tokenizer
-        if isinstance(given, str):
-            return given
-        return " ".join(map(str, given)) + " " if tokenizer is None else tokenizer.decode(given)
+        content, tokenizer = self._body.prompts[prompt], self._service.tokenizer
+        if isinstance(content, str):
+            return content
+        return " ".join(map(str, content)) + " " if tokenizer is None else tokenizer.decode(content)
 
     def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
         num_top = self._body.num_top
@@ -297,7 +297,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of POST /v1/chat/completions."""
+    """The answer to POST /v1/chat/completions."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     _body: ChatBody
@@ -333,13 +333,13 @@ class ChatAnswer(Answer):
 
 
 def _score(choice: Choice) -> float:
-    """By which the best choices are found: as `n_best` does."""
-    made = choice.generated
-    return Candidate([t.token for t in made], sum(t.logprob or 0.0 for t in made)).score()
+    """Returns the score by which the best choices are found, like `n_best`."""
+    tokens = choice.generated
+    return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score()
 
 
 async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """What a function returns; outside the event loop if there are so many tokens that it would be held up."""
+    """Calls a function, in another thread if it has so many tokens that it would block the event loop."""
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
@@ -348,7 +348,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _as_api_error(error: Exception | None) -> APIError:
-    """What a client is told of a failed request; the log has the rest."""
+    """Returns the error that a client sees for a failed request, and logs the cause."""
     if isinstance(error, APIError):
         return error
     if error is None:

@@ -1,8 +1,7 @@
-"""The ASGI application: paths, limits, keys, and what every answer shares."""
+"""The ASGI application: paths, request limits and API keys."""
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import logging
 import time
@@ -20,68 +19,21 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
-from dsv4_jax.serve.chat import ChatTemplate
-from dsv4_jax.serve.choices import TokenNames
 from dsv4_jax.serve.errors import APIError, unavailable
-from dsv4_jax.serve.server_metrics import ServerMetrics
+from dsv4_jax.serve.service import ServerOptions, Service
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-_BODY_SECONDS = 30.0  # the longest that a body may take to arrive
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerOptions:
-    """What a server is, besides its engine.
-
-    Attributes:
-      model_name: what clients call the model.
-      end_tokens: ids that end an answer, unless the client says `ignore_eos`.
-      api_key: what clients must send as `Authorization: Bearer KEY`; None = nothing.
-      request_seconds: the longest that a request may take, waiting included.
-    """
-
-    model_name: str
-    end_tokens: tuple[int, ...] = ()
-    api_key: str | None = None
-    request_seconds: float = 600.0
-
-
-class Service:
-    """What the paths' functions share.
-
-    Attributes:
-      engine, tokenizer, options: as for `create_app`.
-      chat: how messages become a prompt; None without a tokenizer.
-      names: how log-probabilities show tokens.
-      metrics: of the server.
-      max_body_bytes: the longest body that is read.
-      created: when the server was made, in seconds since 1970.
-      stopping: whether new requests are refused because the server ends.
-    """
-
-    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
-        self.engine, self.tokenizer, self.options = engine, tokenizer, options
-        self.chat = None if tokenizer is None else ChatTemplate(tokenizer)
-        self.names = TokenNames(tokenizer)
-        self.metrics = ServerMetrics(engine)
-        # Room for a prompt of the longest context, also where each token is several escaped characters.
-        self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
-        self.created = int(time.time())
-        self.stopping = False
-
-    def abort_all(self) -> None:
-        """Ends all requests that still run."""
-        self.engine.fail_all(unavailable("the server is stopping, and this request took too long"))
+_BODY_SECONDS = 30.0  # time limit for receiving a body
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions) -> Starlette:
-    """The application. It starts the engine's thread when it starts, and stops it when it ends.
+    """Makes the application, which starts the engine's thread at its startup and stops it at its shutdown.
 
     Args:
-      engine: of which no other application has been made.
-      tokenizer: from `read_tokenizer`; None serves token ids only.
-      options: the rest.
+      engine: an engine that no other application uses.
+      tokenizer: tokenizer from `read_tokenizer`; None serves token ids only.
+      options: the server's options.
     """
     service = Service(engine, tokenizer, options)
 
@@ -122,7 +74,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
 
 
 class AuthMiddleware:
-    """Refuses requests without the key, and counts responses."""
+    """Refuses requests without the API key, and counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
@@ -209,13 +161,16 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
         _check_model(service, body.model)
         answer = await asyncio.to_thread(kind, service, body, start)
         answer.submit()
-        return answer.stream() if body.stream else await _unless_gone(request, answer)
+        return answer.stream() if body.stream else await _complete_or_cancel(request, answer)
 
     return endpoint
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """The body. A type that only programs send keeps other sites' pages from using the server through a browser."""
+    """Returns the body of a request.
+
+    The content type must be one that a page of another site cannot send through a browser.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(415, f"Content-Type is {kind[:100]!r}, it must be application/json")
@@ -237,20 +192,20 @@ async def _read(request: Request, limit: int) -> bytes:
     return bytes(content)
 
 
-async def _unless_gone(request: Request, answer: Answer) -> Response:
-    """The complete answer; cancels its requests if the client goes away meanwhile."""
+async def _complete_or_cancel(request: Request, answer: Answer) -> Response:
+    """Returns the complete answer, or cancels its requests if the client disconnects."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    complete, leave = asyncio.create_task(answer.complete()), asyncio.create_task(gone())
+    complete, disconnect = asyncio.create_task(answer.complete()), asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait([complete, leave], return_when=asyncio.FIRST_COMPLETED)
-        # Nobody reads this status, but it is counted.
+        await asyncio.wait([complete, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        # The client does not read this status, but the metrics count it.
         return complete.result() if complete.done() else Response(status_code=499)
     finally:
         answer.cancel()
         complete.cancel()
-        leave.cancel()
-        await asyncio.gather(complete, leave, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(complete, disconnect, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for callers in an event loop."""
+"""An engine in its own thread, for callers in an event loop."""
 
 import asyncio
 import dataclasses
@@ -19,23 +19,23 @@ _log = logging.getLogger("dsv4_jax.serve")
 
 
 class QueueFullError(RuntimeError):
-    """As many requests as the server takes are running or waiting. Nothing was changed."""
+    """Raised if the maximum number of requests is running or waiting. Nothing was changed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one request of a `Generation` got.
+    """News of one request of a `Generation`.
 
     Attributes:
-      index: which request: number of its prompt * n + number of its sample.
-      tokens: its new token ids.
-      logprobs: their log-probabilities under the model.
-      top: the likeliest tokens in their place [n, k].
-      prompt_logprobs, prompt_top: with the first tokens, the same of the prompt's tokens after its first, if they were
-        asked for.
-      cached_tokens: tokens of its prompt that the prefix cache held.
-      finish_reason: "stop", "length" or "cancelled" in its last update, else None.
-      error: what went wrong with it; then this is its last update.
+      index: index of the request: number of its prompt * n + number of its sample.
+      tokens: new token ids.
+      logprobs: log-probabilities of the new tokens under the model.
+      top: likeliest tokens in the place of each new token, [n, k].
+      prompt_logprobs, prompt_top: if requested, the same for the prompt's tokens after the first. They come with the
+        first new tokens.
+      cached_tokens: number of prompt tokens that the prefix cache held.
+      finish_reason: "stop", "length", "cancelled" or "error" in the last update, else None.
+      error: the error that ended the request.
     """
 
     index: int
@@ -50,39 +50,39 @@ class Update:
 
 
 class Generation:
-    """Requests that were submitted together, and what they get."""
+    """Requests that were submitted together, and a queue of their updates."""
 
     def __init__(self, engine: "AsyncEngine", adds: Sequence[Callable[[], Request]], n: int):
-        """See `AsyncEngine.submit`; `adds` has a function for each request that adds it to the engine."""
+        """Made by `AsyncEngine.submit`. `adds` has a function for each request that adds it to the engine."""
         self._engine, self._adds, self._n = engine, adds, n
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     async def next_update(self) -> Update:
-        """Waits for the next update of any of the requests. Each request's last one has a `finish_reason`."""
+        """Waits for the next update of any request. The last update of a request has a `finish_reason`."""
         return await self._updates.get()
 
     def cancel(self, *indices: int) -> None:
-        """Ends some requests, by default all; those that have ended already stay as they are. Returns at once."""
+        """Cancels some requests, by default all, and returns at once. Finished requests are unchanged."""
         self._engine._send(self._engine._cancel, self, set(indices or range(len(self._adds))))
 
 
 class AsyncEngine:
-    """Runs an engine's steps in a thread, which alone touches the engine and the device.
+    """Runs an engine's steps in a thread, the only one that uses the engine and the device.
 
-    The methods are for the event loop's thread; none of them waits for the device. If a step raises, its requests end
-    with the error, and the others go on.
+    The methods are for the event loop's thread, and none of them waits for the device. If a step raises, its requests
+    end with the error, and the others continue.
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
-      metrics: the engine's, as of its last step.
-      capacity: how many requests may run or wait at once.
-      unfinished: how many do.
+      metrics: metrics of the engine after its last step.
+      capacity: maximum number of running and waiting requests.
+      unfinished: current number of running and waiting requests.
       ready: whether the programs are compiled.
       alive: whether the thread runs.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int):
-        """An engine that takes `max_waiting` requests more than it has slots."""
+        """Wraps an engine; `max_waiting` requests may wait while all slots are taken."""
         self.engine, self.metrics = engine, engine.metrics
         self.capacity = engine.manager.schema.max_requests + max_waiting
         self.unfinished = 0
@@ -90,7 +90,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[Request, tuple[Generation, int]] = {}
-        # Requests that are added once the first one of the same prompt has read it; by that first one.
+        # Requests that wait until the first one with the same prompt has read it, by that first one.
         self._followers: dict[tuple[Generation, int], list[int]] = {}
         self._updates: list[tuple[Generation, Update]] = []
         self._stopping = False
@@ -101,7 +101,7 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the thread, which first compiles all programs. Call it in the event loop that will submit."""
+        """Starts the thread, which first compiles all programs. Call it in the event loop that submits requests."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -122,19 +122,19 @@ class AsyncEngine:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
     ) -> Generation:
-        """Queues `n` requests for each prompt. Sample k of a prompt draws with seed + k, as in `n_best`.
+        """Queues `n` requests for each prompt. Sample k of a prompt uses seed + k, as in `n_best`.
 
-        With a prefix cache, the other samples of a prompt wait until the first one has read it, so that its full
-        blocks are read once.
+        With a prefix cache, the first sample reads the prompt before the others start, so that its full blocks are
+        computed once.
 
         Args:
-          prompts: [n] token ids each; checked already with `check_request`.
-          n: samples of each prompt.
-          max_new_tokens, sampling, seed, stop_tokens, top_logprobs, prompt_logprobs: as for `Engine.add`.
+          prompts: [n] token ids each, already checked with `check_request`.
+          n: number of samples of each prompt.
+          max_new_tokens, sampling, seed, stop_tokens, top_logprobs, prompt_logprobs: arguments of `Engine.add`.
 
         Raises:
-          ValueError: these are more requests than the server ever takes.
-          QueueFullError: they are more than it takes now.
+          ValueError: there are more requests than the server's capacity.
+          QueueFullError: there are more requests than the server can take now.
         """
         count = len(prompts) * n
         if count > self.capacity:
@@ -162,7 +162,7 @@ class AsyncEngine:
     def _send(self, command, *args):
         self._commands.put(functools.partial(command, *args))
 
-    # --- what follows runs in the engine's thread ---
+    # --- The methods below run in the engine's thread. ---
 
     def _run(self):
         try:
@@ -175,7 +175,7 @@ class AsyncEngine:
                     self._step()
                 self.metrics = self.engine.metrics
                 self._deliver()
-        except BaseException as error:  # only a defect of this class, or a device that is gone
+        except BaseException as error:  # a defect of this class, or a lost device
             _log.exception("the engine's thread ends")
             self.ready = False
             self._fail(None, RuntimeError(f"the engine's thread has ended: {error}"))
@@ -185,7 +185,7 @@ class AsyncEngine:
             self._deliver()
 
     def _run_commands(self):
-        """Runs the commands that are there; waits for one if there is nothing else to do."""
+        """Runs the queued commands; waits for one if the engine is idle."""
         wait = not self.engine.busy
         while wait or not self._commands.empty():
             self._commands.get()()
@@ -222,7 +222,7 @@ class AsyncEngine:
             self._cancel(generation, set(range(len(generation._adds))))
 
     def _fail(self, requests, error):
-        """Ends requests with an error; None = all of them, also those that are not added yet."""
+        """Ends requests with an error; None ends all, including those that are not added yet."""
         if requests is None:
             for (generation, _), others in self._followers.items():
                 for index in others:
@@ -233,7 +233,7 @@ class AsyncEngine:
                 self._end(request, "error", error)
 
     def _end(self, request, reason, error=None):
-        """Ends a request that is not wanted any more; one that has finished already may still be waiting for a step."""
+        """Ends a request. It may have finished in a step whose output is still to come."""
         if request.finish_reason is None:
             self.engine.cancel(request)
         self._update(*self._running.pop(request), finish_reason=reason, error=error)
@@ -266,9 +266,9 @@ class AsyncEngine:
                 error=request.error,
             )
 
-    def _update(self, generation, index, **what):
-        self._updates.append((generation, Update(index, **what)))
-        # Its first tokens, or its end: the prompt has been read as far as it will be.
+    def _update(self, generation, index, **fields):
+        self._updates.append((generation, Update(index, **fields)))
+        # The first update comes when the prompt has been read, or will not be.
         for follower in self._followers.pop((generation, index), ()):
             self._add(generation, follower)
 
@@ -278,7 +278,7 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._hand_over, updates)
 
     def _hand_over(self, updates):
-        """In the event loop."""
+        """Queues the updates; runs in the event loop."""
         for generation, update in updates:
             self.unfinished -= update.finish_reason is not None
             generation._updates.put_nowait(update)

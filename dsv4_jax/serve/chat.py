@@ -1,4 +1,4 @@
-"""Messages of a chat to token ids."""
+"""Encodes the messages of a chat as token ids."""
 
 from collections.abc import Sequence
 
@@ -7,20 +7,20 @@ from tokenizers import Tokenizer
 from dsv4_jax.serve.protocol import Message
 
 
-# What the release's tokenizer has, and its encoding uses (encoding/encoding_dsv4.py beside the release's weights).
+# Tokens of the release's encoding, encoding/encoding_dsv4.py beside the release's weights.
 _BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _USER, _ASSISTANT, _NO_THINKING = "<｜User｜>", "<｜Assistant｜>", "</think>"
 
 
 class ChatTemplate:
-    """Writes messages as a prompt that an assistant's answer follows.
+    """Renders messages as a prompt that ends where the assistant's answer begins.
 
-    Where the tokenizer has the release's tokens, this is the release's encoding without thinking:
-    `<bos>{system}<｜User｜>{user}<｜Assistant｜></think>{assistant}<eos>..`. Elsewhere it is plain text, a paragraph
-    for each message: `System: ..`, `User: ..`, `Assistant: ..`; the answer ends where the model writes `User:`.
+    If the tokenizer has the release's tokens, this is the release's encoding without thinking:
+    `<bos>{system}<｜User｜>{user}<｜Assistant｜></think>{assistant}<eos>..`. Otherwise it is plain text, a paragraph
+    for each message: `System: ..`, `User: ..`, `Assistant: ..`. The answer then ends where the model writes `User:`.
 
     Attributes:
-      stops: strings that end the answer, besides the client's.
+      stops: strings that end the answer, in addition to the client's.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -30,7 +30,7 @@ class ChatTemplate:
         self.stops: tuple[str, ...] = () if self._is_release else ("\n\nUser:",)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt as text."""
+        """Returns the prompt as text."""
         if not self._is_release:
             paragraphs = [f"{message.role.capitalize()}: {message.text}\n\n" for message in messages]
             return "".join([*paragraphs, "Assistant:"])
@@ -52,5 +52,5 @@ class ChatTemplate:
         return text
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt as token ids."""
+        """Returns the prompt as token ids."""
         return self._tokenizer.encode(self.render(messages), add_special_tokens=not self._is_release).ids

@@ -1,4 +1,4 @@
-"""One text of an answer as it grows, and its tokens' log-probabilities in OpenAI's shapes."""
+"""One text of an answer as it grows, and log-probabilities in OpenAI's formats."""
 
 import functools
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.text import AnswerText
 
 
-# JSON has no infinity; the number that vLLM sends for tokens that cannot come.
-_LEAST = -9999.0
+# JSON has no infinity; vLLM sends this number for impossible tokens.
+_MIN_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
     """A token of a text.
 
     Attributes:
-      token: its id.
-      logprob: its log-probability; None for the first one of a prompt.
-      top: the likeliest tokens in its place and their log-probabilities, as many as were asked for.
-      offset: where in the text it begins, or what was held back before it.
+      token: id of the token.
+      logprob: log-probability; None for the first token of a prompt.
+      top: the likeliest tokens in its place and their log-probabilities.
+      offset: position in the text where the token, or text held back before it, begins.
     """
 
     token: int
@@ -37,15 +37,15 @@ class Choice:
     """One text of an answer, as it grows.
 
     Attributes:
-      index: its request in the `Generation`.
-      scored: tokens of the text, first those of the prompt if their log-probabilities are shown.
-      text: all that was shown.
-      finish_reason: "stop" or "length" once it is complete.
-      cached_tokens: tokens of its prompt that the prefix cache held.
+      index: index of the request in the `Generation`.
+      scored: tokens of the text, preceded by the prompt's tokens if their log-probabilities are shown.
+      text: the text that was shown so far.
+      finish_reason: "stop" or "length" once the choice is complete.
+      cached_tokens: number of prompt tokens that the prefix cache held.
     """
 
     def __init__(self, index: int, text: AnswerText, echo: str, prompt_offsets: Sequence[tuple[int, int]] = ()):
-        """A choice whose text begins with `echo`, and whose tokens with `prompt_offsets`: ids, and where they begin."""
+        """Starts a choice with the text `echo` and with the prompt's tokens, given as (id, offset)."""
         self.index, self._answer, self._unshown, self._prompt = index, text, echo, prompt_offsets
         self.scored: list[ScoredToken] = []
         self.text = ""
@@ -55,16 +55,16 @@ class Choice:
 
     @property
     def generated(self) -> list[ScoredToken]:
-        """Tokens of the request so far, up to the end of the text."""
+        """The new tokens so far, up to the end of the text."""
         return self.scored[len(self._prompt) :]
 
     @property
     def num_generated(self) -> int:
-        """How many these are."""
+        """The number of new tokens so far."""
         return max(len(self.scored) - len(self._prompt), 0)
 
     def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
-        """Adds an update; returns the new text and tokens."""
+        """Adds an update, and returns the new text and tokens."""
         self.cached_tokens = update.cached_tokens
         new, self._unshown = self._unshown, ""
         first = len(self.scored)
@@ -90,23 +90,23 @@ class Choice:
 
 
 def _pairs(top: TopLogprobs | None, count: int) -> list[list[tuple[int, float]]]:
-    """For each of `count` tokens the ids and log-probabilities of `top`."""
+    """Returns the (id, log-probability) pairs of `top` for each of `count` tokens."""
     if top is None:
         return [[] for _ in range(count)]
-    logprobs = np.maximum(top.logprobs, _LEAST).tolist()
+    logprobs = np.maximum(top.logprobs, _MIN_LOGPROB).tolist()
     return [list(zip(ids, row, strict=True)) for ids, row in zip(top.ids.tolist(), logprobs, strict=True)]
 
 
 class TokenNames:
-    """Tokens in the shapes of OpenAI's two kinds of log-probabilities."""
+    """Formats tokens for OpenAI's two kinds of log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        """Without a tokenizer a token is shown as its id."""
+        """Without a tokenizer, a token is shown as its id."""
         self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
         self.name = functools.cache(self._name)
 
     def _name(self, token: int) -> tuple[str, list[int] | None]:
-        """A token as text, and its bytes. A part of a character is shown as `bytes:\\xe2\\x82`, as OpenAI does."""
+        """Returns a token as text and its bytes. A part of a character is shown as `bytes:\\xe2\\x82`, as by OpenAI."""
         content = str(token).encode() if self._bytes is None else self._bytes[token]
         if content is None:
             return "\ufffd", None
@@ -116,7 +116,7 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), list(content)
 
     def of_completion(self, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
-        """The `logprobs` of a completion. The token itself is always among its `top_logprobs`."""
+        """Returns the `logprobs` of a completion. `top_logprobs` always include the token itself."""
         return dict(
             tokens=[self.name(t.token)[0] for t in tokens],
             token_logprobs=[t.logprob for t in tokens],
@@ -125,19 +125,19 @@ class TokenNames:
         )
 
     def of_chat(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """The `logprobs` of a chat's answer."""
+        """Returns the `logprobs` of a chat completion."""
         content = [
             self._entry(t.token, t.logprob) | dict(top_logprobs=[self._entry(*pair) for pair in t.top]) for t in tokens
         ]
         return dict(content=content, refusal=None)
 
     def _by_name(self, scored):
-        """{name: log-probability} of the likeliest tokens and the token itself, or None for the first of a prompt."""
+        """Returns {name: log-probability} of the likeliest tokens and this one; None for a prompt's first token."""
         if scored.logprob is None:
             return None
         found: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
-            found.setdefault(self.name(token)[0], logprob)  # of tokens with the same text the likeliest
+            found.setdefault(self.name(token)[0], logprob)  # keeps the likeliest of tokens with the same text
         return found
 
     def _entry(self, token, logprob):

@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's API."""
+"""Errors in the format of OpenAI's API."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from starlette.responses import JSONResponse
 
 
 class APIError(Exception):
-    """An answer other than the one that was asked for.
+    """An error that is sent to the client.
 
     Attributes:
-      status: of the HTTP response.
-      message: for people.
-      param: the field of the body that is wrong, if one is.
-      code: for programs, such as "context_length_exceeded".
-      headers: of the response.
+      status: status of the HTTP response.
+      message: message for people.
+      param: field of the body that is wrong, or None.
+      code: code for programs, such as "context_length_exceeded", or None.
+      headers: additional headers of the response.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """{"error": {"message", "type", "param", "code"}}."""
+        """The response's JSON: {"error": {"message", "type", "param", "code"}}."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
@@ -40,5 +40,5 @@ class APIError(Exception):
 
 
 def unavailable(message: str) -> APIError:
-    """The answer of a server that will take requests again later, or elsewhere."""
+    """Returns the error of a server that does not take requests now."""
     return APIError(503, message, code="unavailable", headers={"Retry-After": "1"})

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's protocol that clients send, and the parts that both kinds of answers share."""
+"""Bodies of OpenAI's API that clients send, and the usage that answers report."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from dsv4_jax.serve.errors import APIError
 
 
-# Fields that clients like to send, with the values that ask for nothing that this server lacks.
+# Unsupported fields that clients often send, with the values that have no effect and are accepted.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     frequency_penalty=(0,),
     presence_penalty=(0,),
@@ -29,7 +29,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
 )
 
 
-# As vLLM has it. OpenAI takes 5 for completions and 20 for chats.
+# vLLM's limit. OpenAI allows 5 for completions and 20 for chats.
 MAX_LOGPROBS = 20
 
 
@@ -38,7 +38,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """`include_usage`: send a last event with the usage."""
+    """Options of a stream. `include_usage`: send a last event with the usage."""
 
     include_usage: bool = False
 
@@ -48,7 +48,7 @@ def _listed(stop: Any) -> Any:
 
 
 class _GenerationBody(_Body):
-    """What completions and chat completions have in common; null means the same as leaving a field out."""
+    """Fields that completions and chat completions share. A null field counts as absent."""
 
     model: str | None = None
     stream: bool = False
@@ -56,12 +56,12 @@ class _GenerationBody(_Body):
     n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)  # as vLLM has it: 0 and -1 take all tokens
+    top_k: int = Field(0, ge=-1, lt=2**31)  # as in vLLM, 0 and -1 take all tokens
     seed: int | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
     stop_token_ids: list[int] = Field([], max_length=1024)
     ignore_eos: bool = False
-    user: str | None = None  # OpenAI's name for the end user; not used
+    user: str | None = None  # OpenAI's id of the end user; not used
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +77,7 @@ class _GenerationBody(_Body):
 
 
 class CompletionBody(_GenerationBody):
-    """Of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Any
     max_tokens: int = Field(16, ge=0)
@@ -95,15 +95,15 @@ class CompletionBody(_GenerationBody):
 
     @property
     def num_top(self) -> int | None:
-        """How many of the likeliest tokens to tell; None = no log-probabilities at all."""
+        """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or ids.
+        """The prompts, each as text or token ids.
 
         Raises:
-          APIError: `prompt` is something else.
+          APIError: `prompt` has another type.
         """
         prompts = self.prompt
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and _is_id(prompts[0])):
@@ -120,14 +120,14 @@ def _is_id(value: Any) -> bool:
 
 
 class TextPart(_Body):
-    """A part of a message's content; `type` is "text"."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Body):
-    """One message of a chat; `name` is not used."""
+    """A message of a chat. `name` is not used."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -138,18 +138,18 @@ class Message(_Body):
     def _drop_null(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        # What the client got from an earlier answer, and sends back.
+        # Fields of an earlier answer that clients send back.
         empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
         return {name: value for name, value in body.items() if value is not None and (value or name not in empty)}
 
     @property
     def text(self) -> str:
-        """The whole content."""
+        """The content as one string."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatBody(_GenerationBody):
-    """Of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -165,12 +165,12 @@ class ChatBody(_GenerationBody):
 
     @property
     def num_top(self) -> int | None:
-        """As of completions."""
+        """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
-    """The body of a request.
+    """Parses the body of a request.
 
     Raises:
       APIError: 400, naming every field that is wrong.
@@ -201,7 +201,7 @@ def _explain(wrong: Mapping[str, Any]) -> str:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """The usage of an answer; `prompt_tokens` include the cached ones."""
+    """Returns the usage of an answer. `prompt_tokens` includes the cached ones."""
     return dict(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format."""
+"""Metrics in the text format of Prometheus."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _COUNTERS = dict(
     steps="steps that ran tokens",
-    prompt_tokens="prompt tokens that ran; those the prefix cache held do not",
-    generated_tokens="tokens that requests got",
+    prompt_tokens="prompt tokens computed, without those from the prefix cache",
+    generated_tokens="generated tokens",
     added="requests added",
     finished="requests that reached a limit or a stop token",
     failed="requests that failed",
     cancelled="requests that were cancelled",
-    preemptions="requests moved out of the cache because blocks ran out",
-    restarts="times that a step raised",
+    preemptions="requests preempted because blocks ran out",
+    restarts="steps that raised an error",
     drafted_tokens="draft tokens verified",
     accepted_tokens="draft tokens accepted",
     compilations="programs compiled for steps",
@@ -26,12 +26,12 @@ _COUNTERS = dict(
 
 
 class ServerMetrics:
-    """Counts what the server does, and shows it together with the engine's counters and the process' memory.
+    """Metrics of the server, the engine's counters and the process's memory.
 
     Attributes:
-      responses: of requests, by path and status.
-      first_token_seconds: from a request's arrival to its first token.
-      token_seconds: between the updates of a request, for each of the update's tokens.
+      responses: number of responses by path and status.
+      first_token_seconds: time from a request's arrival to its first token.
+      token_seconds: time between the updates of a request, divided by the update's tokens.
     """
 
     def __init__(self, engine: AsyncEngine):
@@ -49,11 +49,11 @@ class ServerMetrics:
         )
 
     def text(self) -> bytes:
-        """All metrics."""
+        """Returns the current metrics as text."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's metrics; for the registry."""
+        """Yields the engine's metrics. The registry calls it."""
         metrics, schema = self._engine.metrics, self._engine.engine.manager.schema
         for field, text in _COUNTERS.items():
             yield CounterMetricFamily(f"dsv4_jax_{field}", text, value=getattr(metrics, field))

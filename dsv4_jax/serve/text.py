@@ -1,4 +1,4 @@
-"""What a request's tokens become on their way to a client: text that is whole and ends before a stop string."""
+"""Turns a request's tokens into text of whole characters that ends before a stop string."""
 
 from collections.abc import Sequence
 
@@ -9,22 +9,22 @@ from dsv4_jax.checkpoint import TextStream
 
 
 class StopStrings:
-    """Ends a text that comes in pieces before the first stop string; how it is cut into pieces makes no difference.
+    """Ends a text before its first stop string. The text comes in pieces; their sizes do not matter.
 
     Attributes:
-      found: whether a stop string has come.
+      found: whether a stop string was found.
     """
 
     def __init__(self, stops: Sequence[str]):
-        """Stop strings, none of them empty."""
+        """Takes stop strings, none of them empty."""
         self._stops = tuple(stops)
         self._held = ""
         self.found = False
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now; holds back what may be the beginning of a stop string."""
+        """Returns the text that can be shown, and holds back a possible beginning of a stop string."""
         text = self._held + piece
-        # The first to be complete counts, and of several the longest.
+        # The stop string that is complete first counts; of several, the longest.
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             self.found, self._held = True, ""
@@ -34,13 +34,13 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that a stop string begins with."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -48,14 +48,14 @@ class AnswerText:
     """The text of a request's tokens as they come.
 
     Attributes:
-      stopped: whether a stop string has come: nothing follows.
+      stopped: whether a stop string was found, after which no text follows.
     """
 
-    # Bytes of a character, or more: what the tokens before them make of the first new tokens.
+    # Prompt tokens that can change the text of the first new tokens: more than the bytes of a character.
     _CONTEXT = 8
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] | np.ndarray, stops: Sequence[str]):
-        """Text that follows `prompt` [n]; without a tokenizer it is the ids, with spaces between them."""
+        """Starts the text after `prompt` [n]. Without a tokenizer, the text is ids separated by spaces."""
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stops = StopStrings(stops)
         self._separator = ""
@@ -68,20 +68,20 @@ class AnswerText:
         return self._stops.found
 
     def add(self, token: int) -> str:
-        """The text that can be shown now."""
+        """Adds a token and returns the text that can be shown."""
         if self._stream is not None:
             return self._stops.add(self._stream.add(token))
         text, self._separator = f"{self._separator}{token}", " "
         return text
 
     def finish(self) -> str:
-        """What was held back when the last token has come."""
+        """Returns the text that was held back, after the last token."""
         text = "" if self._stream is None else self._stops.add(self._stream.finish())
         return text if self.stopped else text + self._stops.finish()
 
 
 def token_offsets(tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-    """Each token of a text, and where in it the token begins, or what was held back before it."""
+    """Returns (token, offset) of each token: the position where it, or text held back before it, begins."""
     stream, offsets, end = None if tokenizer is None else TextStream(tokenizer), [], 0
     for token in map(int, tokens):
         offsets.append((token, end))

@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are FP4 or bfloat16, for few tokens and for many."""
+"""Routed experts with FP4 or bfloat16 weights: one kernel for few tokens, one for many."""
 
 from pallas_kernels.experts.experts import (
     MAX_PAIRS as MAX_PAIRS,

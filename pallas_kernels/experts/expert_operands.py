@@ -1,20 +1,24 @@
-"""What both kernels of experts take."""
+"""Checks of the arguments that the kernels of experts have in common."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.quantized_weights import BF16, COLUMNS, FP4, SCALE_BYTES, SCALED, WeightLayout
+from pallas_kernels.matmul.quantized_weights import BF16, FP4, SCALE_BYTES, SCALED, WeightLayout
+from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
 class ExpertOperands(NamedTuple):
-    """The weights of `number` experts, whose maps have `inner` channels between them.
+    """The weights of all experts.
 
     Attributes:
-      gate_up: weights or codes [2 * number, inner, ..], and scales, or None: [2 * number, .., at least 16].
-      down: [number, D, ..] and scales, likewise.
+      layout: storage of the weights.
+      number: number of experts.
+      inner: channels between the two maps of an expert.
+      gate_up: [2 * number, inner, ..] codes or weights, and [2 * number, .., at least 16] scales or None.
+      down: [number, D, ..] codes or weights, and scales or None.
     """
 
     layout: WeightLayout
@@ -39,25 +43,25 @@ def check_operands(
     layout = FP4 if isinstance(gate_up, tuple) else BF16
     pairs: list[tuple[Any, Any]] = [w if isinstance(w, tuple) else (w, None) for w in (gate_up, down)]
     number, _, columns = pairs[1][0].shape
-    inner, found = layout.columns(columns * layout.dtype.itemsize), []
-    for name, (codes, scales), parts, shape in zip(
-        ("gate_up", "down"), pairs, (2, 1), ((2 * inner, depth), (depth, inner)), strict=True
-    ):
-        rows, columns = shape
+    inner, matrices = layout.columns(columns * layout.dtype.itemsize), []
+    shapes = (2 * inner, depth), (depth, inner)
+    for name, (codes, scales), parts, (rows, columns) in zip(("gate_up", "down"), pairs, (2, 1), shapes, strict=True):
         check_array(name, codes, layout.dtype, number, rows, layout.elements(columns))
         if layout == FP4:
             check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
-            # Bulk copies take 16 bytes: of two rows where these have fewer.
+            # A bulk copy takes at least 16 bytes: two rows of scales if a row has fewer.
             scales = scales.reshape(number * parts, -1, max(columns // 32, SCALE_BYTES))
-        found.append((codes.reshape(number * parts, -1, codes.shape[-1]), scales))
-    whole = 512 if layout == FP4 else 256
+        matrices.append((codes.reshape(number * parts, -1, codes.shape[-1]), scales))
+    multiple = 512 if layout == FP4 else 256
     check_rules(
         {
-            f"channels in multiples of {whole}, got {depth}": depth % whole == 0,
-            f"256 channels of an expert, or multiples of {whole}, got {inner}": inner == 256 or inner % whole == 0,
+            f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0,
+            f"256 channels of an expert, or multiples of {multiple}, got {inner}": (
+                inner == 256 or inner % multiple == 0
+            ),
         }
     )
-    return ExpertOperands(layout, number, inner, *found)
+    return ExpertOperands(layout, number, inner, *matrices)
 
 
 def check_shared(
@@ -68,11 +72,10 @@ def check_shared(
     gate_up: tuple[jax.Array, jax.Array],
     down: tuple[jax.Array, jax.Array],
 ) -> None:
-    """Refuses an expert that all tokens share of other dtypes and shapes than `experts` documents."""
+    """Refuses a shared expert of other dtypes and shapes than `experts` documents."""
     shared = down[0].shape[1]
-    for name, (codes, scales), (rows, columns) in zip(
-        ("gate_up", "down"), (gate_up, down), ((2 * shared, depth), (depth, shared)), strict=True
-    ):
+    shapes = (2 * shared, depth), (depth, shared)
+    for name, (codes, scales), (rows, columns) in zip(("gate_up", "down"), (gate_up, down), shapes, strict=True):
         check_array(f"the shared {name}", codes, jnp.uint8, rows, columns)
         check_array(f"the shared {name}'s scales", scales, jnp.uint8, rows // SCALED, columns // SCALED)
     check_rules(
@@ -80,7 +83,7 @@ def check_shared(
             f"a shared expert of up to {COLUMNS} tokens, got {tokens}": tokens <= COLUMNS,
             f"a shared expert beside FP4, got {layout.bits} bits": layout == FP4,
             f"256, 512, .. channels of the shared expert, got {shared}": shared % 256 == 0,
-            # With a tile of fewer than four steps the next product's would not lie in its warpgroups' stages.
+            # A warpgroup keeps its stages from product to product only if all tiles have four steps or more.
             f"512, 1024, .. channels of experts beside it, got {inner}": inner % 512 == 0,
         }
     )

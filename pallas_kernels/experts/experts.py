@@ -26,9 +26,10 @@ from jax import lax
 from pallas_kernels.experts import pair_groups, tile_counters
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
 from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import COLUMNS, FP8, HALF, ROWS, WeightLayout
-from pallas_kernels.matmul.routing import FIRST_PAIR, WORDS, counts_size, most_blocks
-from pallas_kernels.matmul.skinny_gemm import FINISHES, Product, SkinnyGemm
+from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, WeightLayout
+from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_WORDS, counts_size, max_groups
+from pallas_kernels.matmul.skinny_gemm import EPILOGUE, Product, SkinnyGemm
+from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
@@ -90,7 +91,7 @@ def experts(
     shared_inner = 0 if shared is None else shared[1][0].shape[1]
     p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
     groups, counts = permutation or pair_groups.group_by_expert(selected, number, depth, interpret=interpret)
-    check_array("groups of pairs", groups, jnp.int32, p.groups * WORDS)
+    check_array("groups of pairs", groups, jnp.int32, p.groups * GROUP_WORDS)
     check_array("counts of groups", counts, jnp.int32, counts_size(p.groups, depth))
     routing = Routing(selected, groups, jax.new_ref(counts), weights)
     operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
@@ -132,7 +133,7 @@ class Routing(NamedTuple):
 
     Attributes:
       selected: [P] int32, the expert of each pair.
-      groups: [G * WORDS] int32, the table of `routing.group_pairs`.
+      groups: [G * GROUP_WORDS] int32, the table of `routing.group_pairs`.
       counts: [N] int32, the number of groups, then the counters of `tile_counters`.
       weights: [P] float32 routing weights.
     """
@@ -194,7 +195,7 @@ class ExpertsProblem:
     @property
     def groups(self) -> int:
         """The largest number of groups of pairs. The next number is that of the shared expert."""
-        return most_blocks(self.pairs, self.experts)
+        return max_groups(self.pairs, self.experts)
 
     def first_tiles(self, groups: Any, i: int, worker: Any, workers: int) -> tuple[Any, Any]:
         """Returns where a block's tiles of map `i` begin: among those of all groups, and of the shared expert.
@@ -234,11 +235,11 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
         num_threads=skinny_gemm.WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=dict(
-            tables_smem=[plgpu.SMEM((size * WORDS,), jnp.int32) for size in sizes],
+            tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
             factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
             scratch_smem=plgpu.SMEM((4,), jnp.int32),
             groups_ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
-            skinny=p.gemm.scratch(4 * WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
+            skinny=p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
         ),
         interpret=interpret,
     )
@@ -261,7 +262,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
         first_group = lax.div(first, jnp.int32(p.tiles[i]))
         ranges.append(((first, end - first, first_group), (shared_first, shared_end - shared_first)))
 
-    @pl.when(warpgroup == FINISHES)
+    @pl.when(warpgroup == EPILOGUE)
     def _():
         for ((_, _, first_group), _), own in zip(ranges, tables_smem, strict=True):
             pair_groups.load_groups(routing.groups, first_group, own)
@@ -269,7 +270,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
     barriers.sync_block(groups_ready)
     if factors_smem is not None:
         load_weights = functools.partial(pair_groups.load_weights, routing.weights, tables_smem[0], factors_smem)
-        pl.when(warpgroup == FINISHES)(load_weights)
+        pl.when(warpgroup == EPILOGUE)(load_weights)
 
     order, products = TileOrder(p, routing, outs[-1], scratch_smem), []
     for n, (i, (own, shared)) in enumerate(zip(p.maps, ranges, strict=True)):
@@ -277,7 +278,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
         products.append(_routed_product(order, i, own, tables, sources[0], outs[n][0], matrices[i]))
         if p.shared:
             products.append(_shared_product(order, i, shared, sources[1], outs[n][1], shared_matrices[i]))
-    p.gemm.run(warpgroup, products, **skinny)
+    p.gemm.run(warpgroup, products, skinny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,10 +323,10 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
         return lax.div(first + n, tiles) - first_group
 
     def pairs_of(n):
-        return tables_smem.at[pl.ds(group_of(n) * WORDS + FIRST_PAIR, COLUMNS)]
+        return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(n):
-        expert, tile = tables_smem[group_of(n) * WORDS], lax.rem(first + n, tiles)
+        expert, tile = tables_smem[group_of(n) * GROUP_WORDS], lax.rem(first + n, tiles)
         if gated:
             row = expert * (2 * p.inner) + tile * HALF
             return row, row + p.inner

@@ -1,4 +1,7 @@
-"""Rows of the inputs in the order of their experts, with the columns in the order in which weights are unpacked."""
+"""Gathers rows in the order of their experts: y[p] = x[pairs[p] // divisor], columns permuted as FP4 is unpacked.
+
+The grid has a block of one warpgroup for each two rows; a thread copies 16 bytes at a time.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +15,23 @@ from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
-ROWS = 2  # of a block
+ROWS = 2  # rows of a block
 
 
 def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, *, interpret: bool) -> jax.Array:
-    """`x[pairs // divisor]`, or with `permute_columns`.
+    """Returns `x[pairs // divisor]`, with its columns in the order of `permute_columns` if `permuted`.
 
     Args:
       x: [T, D] bfloat16, D a multiple of 256.
       pairs: [P] int32, P a multiple of 2.
-      divisor: pairs that share a row.
-      permuted: whether columns are, as FP4 wants it.
+      divisor: number of pairs that share a row.
+      permuted: whether to permute columns.
       interpret: run on the CPU, interpreted.
     """
 
-    def body(x, pairs, out):
+    def body(x_gmem, pairs_gmem, y_gmem):
         for i in range(ROWS):
-            copy_row(out, x, lax.axis_index("block") * ROWS + i, pairs, divisor, permuted)
+            copy_row(y_gmem, x_gmem, lax.axis_index("block") * ROWS + i, pairs_gmem, divisor, permuted)
 
     run = kernel(
         body,
@@ -42,39 +45,35 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 
 
 @primitive
-def copy_row(out, x, row: jax.Array, pairs, divisor: int, permuted: bool) -> None:
-    """out[row] = x[pairs[row] // divisor], its columns permuted or not, by one warpgroup."""
-    values = x[lax.div(pairs[row], jnp.int32(divisor))]
-    out[row] = permute_columns(values[None])[0] if permuted else values
+def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted: bool) -> None:
+    """Sets y[row] to x[pairs[row] // divisor], permuted or not; one warpgroup runs it."""
+    values = x_gmem[lax.div(pairs_gmem[row], jnp.int32(divisor))]
+    y_gmem[row] = permute_columns(values[None])[0] if permuted else values
 
 
 @copy_row.mosaic
-def _(out, x, row, pairs, divisor, permuted):
-    def emit(out, x, row, pairs):
-        thread, row, width = U32(mlir.thread()), U32(mlir.scalar(row)), ir.MemRefType(x.type).shape[1]
-        source = thread_ops.load_global(pairs, row) // divisor
-        for first in range(0, width // 8, mlir.THREADS):
-            eight = thread + first
-            if first + mlir.THREADS <= width // 8:
-                _copy_eight(out, x, row, source, width, eight, permuted)
-            else:  # whole warps
-                with thread_ops.when(eight < width // 8):
-                    _copy_eight(out, x, row, source, width, eight, permuted)
+def _(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
+    def emit(y_gmem, x_gmem, row, pairs_gmem):
+        row, width = U32(mlir.scalar(row)), ir.MemRefType(x_gmem.type).shape[1]
+        source = thread_ops.load_global(pairs_gmem, row) // divisor
 
-    mlir.inline(emit, out, x, row, pairs)
+        def copy_eight(eight):
+            """Copies eight columns; all lanes of a warp call it together."""
+            load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+            address = _address(x_gmem, source, width, eight)
+            words = [U32(w) for w in mlir.ptx(load, address, results=[mlir.int_type()] * 4)]
+            values = (w.value for w in (_permute(words) if permuted else words))
+            mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", _address(y_gmem, row, width, eight), *values)
 
+        thread_ops.for_each(width // 8, copy_eight)
 
-def _copy_eight(out, x, row, source, width, eight, permuted):
-    load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-    words = [U32(w) for w in mlir.ptx(load, _place(x, source, width, eight), results=[mlir.int_type()] * 4)]
-    values = (w.value for w in (_permute(words) if permuted else words))
-    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", _place(out, row, width, eight), *values)
+    mlir.inline(emit, y_gmem, x_gmem, row, pairs_gmem)
 
 
 def _permute(words):
-    """8 columns of a thread; of 32 each of four threads has two of its columns in a word of another's."""
+    """Permutes eight columns of a thread; each of a quad's four threads ends with two columns of the others."""
     a, b, c, d = words
-    # Columns i and i + 4.
+    # Columns i and i + 4 form a word.
     words = [_halves(*pair, high) for pair in ((a, c), (b, d)) for high in (False, True)]
     words = _by_lane(words)
     shuffle = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, 0xffffffff;"
@@ -82,7 +81,7 @@ def _permute(words):
 
 
 def _by_lane(words):
-    """words[i ^ lane] for i = 0 .. 3, of the lanes of a quad."""
+    """Returns words[i ^ lane] for i = 0 .. 3, where `lane` counts within a quad."""
     for bit in (1, 2):
         odd = (thread_ops.lane() & bit) > 0
         words = [odd.where(words[i ^ bit], words[i]) for i in range(4)]
@@ -90,12 +89,12 @@ def _by_lane(words):
 
 
 def _halves(x, y, high):
-    """The low or the high halves of two words, x's first."""
+    """Returns the high or the low halves of two words as one word, x's half first."""
     code = f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};"
     return U32(mlir.ptx(code, x.value, y.value, results=mlir.int_type(), pure=True))
 
 
-def _place(ref, row, width, eight):
+def _address(ref, row, width, eight):
     offset = arith.muli(arith.extui(mlir.int_type(64), row.value), mlir.i64(2 * width))
     offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
     return mlir.at(mlir.global_pointer(ref), offset)

@@ -1,8 +1,10 @@
-"""The sum over a token's experts, for many tokens: as long as the products take, or reading all experts.
+"""Routed experts for many tokens: y[t, j] = down_e(w[t, j] * swiglu(gate_up_e(x[t]))) with e = selected[t, j].
 
-Pairs of a token and an expert are sorted by expert. Two launches: gate and up with SwiGLU, then down. In both, blocks
-of threads walk over tiles of rows of an expert and some of its pairs, in an order in which those that run at the same
-time share weights and inputs. The list of an expert's pairs is made on the device: an expert without any has no tile.
+The time is that of the products, or of reading the weights of all experts once. Four launches: sort the pairs of a
+token and an expert by expert (`permutation`), gather their inputs (`gather_inputs`), multiply with gate and up,
+multiply with down. The last two are grouped GEMMs with a persistent grid of one block per SM. An output tile has rows
+of an expert and some of its pairs. Blocks that run at the same time share weights and inputs. An expert without pairs
+has no tile. The warpgroups have the roles of `dequant_gemm`; those that multiply finish their tiles too.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from pallas_kernels.experts.expert_operands import check_operands
 from pallas_kernels.experts.gather_inputs import gather_inputs
 from pallas_kernels.experts.permutation import MAX_EXPERTS, sort_by_expert
 from pallas_kernels.matmul import dequant_epilogue
-from pallas_kernels.matmul.dequant_gemm import DequantGemm, OutputTile
+from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -26,11 +28,31 @@ from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_INPUTS = 256  # pairs of a tile
-CHANNELS = ROWS // 2  # of a warpgroup's rows of gate and up
+MAX_TILE_PAIRS = 256
 
 
-@cached_trace("limit")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning constants.
+
+    Attributes:
+      tile_pairs: pairs of an output tile, a multiple of 16 up to 256.
+      warpgroups: warpgroups that multiply, 2 or 4.
+    """
+
+    tile_pairs: int
+    warpgroups: int
+
+    @classmethod
+    def heuristic(cls, pairs: int, experts: int) -> "Config":
+        """Returns a tile size with which nearly all experts have few tiles if routing is uniform."""
+        mean = pairs / experts
+        likely = int(mean + 2 * math.sqrt(mean))
+        tile_pairs = -(-likely // (16 * -(-likely // MAX_TILE_PAIRS))) * 16
+        return cls(tile_pairs, warpgroups=4 if tile_pairs <= 128 else 2)
+
+
+@cached_trace("limit", "config")
 def grouped_experts(
     x: jax.Array,
     selected: jax.Array,
@@ -39,107 +61,113 @@ def grouped_experts(
     down: jax.Array | tuple[jax.Array, jax.Array],
     *,
     limit: float,
+    config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """What each of a token's experts makes of it: `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), +-limit))`.
+    """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
+
+    Each linear map and the input of `down` are rounded to bfloat16. The order of a sum depends on the shapes and the
+    storage of the weights alone.
 
     Args:
-      x: [T, D] bfloat16.
-      selected: [T, k] int32, each token's experts, 0 .. E - 1. A pair with another number has no expert here.
-      weights: [T, k] float32, what w is.
-      gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or codes [E, 2 * I, D / 2] uint8, two E2M1 codes in a
-        byte, and scales [E, 2 * I, D / 32] uint8, E8M0. D and I are multiples of 512, of bfloat16 of 256; I may be 256.
-      down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
-      limit: of SwiGLU.
+      x: [T, D] bfloat16 activations.
+      selected: [T, k] int32 experts of each token. Pairs outside of [0, E) have no expert here.
+      weights: [T, k] float32 routing weights.
+      gate_up: weights of all experts, the gate's rows first, as for `experts`.
+      down: weights of all experts, as for `experts`.
+      limit: clipping limit of SwiGLU.
+      config: tuning constants; None: `Config.heuristic`.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16; each linear map is rounded to bfloat16, and so is what enters the last. Unspecified for pairs
-      that have no expert. The order of a sum depends on the weights' shapes and storage alone.
+      [T, k, D] bfloat16, unspecified for pairs without an expert.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
     layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
     rules = {"at least one token": tokens > 0, f"up to {MAX_EXPERTS} experts, got {number}": number <= MAX_EXPERTS}
     check_rules(rules)
-    count = _inputs(selected.size, number)
-    order, *tiles = sort_by_expert(selected.reshape(-1), number, count, interpret=interpret)
+    config = config or Config.heuristic(selected.size, number)
+    order, *tiles = sort_by_expert(selected.reshape(-1), number, config.tile_pairs, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
-    warpgroups = 4 if count <= MAX_INPUTS // 2 else 2
-    gemm = DequantGemm(layout, depth, count, warpgroups, gated=True)
-    hidden = _launch(gemm, limit, inner, tiles, weights.reshape(-1)[order], x, matrices[0], order.size, interpret)
-    gemm = DequantGemm(layout, inner, count, warpgroups)
-    y = _launch(gemm, limit, depth, tiles, order, hidden, matrices[1], selected.size, interpret)
+    launch = functools.partial(_launch, tiles=tiles, interpret=interpret)
+    gemm = DequantGemm(layout, depth, config.tile_pairs, config.warpgroups, gated=True)
+    gate_up_problem = GroupedGemm(gemm, order.size, inner, limit)
+    hidden = launch(gate_up_problem, weights.reshape(-1)[order], x, matrices[0])
+    gemm = DequantGemm(layout, inner, config.tile_pairs, config.warpgroups)
+    y = launch(GroupedGemm(gemm, selected.size, depth, limit), order, hidden, matrices[1])
     return y.reshape(*selected.shape, depth)
 
 
-def _inputs(pairs, number):
-    """Pairs of a tile: so many that nearly all experts with as many as others have few tiles."""
-    mean = pairs / number
-    most = mean + 2 * math.sqrt(mean)
-    return -(-int(most) // (16 * -(-int(most) // MAX_INPUTS))) * 16
-
-
 @dataclasses.dataclass(frozen=True)
-class GroupedExpertsProblem:
-    """What is static about a launch. `width`: of the output."""
+class GroupedGemm:
+    """Static description of a launch.
+
+    Attributes:
+      gemm: the GEMM whose warpgroups multiply; `gated` for gate and up.
+      rows: rows of the output.
+      width: columns of the output.
+      limit: clipping limit of SwiGLU.
+    """
 
     gemm: DequantGemm
+    rows: int
     width: int
     limit: float
 
     @property
     def channels(self) -> int:
-        """Of the output, of a warpgroup."""
-        return CHANNELS if self.gemm.gated else ROWS
+        """The number of output columns that a warpgroup computes of a tile."""
+        return ROWS // 2 if self.gemm.gated else ROWS
 
     @property
     def tiles(self) -> int:
-        """Of a block of pairs."""
+        """The number of output tiles of a block of pairs."""
         return self.width // (self.channels * self.gemm.warpgroups)
 
 
-def _launch(gemm, limit, width, tiles, table, x, weight, rows, interpret):
-    """`table`: [P], routing weights where gated, otherwise where each sorted pair goes."""
-    p = GroupedExpertsProblem(gemm, width, limit)
+def _launch(p, table, x, weight, *, tiles, interpret):
+    """Runs one GEMM; `table` [P] has routing weights if it is gated, otherwise the output row of each sorted pair."""
     run = kernel(
         functools.partial(_body, p),
-        out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
-        kernel_name="grouped_gate_up" if gemm.gated else "grouped_down",
+        out_type=jax.ShapeDtypeStruct((p.rows, p.width), jnp.bfloat16),
+        kernel_name="grouped_gate_up" if p.gemm.gated else "grouped_down",
         grid=(2 if interpret else MULTIPROCESSORS,),
         grid_names=("worker",),
-        num_threads=gemm.warpgroups + 1,
+        num_threads=p.gemm.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=gemm.scratch(),
+        scratch_types=dict(dequant=p.gemm.scratch()),
         interpret=interpret,
     )
     return run(*tiles, table, x, *weight)
 
 
-def _body(p, count, blocks, table, x, codes, scales, out, *, staging, **streamed):
+def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, y_gmem, *, dequant):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
-    tiles = lax.div(count[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
+    tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
 
-    def block_of(n):
+    def block_and_tile(n):
+        """Returns the block of pairs of this worker's n-th output tile, and the tile's number within it."""
         tile = worker + n * workers
         block = lax.div(tile, jnp.int32(p.tiles))
         return block, tile - block * p.tiles
 
     def locate(n):
-        block, tile = block_of(n)
-        matrix, row = blocks[0, block] * (1 + p.gemm.gated), tile * (p.channels * p.gemm.warpgroups)
-        return OutputTile(matrix, row, pl.multiple_of(blocks[1, block], 8))
+        block, tile = block_and_tile(n)
+        matrix, row = blocks_gmem[0, block] * (1 + p.gemm.gated), tile * (p.channels * p.gemm.warpgroups)
+        return OutputTile(matrix, row, pl.multiple_of(blocks_gmem[1, block], 8))
 
     def finish(n, sums):
-        block, tile = block_of(n)
+        block, tile = block_and_tile(n)
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
-        place = column, blocks[1, block], blocks[2, block], staging.at[warpgroup]
+        place = column, blocks_gmem[1, block], blocks_gmem[2, block], dequant.staging_smem.at[warpgroup]
         if p.gemm.gated:
-            dequant_epilogue.store_swiglu(out, sums, *place, p.limit, table, permuted=p.gemm.layout == FP4)
+            permuted = p.gemm.layout == FP4
+            dequant_epilogue.store_swiglu(y_gmem, sums, *place, p.limit, table_gmem, permuted=permuted)
         else:
-            dequant_epilogue.store_columns(out, sums, *place, table)
+            dequant_epilogue.store_columns(y_gmem, sums, *place, table_gmem)
 
-    p.gemm.run(warpgroup, tiles, x, codes, scales, locate=locate, finish=finish, **streamed)
+    p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)

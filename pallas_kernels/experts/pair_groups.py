@@ -10,11 +10,11 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.matmul.routing import (
     FIRST_PAIR,
-    SIZE,
-    WORDS,
+    GROUP_SIZE,
+    GROUP_WORDS,
     counts_size,
     group_pairs,
-    most_blocks,
+    max_groups,
     scratch_words,
 )
 from pallas_kernels.mgpu import mlir, thread_ops as ops
@@ -33,11 +33,11 @@ def group_by_expert(
       channels: channels of a token.
       interpret: run on the CPU, interpreted, with the race detector on.
     """
-    groups = most_blocks(selected.size, experts)
+    groups = max_groups(selected.size, experts)
     run = kernel(
         functools.partial(_body, experts),
         out_type=(
-            jax.ShapeDtypeStruct((groups * WORDS,), jnp.int32),
+            jax.ShapeDtypeStruct((groups * GROUP_WORDS,), jnp.int32),
             jax.ShapeDtypeStruct((counts_size(groups, channels),), jnp.int32),
         ),
         kernel_name="experts_group_pairs",
@@ -56,7 +56,7 @@ def _body(experts, selected_gmem, table_gmem, counts_gmem, *, scratch_smem):
 @primitive
 def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
     """Copies the table's groups from number `first` on to `groups_smem` [16 * groups] int32; one warpgroup runs it."""
-    rows = jnp.minimum(first * WORDS + lax.iota(jnp.int32, groups_smem.shape[0]), table_gmem.shape[0] - 1)
+    rows = jnp.minimum(first * GROUP_WORDS + lax.iota(jnp.int32, groups_smem.shape[0]), table_gmem.shape[0] - 1)
     groups_smem[...] = table_gmem[...][rows]
 
 
@@ -65,7 +65,7 @@ def _(table_gmem, first, groups_smem):
     size, last = groups_smem.shape[0], table_gmem.shape[0] - 1
 
     def emit(table_gmem, first, groups_smem):
-        thread, first = ops.thread() % mlir.THREADS, U32(mlir.scalar(first)) * WORDS
+        thread, first = ops.thread() % mlir.THREADS, U32(mlir.scalar(first)) * GROUP_WORDS
         target = ops.shared(groups_smem)
         for start in range(0, size, mlir.THREADS):
             word = thread + start
@@ -84,7 +84,7 @@ def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
       groups_smem: [16 * groups] int32.
       weights_smem: [8 * groups] float32, unspecified where there is no pair.
     """
-    pairs = groups_smem[...].reshape(-1, WORDS)[:, FIRST_PAIR:].reshape(-1)
+    pairs = groups_smem[...].reshape(-1, GROUP_WORDS)[:, FIRST_PAIR:].reshape(-1)
     inside = (pairs >= 0) & (pairs < weights_gmem.shape[0])
     weights_smem[...] = jnp.where(inside, weights_gmem[...][jnp.where(inside, pairs, 0)], 0.0)
 
@@ -100,7 +100,7 @@ def _(weights_gmem, groups_smem, weights_smem):
         for start in range(0, size, mlir.THREADS):
             at = thread + start
             with ops.when(at < size):
-                word = (at >> 3) * WORDS + (at & SIZE - 1) + FIRST_PAIR
+                word = (at >> 3) * GROUP_WORDS + (at & GROUP_SIZE - 1) + FIRST_PAIR
                 pair = ops.load(source + (word << 2)).minimum(last)
                 ops.store(target + (at << 2), ops.load_global(weights_gmem, pair))
         mgpu.utils.warpgroup_barrier()

@@ -1,4 +1,8 @@
-"""Pairs of a token and an expert in the order of the experts, and tiles of many pairs of one expert."""
+"""Sorts pairs of a token and an expert by expert, and lists output tiles of up to `size` pairs of one expert.
+
+One block of 1024 threads. A thread counts some pairs, then takes one expert, whose number of pairs and of tiles it adds
+to those of the experts before. Then it writes the pairs that it counted to their places.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,28 +19,30 @@ from pallas_kernels.runtime.launch import kernel, primitive
 
 MAX_EXPERTS = 1024  # one for each thread
 WARPGROUPS = MAX_EXPERTS // mlir.THREADS
-ALIGNED = 8  # where an expert's pairs begin: bulk copies take whole tiles of 8 rows
-_AT_ONCE = 4  # pairs that a thread loads before it looks at them
+ALIGNMENT = 8  # an expert's pairs begin at a multiple: bulk copies take whole tiles of 8 rows
+_UNROLL = 4  # pairs that a thread loads before it looks at them
 
 
 def sort_by_expert(
     selected: jax.Array, number: int, size: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorts pairs by expert. One block of threads runs it.
+    """Sorts pairs by expert.
 
     Args:
-      selected: [P] int32, the expert of each pair; pairs with none in 0 .. number - 1 are left out.
-      number: of experts, up to 1024.
-      size: the most pairs of a tile.
+      selected: [P] int32, the expert of each pair; pairs outside of [0, number) are left out.
+      number: number of experts, at most 1024.
+      size: largest number of pairs in a tile.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      pairs [at least P] int32: an expert's from a multiple of 8 on, in any order, and 0 where there is none. [1] int32:
-      the number of tiles. [3, tiles] int32: of each tile the expert, its first place in pairs, and the end of the
-      expert's pairs; unspecified after the last tile.
+      order: [at least P] int32 pairs by expert, in any order within an expert. An expert's begin at a multiple of 8;
+        places between experts hold 0.
+      count: [1] int32, the number of tiles.
+      tiles: [3, N] int32, for each tile its expert, its first place in `order`, and the end of the expert's pairs;
+        unspecified after the last tile.
     """
     pairs = len(selected)
-    places = -(-(pairs + (ALIGNED - 1) * min(number, pairs)) // ALIGNED) * ALIGNED
+    places = -(-(pairs + (ALIGNMENT - 1) * min(number, pairs)) // ALIGNMENT) * ALIGNMENT
     tiles = min(pairs, number + pairs // size)
     run = kernel(
         functools.partial(_body, number, size),
@@ -46,40 +52,40 @@ def sort_by_expert(
         grid_names=("block",),
         num_threads=1 if interpret else WARPGROUPS,
         thread_name="warpgroup",
-        scratch_types=dict(scratch=plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)),
+        scratch_types=dict(scratch_smem=plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)),
         interpret=interpret,
     )
     return tuple(run(selected))
 
 
-def _body(number, size, selected, order, count, tiles, *, scratch):
-    group(selected, order, count, tiles, number, size, scratch)
+def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, scratch_smem):
+    sort_pairs(selected_gmem, order_gmem, count_gmem, tiles_gmem, number, size, scratch_smem)
 
 
 @primitive
-def group(selected, order, count, tiles, number: int, size: int, scratch) -> None:
-    """`sort_by_expert`; `scratch`: [1024 + 64] int32 in shared memory."""
+def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -> None:
+    """Does the work of `sort_by_expert`; `scratch` is [1024 + 64] int32 in shared memory."""
     chosen = selected[...]
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
     sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, number)[:, None], axis=1).astype(jnp.int32)
-    room = (sizes + (ALIGNED - 1)) // ALIGNED * ALIGNED
+    room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     starts = jnp.cumsum(room) - room
     here = (chosen >= 0) & (chosen < number)
     places = jnp.where(here, starts[jnp.where(here, chosen, 0)] + rank, order.shape[0])
     order[...] = jnp.zeros(order.shape, jnp.int32).at[places].set(pairs, mode="drop")
-    last = jnp.cumsum((sizes + (size - 1)) // size)
+    end_tile = jnp.cumsum((sizes + (size - 1)) // size)
     tile = lax.iota(jnp.int32, tiles.shape[1])
-    expert = jnp.minimum(jnp.sum(tile[:, None] >= last[None, :], axis=1), number - 1).astype(jnp.int32)
-    before = last - (sizes + (size - 1)) // size
-    count[...] = last[-1:].astype(jnp.int32)
+    expert = jnp.minimum(jnp.sum(tile[:, None] >= end_tile[None, :], axis=1), number - 1).astype(jnp.int32)
+    before = end_tile - (sizes + (size - 1)) // size
+    count[...] = end_tile[-1:].astype(jnp.int32)
     table = expert, starts[expert] + (tile - before[expert]) * size, (starts + sizes)[expert]
     tiles[...] = jnp.stack(table).astype(jnp.int32)
 
 
-@group.mosaic
+@sort_pairs.mosaic
 def _(selected, order, count, tiles, number, size, scratch):
-    pairs, places, most = selected.shape[0], order.shape[0], tiles.shape[1]
+    pairs, places, max_tiles = selected.shape[0], order.shape[0], tiles.shape[1]
     warps = MAX_EXPERTS // mlir.WARP
 
     def emit(selected, order, count, tiles, scratch):
@@ -87,14 +93,14 @@ def _(selected, order, count, tiles, number, size, scratch):
         sums = sizes + 4 * MAX_EXPERTS
 
         def each_pair(visit: Callable[[U32, U32], None]):
-            def turn(i):
-                own = [thread + (i * _AT_ONCE + j) * MAX_EXPERTS for j in range(_AT_ONCE)]
+            def visit_some(i):
+                own = [thread + (i * _UNROLL + j) * MAX_EXPERTS for j in range(_UNROLL)]
                 experts = [ops.load_global(selected, pair.minimum(pairs - 1)) for pair in own]
                 for pair, expert in zip(own, experts, strict=True):
                     with ops.when((pair < pairs) & (expert < number)):
                         visit(pair, expert)
 
-            ops.loop(-(-pairs // (_AT_ONCE * MAX_EXPERTS)), turn)
+            ops.loop(-(-pairs // (_UNROLL * MAX_EXPERTS)), visit_some)
 
         def clear(i):
             place = thread + i * MAX_EXPERTS
@@ -107,20 +113,20 @@ def _(selected, order, count, tiles, number, size, scratch):
         ops.sync()
         each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
         ops.sync()
-        # From here on a thread has an expert.
+        # Each thread stands for an expert now.
         own = ops.load(own_size)
-        start, _ = ops.block_prefix_sum((own + (ALIGNED - 1)) & (1 << 32) - ALIGNED, sums, warps)
+        start, _ = ops.block_prefix_sum((own + (ALIGNMENT - 1)) & (1 << 32) - ALIGNMENT, sums, warps)
         own_tiles = (own + (size - 1)) // size
         before, total = ops.block_prefix_sum(own_tiles, sums + 4 * warps, warps)
         ops.store(own_size, start)
         with ops.when(thread.equals(0)):
             ops.store_global(count, U32(0), total)
 
-        def write(i):
+        def write_tile(i):
             for j, value in enumerate((thread, start + i * size, start + own)):
-                ops.store_global(tiles, before + i + j * most, value)
+                ops.store_global(tiles, before + i + j * max_tiles, value)
 
-        ops.loop(own_tiles, write)
+        ops.loop(own_tiles, write_tile)
         ops.sync()
         each_pair(lambda pair, expert: ops.store_global(order, ops.fetch_add(sizes + (expert << 2), 1), pair))
 

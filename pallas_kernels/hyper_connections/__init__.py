@@ -1,6 +1,6 @@
-"""Residual streams after a block and what the next block reads of them, in two launches."""
+"""Hyper-connections: one launch for new residual streams and logits, one for mixing weights, collapse and norm."""
 
 from pallas_kernels.hyper_connections.hyper_connections import (
-    adds_up_parts as adds_up_parts,
+    fuses_all_reduce as fuses_all_reduce,
     hyper_connections as hyper_connections,
 )

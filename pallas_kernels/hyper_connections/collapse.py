@@ -1,7 +1,12 @@
-"""Second launch: mixing weights from the sums of logits, and the collapsed, normed input of the next block.
+"""Second launch: mixing weights from the sums of logits, then x = norm(sum_j pre[j] * streams[j]).
 
-A block of threads takes groups of 1 or 4 tokens. Every warpgroup but the last has 1024 channels; the last computes the
-weights, one token a warp, and goes on with Sinkhorn's iterations while the others collapse the streams.
+A persistent grid of at most one block per SM walks over groups of 1 or 4 tokens. With n = D / 1024:
+
+    warpgroup   role               does                                                 waits for             signals
+    0..n-1      collapse_streams   collapses and norms its 1024 channels of a group     pre_full, norms_full  pre_empty,
+                                                                                                              norms_full
+    n           compute_weights    computes `pre`, then `post` and `comb`, which takes  pre_empty             pre_full
+                                   Sinkhorn's iterations; a warp has a token
 """
 
 import dataclasses
@@ -14,28 +19,37 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
-from pallas_kernels.mgpu import mlir, thread_ops, vectors
+from pallas_kernels.mgpu import barriers, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
-CHANNELS = 1024  # of a warpgroup
-AHEAD = 2  # groups of tokens whose weights are there before they are collapsed
+CHANNELS = 1024  # channels of a warpgroup
+STAGES = 2  # groups of tokens whose `pre` waits to be used
 WARPS = THREADS // WARP
+MAX_LOADS = 16  # chunks of sums that fit into registers at once
 _RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
 _FROM_LANE = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
 
 
 @dataclasses.dataclass(frozen=True)
 class CollapseProblem:
-    """What is static: sizes, `tokens_each` of a group, and constants."""
+    """Static description of a launch.
+
+    Attributes:
+      tokens: number of tokens.
+      width: channels of a stream.
+      rows: number of mixing weights of a token: 24, or 4 for the head.
+      slices: number of slices of channels whose sums are to be added up.
+      tokens_each: tokens of a group.
+      norm_eps, hc_eps, iterations: constants, see `hyper_connections`.
+    """
 
     tokens: int
     width: int
@@ -48,28 +62,57 @@ class CollapseProblem:
 
     @property
     def groups(self) -> int:
-        """Of `tokens_each` tokens."""
+        """The number of groups of tokens."""
         return -(-self.tokens // self.tokens_each)
 
     @property
-    def step(self) -> int:
-        """Tokens that are collapsed together: as many as a thread's registers hold."""
-        return min(2 if self.workers <= 4 else 1, self.tokens_each)
+    def workers(self) -> int:
+        """The number of warpgroups that collapse."""
+        return self.width // CHANNELS
 
     @property
-    def workers(self) -> int:
-        """Warpgroups that collapse."""
-        return self.width // CHANNELS
+    def step(self) -> int:
+        """The number of tokens that a warpgroup collapses together: as many as its registers hold."""
+        return min(2 if self.workers <= 4 else 1, self.tokens_each)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CollapseScratch:
+    """Scratch of the launch: the types to allocate, and within the kernel the references.
+
+    Attributes:
+      pre_empty, pre_full: one barrier for each stage of `pre_smem`.
+      norms_smem: [2, step, warps] float32 sums of squares, used in turns.
+      norms_full: barrier of the warpgroups that collapse.
+      pre_smem: [STAGES, 128] float32, the weights `pre` of a token in each warp.
+      exchange_smem: [128] float32.
+    """
+
+    pre_empty: Any
+    norms_smem: Any
+    norms_full: Any
+    pre_smem: Any
+    exchange_smem: Any
+    pre_full: Any
 
 
 def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, interpret: bool):
-    """(x [T, D] bfloat16, mixing [T, 24] float32 or None) from partial sums, see `hyper_connections`.
+    """Returns x [T, D] bfloat16 and mixing [T, 24] float32 or None, see `hyper_connections`.
 
-    partials: [T, slices * 32] float32 where a group has one token, otherwise [slices, T * 32].
+    `partials` is [T, slices * 32] float32 if a group has one token, otherwise [slices, T * 32].
     """
     out_type = [jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16)]
     if p.rows > STREAMS:
         out_type.append(jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32))
+    scratch = CollapseScratch(
+        pre_empty=plgpu.Barrier(num_arrivals=p.workers, num_barriers=STAGES),
+        norms_smem=plgpu.SMEM((2, p.step, p.workers * WARPS), jnp.float32),
+        norms_full=plgpu.Barrier(num_arrivals=p.workers),
+        pre_smem=plgpu.SMEM((STAGES, THREADS), jnp.float32),
+        exchange_smem=plgpu.SMEM((THREADS,), jnp.float32),
+        pre_full=plgpu.Barrier(num_barriers=STAGES),
+    )
     run = kernel(
         functools.partial(_body, p),
         out_type=out_type,
@@ -78,14 +121,7 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
         grid_names=("block",),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
-        scratch_types=dict(
-            pre=plgpu.SMEM((AHEAD, THREADS), jnp.float32),
-            norms=plgpu.SMEM((2, p.step, p.workers * WARPS), jnp.float32),
-            scratch=plgpu.SMEM((THREADS,), jnp.float32),
-            weighed=plgpu.Barrier(num_barriers=AHEAD),
-            free=plgpu.Barrier(num_arrivals=p.workers, num_barriers=AHEAD),
-            normed=plgpu.Barrier(num_arrivals=p.workers),
-        ),
+        scratch_types=dict(scratch=scratch),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -93,100 +129,104 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
     return x, mixing[0] if mixing else None
 
 
-def _body(p, streams, partials, base, scale, weight, x, *outs, pre, norms, scratch, weighed, free, normed):
+def _body(p, streams_gmem, partials_gmem, base_gmem, scale_gmem, weight_gmem, x_gmem, *mixing_gmem, scratch):
     block, blocks, warpgroup = lax.axis_index("block"), lax.axis_size("block"), lax.axis_index("warpgroup")
     count = lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
 
-    def first_of(i):
-        """The first token of a block's i-th group."""
-        return (block + i * blocks) * p.tokens_each
-
     @pl.when(warpgroup < p.workers)
+    @jax.named_scope("collapse_streams")
     def _():
-        mine = pl.ds(warpgroup * CHANNELS, CHANNELS)
-        layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
-        factors = plgpu.load(weight.at[mine], layout=layout, optimized=False)
-        turns = p.tokens_each // p.step
-
-        def load(i, turn):
-            """The streams of the tokens that are collapsed together."""
-            tokens = [jnp.minimum(first_of(i) + turn * p.step + n, p.tokens - 1) for n in range(p.step)]
-            rows = [[streams.at[token, j, mine] for j in range(STREAMS)] for token in tokens]
-            return [[plgpu.load(row, layout=layout, optimized=False) for row in four] for four in rows]
-
-        def visit(i, ahead):
-            stage = lax.rem(i, jnp.int32(AHEAD))
-            plgpu.barrier_wait(weighed.at[stage])
-            for turn in range(turns):
-                parity, found = lax.rem(i * turns + turn, jnp.int32(2)), []
-                for n, four in enumerate(ahead):
-                    at = (turn * p.step + n) * WARP
-                    terms = [row.astype(jnp.float32) * pre[stage, at + j] for j, row in enumerate(four)]
-                    found.append(round_bfloat16(functools.reduce(jnp.add, terms)))
-                    place = norms.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)]
-                    warp_sums(found[-1] * found[-1], place)
-                if turn + 1 < turns:
-                    ahead = load(i, turn + 1)
-                elif p.groups > blocks:
-                    ahead = load(i + 1, 0)
-                plgpu.barrier_arrive(normed)
-                plgpu.barrier_wait(normed)
-                for n, value in enumerate(found):
-                    mean = _sum([norms[parity, n, j] for j in range(p.workers * WARPS)]) * (1 / p.width)
-                    value = (factors * (value * lax.rsqrt(mean + p.norm_eps))).astype(jnp.bfloat16)
-                    token = first_of(i) + turn * p.step + n
-
-                    @pl.when(token < p.tokens)
-                    def _(token=token, value=value):
-                        x[token, mine] = value
-
-            plgpu.barrier_arrive(free.at[stage])
-            return ahead
-
-        lax.fori_loop(0, count, visit, load(jnp.int32(0), 0))
+        _collapse_streams(p, (block, blocks, count), warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
 
     @pl.when(warpgroup == p.workers)
+    @jax.named_scope("compute_weights")
     def _():
-        # A lane has the logit of its number.
-        lane = vectors.thread() & (WARP - 1)
-        bias = vectors.take(base, jnp.where(lane < p.rows, lane, -1))
-        factors = vectors.take(scale, jnp.minimum(lane >> 2, scale.shape[0] - 1))
-
-        @pl.loop(0, count)
-        def _(i):
-            stage, group = lax.rem(i, jnp.int32(AHEAD)), block + i * blocks
-            parts, chunks = [], range(p.slices * p.tokens_each // WARPS)
-            for begin in chunks[::16]:  # not more than fit into registers
-                places: list[Any] = [(group, pl.ds(chunk * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
-                if p.tokens_each > 1:
-                    places = [(chunk, pl.ds(group * THREADS, THREADS)) for chunk in chunks[begin : begin + 16]]
-                parts.append(_sum([vectors.load(partials.at[place]) for place in places]))
-            sums = _sum(parts)
-            if p.tokens_each == 1:
-                sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch)
-            mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
-            logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
-            gates = reciprocal(1.0 + jnp.exp(-logits))
-            weights = jnp.where(lane < STREAMS, gates + p.hc_eps, 2.0 * gates)
-
-            @pl.when(i >= AHEAD)
-            def _():
-                plgpu.barrier_wait(free.at[stage])
-
-            pre[stage] = weights
-            plgpu.barrier_arrive(weighed.at[stage])
-            if outs:
-                weights = jnp.where(lane < 2 * STREAMS, weights, mixing_matrix(logits, p.iterations, p.hc_eps))
-                put_rows(outs[0], weights, first_of(i), p.tokens_each)
-
-        # The interpreter wants every arrival waited for.
-        @pl.loop(jnp.maximum(count - AHEAD, 0), count)
-        def _(i):
-            plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(AHEAD))])
+        _compute_weights(p, (block, blocks, count), partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch)
 
 
-def _sum(terms):
-    """Of neighbours first."""
+def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
+    (block, blocks, count), own = groups, pl.ds(warpgroup * CHANNELS, CHANNELS)
+    layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
+    load = functools.partial(plgpu.load, layout=layout, optimized=False)
+    norm_weight, turns = load(weight_gmem.at[own]), p.tokens_each // p.step
+
+    def token_of(i, turn, n):
+        return (block + i * blocks) * p.tokens_each + turn * p.step + n
+
+    def load_streams(i, turn):
+        """Loads the streams of the tokens that are collapsed together."""
+        tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
+        return [[load(streams_gmem.at[token, j, own]) for j in range(STREAMS)] for token in tokens]
+
+    def collapse_token(stage, parity, turn, n, four):
+        """Returns a token's collapsed channels, and leaves the sums of their squares to the other warpgroups."""
+        lane = (turn * p.step + n) * WARP
+        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, lane + j] for j, row in enumerate(four)]
+        value = round_bfloat16(functools.reduce(jnp.add, terms))
+        warp_sums(value * value, scratch.norms_smem.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)])
+        return value
+
+    def collapse_group(i, ahead):
+        stage = lax.rem(i, jnp.int32(STAGES))
+        plgpu.barrier_wait(scratch.pre_full.at[stage])
+        for turn in range(turns):
+            parity = lax.rem(i * turns + turn, jnp.int32(2))
+            values = [collapse_token(stage, parity, turn, n, four) for n, four in enumerate(ahead)]
+            if turn + 1 < turns:
+                ahead = load_streams(i, turn + 1)
+            elif p.groups > blocks:
+                ahead = load_streams(i + 1, 0)
+            plgpu.barrier_arrive(scratch.norms_full)
+            plgpu.barrier_wait(scratch.norms_full)
+            for n, value in enumerate(values):
+                squares = [scratch.norms_smem[parity, n, j] for j in range(p.workers * WARPS)]
+                scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)
+                token, value = token_of(i, turn, n), (norm_weight * (value * scale)).astype(jnp.bfloat16)
+                pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own), value))
+        plgpu.barrier_arrive(scratch.pre_empty.at[stage])
+        return ahead
+
+    lax.fori_loop(0, count, collapse_group, load_streams(jnp.int32(0), 0))
+
+
+def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
+    # A lane has the logit of its number.
+    (block, blocks, count), lane = groups, vectors.thread() & (WARP - 1)
+    bias = vectors.take(base_gmem, jnp.where(lane < p.rows, lane, -1))
+    factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
+
+    def add_slices(group):
+        parts, chunks = [], range(p.slices * p.tokens_each // WARPS)
+        for begin in chunks[::MAX_LOADS]:
+            some = chunks[begin : begin + MAX_LOADS]
+            places: list[Any] = [(group, pl.ds(chunk * THREADS, THREADS)) for chunk in some]
+            if p.tokens_each > 1:
+                places = [(chunk, pl.ds(group * THREADS, THREADS)) for chunk in some]
+            parts.append(_pairwise_sum([vectors.load(partials_gmem.at[place]) for place in places]))
+        sums = _pairwise_sum(parts)
+        if p.tokens_each == 1:
+            sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch.exchange_smem)
+        return sums
+
+    def visit_group(i):
+        stage, group = lax.rem(i, jnp.int32(STAGES)), block + i * blocks
+        sums = add_slices(group)
+        mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
+        logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
+        gates = reciprocal(1.0 + jnp.exp(-logits))
+        weights = jnp.where(lane < STREAMS, gates + p.hc_eps, 2.0 * gates)
+        pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(scratch.pre_empty.at[stage]))
+        scratch.pre_smem[stage] = weights
+        plgpu.barrier_arrive(scratch.pre_full.at[stage])
+        if mixing_gmem:
+            weights = jnp.where(lane < 2 * STREAMS, weights, mixing_matrix(logits, p.iterations, p.hc_eps))
+            put_rows(mixing_gmem[0], weights, group * p.tokens_each, p.tokens_each)
+
+    pl.loop(0, count)(visit_group)
+    barriers.wait_for_last(scratch.pre_empty, count)
+
+
+def _pairwise_sum(terms):
     while len(terms) > 1:
         terms = [*map(jnp.add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
     return terms[0]
@@ -194,9 +234,9 @@ def _sum(terms):
 
 @primitive
 def mixing_matrix(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """Each warp's comb, from its logits: softmax of rows and Sinkhorn's iterations, see `ops.hyper_connections`.
+    """Computes each warp's comb from its logits: softmax of rows, then Sinkhorn, see `ops.hyper_connections`.
 
-    logits: [128] float32; entry [j, k] is that of lane `8 + 4 * j + k`, and so is comb's in the result [128].
+    Entry [j, k] of the logits, and of comb in the result, is in lane `8 + 4 * j + k` of [128] float32.
     """
     lanes = slice(2 * STREAMS, (2 + STREAMS) * STREAMS)
     comb = logits.reshape(WARPS, WARP)[:, lanes].reshape(WARPS, STREAMS, STREAMS)
@@ -211,7 +251,7 @@ def mixing_matrix(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
 
 
 @mixing_matrix.mosaic
-def _(logits, iterations, eps):
+def _mixing_matrix_mosaic(logits, iterations, eps):
     def emit(logits):
         f32, places = mlir.f32_type(), range(STREAMS)
 
@@ -259,12 +299,12 @@ def _(logits, iterations, eps):
 
 @primitive
 def reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x of float32 [128], within a unit in the last place."""
+    """Returns 1 / x of float32 [128], within a unit in the last place."""
     return 1.0 / x
 
 
 @reciprocal.mosaic
-def _(x):
+def _reciprocal_mosaic(x):
     def emit(x):
         return [mlir.ptx(_RECIPROCAL, mlir.scalar(x), results=mlir.f32_type(), pure=True)]
 
@@ -273,12 +313,12 @@ def _(x):
 
 @primitive
 def from_lane(x: jax.Array, lane: int) -> jax.Array:
-    """[128] with the value of a lane of the same warp; x [128] float32."""
+    """Returns [128] float32 with the value of a lane of the same warp of x."""
     return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
 
 
 @from_lane.mosaic
-def _(x, lane):
+def _from_lane_mosaic(x, lane):
     def emit(x):
         value = thread_ops.bits(mlir.scalar(x))
         return [thread_ops.as_float(thread_ops.ptx(_FROM_LANE, value, lane))]
@@ -293,14 +333,12 @@ def warp_sums(x: jax.Array, target) -> None:
 
 
 @warp_sums.mosaic
-def _(x, target):
+def _warp_sums_mosaic(x, target):
     def emit(x, target):
         terms = mlir.values(x)
         while len(terms) > 1:
             terms = [arith.addf(*pair) for pair in zip(terms[::2], terms[1::2], strict=True)]
-        (total,) = terms
-        for distance in (16, 8, 4, 2, 1):
-            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
+        total = thread_ops.sum_lanes(terms[0])
         thread = U32(mlir.thread())
         with thread_ops.when((thread & (WARP - 1)).equals(0)):
             thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
@@ -310,8 +348,10 @@ def _(x, target):
 
 @primitive
 def put_rows(target, x: jax.Array, first: jax.Array, rows: int) -> None:
-    """Writes the first lanes of each of the first `rows` warps to rows `first` .. of `target` [T, N], as far as it has
-    them; x [128] float32."""
+    """Writes the first N lanes of the first `rows` warps of x [128] to rows `first` .. of `target` [T, N] float32.
+
+    Rows past the end are left out.
+    """
     count, width = target.shape
     for i in range(rows):
 
@@ -321,7 +361,7 @@ def put_rows(target, x: jax.Array, first: jax.Array, rows: int) -> None:
 
 
 @put_rows.mosaic
-def _(target, x, first, rows):
+def _put_rows_mosaic(target, x, first, rows):
     count, width = target.shape
 
     def emit(target, x, first):

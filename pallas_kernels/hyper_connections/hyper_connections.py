@@ -1,25 +1,30 @@
-"""The two launches: new streams with partial sums of logits, then weights, collapse and norm."""
+"""Hyper-connections between two blocks: post-mapping of one, pre-mapping and norm of the next, in two launches.
 
-from typing import Any
+new[k] = post[k] * y + sum_j comb[j, k] * streams[j], and x = norm(sum_j pre[j] * new[j]) with `pre` and the next `post`
+and `comb` from logits = fn @ new / rms(new). The first launch writes the new streams, and the sums of each slice of
+channels for the logits. The second, `collapse`, adds up the slices. There are three kernels for the first launch:
+
+    kernel            tokens      multiplies fn with the new streams by
+    streams_fma       1 .. 4      float32 FMAs; it can also sum y over GPUs
+    streams_mma       5 .. 256    `mma` of tiles of 32 tokens and 32 channels
+    streams_wgmma     from 257    `wgmma` of tiles of 64 tokens, with fn's columns kept in shared memory
+"""
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hyper_connections import collapse, few_tokens, many_tokens, token_tiles
-from pallas_kernels.hyper_connections.mixing import STREAMS, SUMS
-from pallas_kernels.mgpu import barriers, mailbox, vectors
-from pallas_kernels.mgpu.bfloat16_words import PARTS
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.hyper_connections import collapse, streams_fma, streams_mma, streams_wgmma
+from pallas_kernels.hyper_connections.mixing import MIXING, STREAMS, SUMS, StreamRefs
+from pallas_kernels.mgpu import mailbox
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-WIDEST = 7 * collapse.CHANNELS  # with one more warpgroup, 1024 threads
-MANY = 256  # tokens, from which on `many_tokens` is faster
+MAX_WIDTH = 7 * collapse.CHANNELS  # with one more warpgroup, 1024 threads
+# Both launches on an H100: `mma` 19.0 us and `wgmma` 22.0 us for 256 tokens, 36.9 and 29.5 us for 512.
+MAX_MMA_TOKENS = 256
 
 
 @cached_trace("norm_eps", "hc_eps", "iterations")
@@ -38,168 +43,95 @@ def hyper_connections(
     iterations: int,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Adds a block's output to the streams, and collapses them to the normed input of the next block.
+    """Adds a block's output to the streams and collapses them to the normed input of the next block.
 
     Args:
-      streams: [T, 4, D] bfloat16, D a multiple of 1024 up to 7168.
-      fn: [24, 4 * D] float32, or [4, 4 * D] of the head.
-      base: [24] or [4] float32.
-      scale: [3] or [1] float32.
-      weight: [D] float32, of the norm.
-      y: [T, D] bfloat16, what the block before returned; None: the streams stay as they are.
-      mixing: [T, 24] float32, the weights with which that block was entered; with y.
-      table: as for `mailbox.check_table`, with y, of up to 4 tokens: y is the sum of what these GPUs give, as
-        `all_reduce` adds it up. None: y is whole.
-      norm_eps: added to mean squares, of the streams and of the collapsed ones.
-      hc_eps: added to `pre`, to comb's softmax and to its sums.
-      iterations: of Sinkhorn, at least 1.
+      streams: [T, 4, D] bfloat16 streams before the block; D is a multiple of 1024 up to 7168.
+      fn: [24, 4 * D] float32 projection to logits; [4, 4 * D] for the head.
+      base: [24] or [4] float32 bias of the logits.
+      scale: [3] or [1] float32 factors of the logits of `pre`, `post` and `comb`.
+      weight: [D] float32 weight of the norm.
+      y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
+      mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y.
+      table: table of mailboxes, see `mailbox.check_table`, for up to 4 tokens: y is a term that is summed over its
+        GPUs as `all_reduce` does. None: y is whole.
+      norm_eps: constant added to mean squares, of the streams and of the collapsed ones.
+      hc_eps: constant added to `pre`, to comb's softmax and to its sums.
+      iterations: number of Sinkhorn iterations, at least 1.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      The streams [T, 4, D] after that block; x [T, D] bfloat16; mixing [T, 24] float32 for the next call: 4 of `pre`, 4
-      of `post`, 16 of `comb`, or None of the head.
+      streams: [T, 4, D] bfloat16 streams after the block.
+      x: [T, D] bfloat16 normed input of the next block.
+      mixing: [T, 24] float32: 4 of `pre`, 4 of `post`, 16 of `comb`; None for the head.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernels do not take these shapes or dtypes.
     """
-    check_array("streams", streams, jnp.bfloat16, None, STREAMS, None)
+    _check_operands(streams, fn, base, scale, weight, y, mixing)
     tokens, _, width = streams.shape
-    mixed = STREAMS * (2 + STREAMS)
-    check_array("fn", fn, jnp.float32, None, STREAMS * width)
-    rows = fn.shape[0]
-    check_array("base", base, jnp.float32, rows)
-    check_array("scale", scale, jnp.float32, 3 if rows == mixed else 1)
-    check_array("weight", weight, jnp.float32, width)
-    if y is not None or mixing is not None:
-        check_array("y", y, jnp.bfloat16, tokens, width)
-        check_array("mixing", mixing, jnp.float32, tokens, mixed)
-    check_rules(
-        {
-            f"{mixed} or {STREAMS} rows of fn, got {rows}": rows in (mixed, STREAMS),
-            f"1024, 2048, .. or {WIDEST} channels, got {width}": 0 < width <= WIDEST and width % collapse.CHANNELS == 0,
-            f"1 to {(1 << 31) // (STREAMS * width) - 1} tokens of {width} channels, got {tokens}": (
-                0 < STREAMS * width * tokens < 1 << 31
-            ),
-        }
-    )
     if table is not None and y is not None:
         mailbox.check_table(table, interpret=interpret)
-        check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": adds_up_parts(*streams.shape)})
+        check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": fuses_all_reduce(*streams.shape)})
     added = () if y is None or mixing is None else tuple(x for x in (y, mixing, table) if x is not None)
-    few = tokens < (many_tokens.TOKENS if interpret else MANY)
-    new, partials = (_few if few else _many)(streams, fn, *added, interpret=interpret)
-    slices, each = (width // few_tokens.CHANNELS, 1) if few else (width // many_tokens.CHANNELS, collapse.WARPS)
-    problem = collapse.CollapseProblem(tokens, width, rows, slices, each, norm_eps, hc_eps, iterations)
+    # Interpreted, `wgmma` is tested with as few tokens as it takes.
+    if tokens <= (streams_wgmma.TOKENS - 1 if interpret else MAX_MMA_TOKENS):
+        new, partials = _launch_slices(streams, fn, added, interpret)
+        slices, group = width // streams_fma.CHANNELS, 1
+    else:
+        new, partials = streams_wgmma.launch(streams, fn, added, interpret)
+        slices, group = width // streams_wgmma.CHANNELS, collapse.WARPS
+    problem = collapse.CollapseProblem(tokens, width, fn.shape[0], slices, group, norm_eps, hc_eps, iterations)
     x, mixing = collapse.collapse(problem, new, partials, base, scale, weight, interpret=interpret)
     return new, x, mixing
 
 
-def adds_up_parts(tokens: int, _: int, width: int) -> bool:
-    """Whether y may be a part of a sum, for streams [tokens, 4, width]: each block of threads needs a counter."""
-    return tokens <= few_tokens.MAX_TOKENS and width <= few_tokens.CHANNELS * mailbox.BLOCKS
-
-
-def _few(streams, fn, *added, interpret):
+def _check_operands(streams, fn, base, scale, weight, y, mixing):
+    check_array("streams", streams, jnp.bfloat16, None, STREAMS, None)
     tokens, _, width = streams.shape
-    slices = width // few_tokens.CHANNELS
-    tiles = -(-tokens // token_tiles.TOKENS) if tokens > few_tokens.MAX_TOKENS else 0
+    check_array("fn", fn, jnp.float32, None, STREAMS * width)
+    rows = fn.shape[0]
+    check_array("base", base, jnp.float32, rows)
+    check_array("scale", scale, jnp.float32, 3 if rows == MIXING else 1)
+    check_array("weight", weight, jnp.float32, width)
+    if y is not None or mixing is not None:
+        check_array("y", y, jnp.bfloat16, tokens, width)
+        check_array("mixing", mixing, jnp.float32, tokens, MIXING)
+    multiple, max_tokens = collapse.CHANNELS, ((1 << 31) - 1) // (STREAMS * max(width, 1))
+    check_rules(
+        {
+            f"{MIXING} or {STREAMS} rows of fn, got {rows}": rows in (MIXING, STREAMS),
+            f"1024, 2048, .. or {MAX_WIDTH} channels, got {width}": 0 < width <= MAX_WIDTH and width % multiple == 0,
+            f"1 to {max_tokens} tokens of {width} channels, got {tokens}": 0 < tokens <= max_tokens,
+        }
+    )
 
-    def body(streams, fn, *refs, **scratch):
-        *outs, partials = refs[len(added) :]
-        new = outs[0] if outs else None
-        arrays: dict[str, Any] = dict(streams=streams, fn=fn, new=new, partials=partials)
-        arrays |= dict(zip(("y", "mixing", "table"), refs[: len(added)], strict=False))
-        part = lax.axis_index("slice")
-        if tiles:
-            token_tiles.add_tile(part, lax.axis_index("tile"), **arrays, **scratch)
-        else:
-            few_tokens.add_slice(part, **arrays, **scratch)
 
-    if tiles:
-        scratch_types = dict(
-            tile_values=plgpu.SMEM((STREAMS * token_tiles.TOKENS, token_tiles.CHANNELS), jnp.bfloat16),
-            sums=plgpu.SMEM((STREAMS * 2 * -(-fn.shape[0] // 8) * vectors.THREADS,), jnp.float32),
-        )
-    else:
-        scratch_types = dict(inbox=plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32))
-        if len(added) > 2:
-            scratch_types["total"] = plgpu.SMEM((tokens * few_tokens.CHANNELS // 2,), jnp.uint32)
-    partials = jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)
+def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
+    """Returns whether streams [tokens, 4, width] take a `table`: each block needs a counter in the mailboxes."""
+    return tokens <= streams_fma.MAX_TOKENS and width <= streams_fma.CHANNELS * mailbox.BLOCKS
+
+
+def _launch_slices(streams, fn, added, interpret):
+    """Runs `streams_fma` or `streams_mma`; returns new streams and [T, slices * 32] partial sums."""
+    (tokens, _, width), many = streams.shape, streams.shape[0] > streams_fma.MAX_TOKENS
+    regime = streams_mma if many else streams_fma
+
+    def body(streams_gmem, fn_gmem, *others, **scratch):
+        added_gmem, (*new_gmem, partials_gmem) = others[: len(added)], others[len(added) :]
+        refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem, *new_gmem, *added_gmem)
+        regime.update_slice(lax.axis_index("slice"), lax.axis_index("tile"), refs, **scratch)
+
+    slices = width // regime.CHANNELS
     new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(
         body,
-        out_type=[*new, partials],
+        out_type=[*new, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)],
         kernel_name="hyper_connections_few",
-        grid=(slices, tiles or 1),
+        grid=(slices, -(-tokens // regime.TOKENS)),
         grid_names=("slice", "tile"),
-        scratch_types=scratch_types,
+        scratch_types=regime.scratch_types(tokens, fn.shape[0], len(added) > 2),
         interpret=interpret,
     )
     *new, partials = run(streams, fn, *added)
     return new[0] if new else streams, partials
-
-
-def _many(streams, fn, *added, interpret):
-    tokens, _, width = streams.shape
-    slices, tiles = width // many_tokens.CHANNELS, -(-tokens // many_tokens.TOKENS)
-    rows = -(-fn.shape[0] // 8) * 8
-    groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
-    columns, warpgroups = PARTS * rows, 1 if interpret else many_tokens.WARPGROUPS
-
-    def body(streams, fn, *refs, weights, operand, met):
-        *added, partials = refs
-        y, mixing, new = added or (None, None, None)
-        part, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
-        many_tokens.split_weight(weights, fn, part, warpgroup)
-        barriers.sync_block(met)
-        share = groups * warpgroups
-        own = warpgroup * groups + group
-
-        def chunk_at(i, chunk):
-            """(first token, first channel); what follows the last chunk of a tile is the next tile's first."""
-            i, chunk = i + lax.div(chunk, jnp.int32(many_tokens.CHUNKS)), lax.rem(chunk, jnp.int32(many_tokens.CHUNKS))
-            # The last tile begins earlier where it would be cut: the same values are written twice.
-            start = jnp.minimum((own + i * share) * many_tokens.TOKENS, tokens - many_tokens.TOKENS)
-            return start, part * many_tokens.CHANNELS + chunk * many_tokens.CHUNK
-
-        def visit(i, ahead):
-            def add(chunk, carry):
-                acc, squares, ahead = carry
-                mine = operand.at[many_tokens.again(warpgroup)]
-                places = chunk_at(i, chunk), chunk_at(i, chunk + 1)
-                found, ahead = many_tokens.mix_chunk(mine, ahead, *places, streams, new, y, mixing)
-                return many_tokens.multiply_add(acc, mine, weights, chunk), squares + found, ahead
-
-            acc = plgpu.layout_cast(jnp.zeros((many_tokens.TOKENS, columns), jnp.float32), plgpu.Layout.WGMMA)
-            squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
-            acc, squares, ahead = lax.fori_loop(0, many_tokens.CHUNKS, add, (acc, squares, ahead))
-            many_tokens.store_sums(partials.at[part], chunk_at(i, jnp.int32(0))[0], acc, squares)
-            return ahead
-
-        first = many_tokens.load_rows(*chunk_at(jnp.int32(0), jnp.int32(0)), streams, y)
-        lax.fori_loop(0, lax.div(tiles - own + share - 1, jnp.int32(share)), visit, first)
-
-    # Room for whole groups of four tokens, the last of which are never written.
-    padded = -(-tokens // collapse.WARPS) * collapse.WARPS
-    new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
-    run = kernel(
-        body,
-        out_type=[*new, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)],
-        kernel_name="hyper_connections_many",
-        grid=(slices, groups),
-        grid_names=("slice", "group"),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        scratch_types=dict(
-            weights=plgpu.SMEM(
-                (many_tokens.CHUNKS * STREAMS, columns, many_tokens.CHUNK), jnp.bfloat16, transforms=TRANSFORMS
-            ),
-            operand=plgpu.SMEM(
-                (warpgroups, STREAMS, many_tokens.TOKENS, many_tokens.CHUNK), jnp.bfloat16, transforms=TRANSFORMS
-            ),
-            met=plgpu.Barrier(num_arrivals=warpgroups),
-        ),
-        interpret=interpret,
-    )
-    *new, partials = run(streams, fn, *added)
-    return new[0] if new else streams, partials.reshape(slices, -1)

@@ -1,7 +1,7 @@
-"""What the launches have in common: the arithmetic of streams, in jax.numpy for the interpreter and for one thread."""
+"""The arithmetic of residual streams that the first launches share, in jax.numpy and for one thread."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,40 +15,63 @@ from pallas_kernels.mgpu.thread_ops import U32, fma
 
 
 STREAMS = 4
-SUMS = 32  # of a token and slice: of products with each row of the weight first,
-SQUARES = 31  # and here of squares
+MIXING = STREAMS * (2 + STREAMS)  # mixing weights of a token
+SUMS = 32  # values of a token and slice of channels: sums of products with each row of fn,
+SQUARES = 31  # and at the end the sum of squares
+
+
+class StreamRefs(NamedTuple):
+    """References in global memory of the first launch.
+
+    Attributes:
+      streams: [T, 4, D] bfloat16 streams before the block.
+      fn: [R, 4 * D] float32.
+      partials: float32, 32 values for each token and slice; [T, slices * 32], with `wgmma` [slices, T, 32].
+      new: [T, 4, D] bfloat16 streams after the block; None without y.
+      y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
+      mixing: [T, 24] float32 mixing weights of the block.
+      table: table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`.
+    """
+
+    streams: Any
+    fn: Any
+    partials: Any
+    new: Any = None
+    y: Any = None
+    mixing: Any = None
+    table: Any = None
 
 
 def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Array:
-    """New streams [T, 4, n], rounded to bfloat16 but float32, of old ones, y [T, n] and mixing weights [T, 24]."""
+    """Returns [T, 4, n] float32 new streams, rounded to bfloat16, from old ones, y [T, n] and mixing [T, 24]."""
     post = lax.slice_in_dim(mixing, STREAMS, 2 * STREAMS, axis=1)
-    comb = lax.slice_in_dim(mixing, 2 * STREAMS, (2 + STREAMS) * STREAMS, axis=1).reshape(-1, STREAMS, STREAMS)
+    comb = lax.slice_in_dim(mixing, 2 * STREAMS, MIXING, axis=1).reshape(-1, STREAMS, STREAMS)
     old, y = streams.astype(jnp.float32), y.astype(jnp.float32)
     mixed = jnp.einsum("tjk,tjd->tkd", comb, old, precision="highest")
     return round_bfloat16(post[:, :, None] * y[:, None, :] + mixed)
 
 
-def add_channels(columns: Any, first: jax.Array, streams, fn, new, partials, y=None, mixing=None) -> None:
-    """New streams of all tokens in some columns, and their sums from column `first` of `partials` on."""
-    rows, width = fn.shape[0], streams.shape[2]
-    values = streams[:, :, columns].astype(jnp.float32)
-    if y is not None and mixing is not None:
-        values = mixed_streams(values, y[:, columns], mixing[...])
-        new[:, :, columns] = values.astype(jnp.bfloat16)
-    weights = [fn[:, pl.ds(j * width + columns.start, columns.size)] for j in range(STREAMS)]
+def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
+    """Writes a slice of the new streams of all tokens, and its sums."""
+    columns, first, (rows, width) = pl.ds(index * channels, channels), index * SUMS, refs.fn.shape
+    values = refs.streams[:, :, columns].astype(jnp.float32)
+    if refs.y is not None:
+        values = mixed_streams(values, refs.y[:, columns], refs.mixing[...])
+        refs.new[:, :, columns] = values.astype(jnp.bfloat16)
+    weights = [refs.fn[:, pl.ds(j * (width // STREAMS) + columns.start, channels)] for j in range(STREAMS)]
     products = jnp.einsum("tjd,rjd->tr", values, jnp.stack(weights, 1), precision="highest")
-    partials[:, pl.ds(first, rows)] = products
-    partials[:, pl.ds(first + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
+    refs.partials[:, pl.ds(first, rows)] = products
+    refs.partials[:, pl.ds(first + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
 
 
 def load_factors(pointer: Any) -> list[list[Any]]:
-    """A token's weights from its mixing weights in global memory: post [4], and comb [4][4], as MLIR float32."""
+    """Loads a token's post [4] and comb [4][4] from its mixing weights in global memory, as MLIR float32."""
     fours = [words.load_four(mlir.at(pointer, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
     return [[thread_ops.as_float(x) for x in four] for four in fours]
 
 
 def mixed_words(streams_and_y: Sequence[U32], factors: Sequence[Sequence[Any]]) -> Iterator[U32]:
-    """Words of the new streams, from words of the old ones and of what is added."""
+    """Yields a word of each new stream, from a word of each old one and of y."""
     *streams, y = [words.unpack(word) for word in streams_and_y]
     for k in range(STREAMS):
         both = []
@@ -58,3 +81,13 @@ def mixed_words(streams_and_y: Sequence[U32], factors: Sequence[Sequence[Any]]) 
                 value = fma(stream[half], factors[1 + j][k], value)
             both.append(value)
         yield words.pack(*both)
+
+
+def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]) -> Any:
+    """Stores four words of each stream to shared memory; returns the sum of their values' squares, an MLIR float32."""
+    sums = [mlir.f32(0.0), mlir.f32(0.0)]
+    for four, address in zip(fours, addresses, strict=True):
+        words.store_shared(address, four)
+        for word in four:
+            sums = [fma(x, x, total) for x, total in zip(words.unpack(word), sums, strict=True)]
+    return arith.addf(*sums)

@@ -48,9 +48,9 @@ def round_index_query(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      queries: [T, H, 128] in the order of `permute_dims`. NVFP4: dequantized, bfloat16. MXFP4: float8_e4m3fn in units
-        of 2**-TOP times the head's largest scale.
-      weights: [T, H] float32. MXFP4: multiplied by the head's largest scale.
+      (queries, weights). The queries are [T, H, 128] in the order of `permute_dims`. NVFP4: dequantized, bfloat16.
+      MXFP4: float8_e4m3fn in units of 2**-TOP times the head's largest scale. The weights are [T, H] float32. MXFP4:
+      multiplied by the head's largest scale.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.

@@ -1,14 +1,16 @@
-"""Linear maps of few tokens, their weights in FP8 or bfloat16: as long as reading these takes.
+"""Linear maps of few tokens: y[t, r] = sum_k W[r, k] * x[t, k], with W in FP8 or bfloat16, or SwiGLU of two such maps.
 
-The blocks of a cluster share a tile's columns, as many as it takes for their inputs to fit into shared memory. Each
-sends its sums of a tile to one of them, which adds them up, in order, once all tiles are done.
+The time is that of reading W once. A persistent grid of clusters shares the tiles of 64 rows; each has a consecutive
+range of them. The blocks of a cluster share a tile's columns, as many blocks as it takes for their inputs to fit into
+shared memory. The warpgroups have the roles of `skinny_gemm`. Where a cluster has several blocks, its epilogue sends
+the sums of a tile to one of the blocks, which adds them up at the end (`sum_exchange`).
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,28 +20,87 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.linear.spec import LinearSpec, kernel_outputs
+from pallas_kernels.linear.outputs import Outputs, checked_outputs, store_tile
+from pallas_kernels.linear.spec import LinearSpec
+from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import BF16, FP8, HALF, MULTIPLIERS, ROWS, SCALED, SHIFT, WeightLayout
-from pallas_kernels.matmul.skinny_gemm import FINISHES, Product, SkinnyGemm
-from pallas_kernels.mgpu import barriers, transaction_barriers, wgmma
-from pallas_kernels.mgpu.mlir import THREADS
+from pallas_kernels.matmul.quantized_weights import BF16, FP8, HALF, ROWS, SCALED, SHIFT, WeightLayout
+from pallas_kernels.matmul.skinny_gemm import EPILOGUE, LOAD, Product, SkinnyGemm
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
+from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import interpreting, kernel, wait_for_inputs
+from pallas_kernels.runtime.launch import kernel, wait_for_inputs
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_STORED_TOKENS = 32
-MAX_NORMED_TOKENS = 16  # with more, registers would not do
-FEW_TOKENS = 16  # that there is room for whatever the number of columns
-TOKENS = 8  # of a product at least
+MAX_TOKENS = 32
+MAX_NORMED_TOKENS = 16  # registers do not suffice for more
+FEW_TOKENS = 16  # the number of blocks of a cluster is that with which so many fit
 MIN_STAGES = 8  # two for each warpgroup that multiplies
-# Blocks in a cluster, and how many of these clusters run at once: all blocks of one are in one part of the chip.
+# Blocks of a cluster, and how many such clusters run at once: all blocks of one are in one part of the chip.
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
+OTHER_BYTES = 2048  # of shared memory, beside stages, inputs, sums and the inbox
 
 
-@cached_trace("spec", "swiglu_limit", "eps")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The division of a launch's work.
+
+    Attributes:
+      tokens: number of inputs of a launch, a multiple of 8; more tokens take several launches.
+      splits: number of blocks of a cluster, which share the columns of a tile.
+      workers: number of clusters.
+      segments, places, max_stages: see `SkinnyGemm`.
+    """
+
+    tokens: int = COLUMNS
+    splits: int = 1
+    workers: int = MULTIPROCESSORS
+    segments: int = 1
+    places: int = MULTIPLIERS
+    max_stages: int = skinny_gemm.MAX_STAGES
+
+    @classmethod
+    def choose(cls, p: "QuantizedLinearProblem", *, interpret: bool) -> "Config | None":
+        """Chooses the fewest blocks of a cluster with which every multiprocessor has work and 16 tokens fit.
+
+        Stages are as large as possible. Returns None if there is no room for 16 tokens. The choice of `splits` decides
+        the order of sums, so that it does not depend on the number of tokens.
+        """
+        chosen = None
+        for splits, clusters in CLUSTERS.items():
+            if p.depth % (min_columns(p.matrices) * splits) or (interpret and splits > 2):
+                continue
+            workers = min(p.tiles, 2 if interpret else clusters)
+            few = next(_configs_with_room(p, FEW_TOKENS, splits, workers), None)
+            if few is None or few.places == 1:
+                continue
+            chosen = next(_configs_with_room(p, -(-p.tokens // COLUMNS) * COLUMNS, splits, workers), few)
+            if interpret or 2 * workers * splits > MULTIPROCESSORS:
+                break
+        return chosen
+
+
+def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
+    """Yields the configs with enough stages, those with most room for sums and the largest stages first."""
+    matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
+    fewest, most = max(layout.min_segments for layout, _ in matrices), skinny_gemm.most_segments(*matrices)
+    for places, segments in itertools.product((MULTIPLIERS, 1), (4, 2, 1)):
+        if fewest <= segments <= most:
+            config = Config(tokens, splits, workers, segments, places)
+            candidate = dataclasses.replace(p, config=config)
+            if candidate.gemm.stages(candidate.other_bytes) >= MIN_STAGES:
+                yield config
+
+
+def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
+    """Returns the columns of four steps with the fewest bytes; they are the same for all matrices."""
+    layouts = [layout for layout, _ in matrices]
+    return MULTIPLIERS * max(layout.segment for layout in layouts) * max(layout.min_segments for layout in layouts)
+
+
+@cached_trace("spec", "swiglu_limit", "eps", "config")
 def quantized_linear(
     x: jax.Array,
     weights: tuple[jax.Array | tuple[jax.Array, jax.Array], ...],
@@ -48,6 +109,7 @@ def quantized_linear(
     spec: LinearSpec,
     swiglu_limit: float | None = None,
     eps: float = 0.0,
+    config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes `x @ weight.T` and splits it into the spec's outputs, or returns the SwiGLU of its two outputs.
@@ -62,7 +124,8 @@ def quantized_linear(
         multiple of 128 rows of the only weight.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
         projection, whose sizes are one multiple of 128.
-      eps: number that the norm adds to the mean square.
+      eps: term that the norm adds to the mean square.
+      config: how the launch shares its work; None chooses it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -72,256 +135,197 @@ def quantized_linear(
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
+    pairs = tuple(weight if isinstance(weight, tuple) else (weight, None) for weight in weights)
+    p = _problem(x, pairs, norm, spec, swiglu_limit, eps)
+    config = config or Config.choose(p, interpret=interpret)
+    if config is None:
+        raise NotImplementedError(f"the kernel takes fewer columns, got {p.depth}")
+    if p.tokens > config.tokens:
+        options = dict(spec=spec, swiglu_limit=swiglu_limit, eps=eps, interpret=interpret)
+        chunks = jnp.split(x, list(range(config.tokens, p.tokens, config.tokens)))
+        products = [quantized_linear(chunk, weights, norm, **options) for chunk in chunks]
+        return tuple(jnp.concatenate(outs) for outs in zip(*products, strict=True))
+    return _launch(dataclasses.replace(p, config=config), x, pairs, norm, interpret)
+
+
+def _problem(x, pairs, norm, spec, swiglu_limit, eps):
+    """Checks the arguments of `quantized_linear` and returns the problem that they are."""
     tokens, groups = x.shape[0], spec.num_groups
     depth = x.shape[1] // groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
-    pairs = [weight if isinstance(weight, tuple) else (weight, None) for weight in weights]
     for codes, scales in pairs:
-        check_array("weight" if scales is None else "codes", codes, _layout(scales).dtype, None, depth)
-        if scales is not None:
+        if scales is None:
+            check_array("weight", codes, jnp.bfloat16, None, depth)
+        else:
+            check_array("codes", codes, jnp.uint8, None, depth)
             check_array("scales", scales, jnp.uint8, -(-codes.shape[0] // SCALED), -(-depth // SCALED))
-    matrices = tuple((_layout(scales), codes.shape[0]) for codes, scales in pairs)
-    rows = sum(rows for _, rows in matrices)
-    outputs = kernel_outputs(spec, rows)
-    sizes = [size for size, _ in outputs]
-    least = _least_columns(matrices)
-    check_rules(
-        {
-            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
-            f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
-            or rows % (groups * SCALED) == 0,
-            f"columns in multiples of {least}, got {depth}": depth % least == 0,
-            f"1 to {MAX_STORED_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_STORED_TOKENS,
-            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
-        }
-    )
-    assert len(matrices) == 1 or groups == 1 and swiglu_limit is None
+    matrices = tuple((BF16 if scales is None else FP8, codes.shape[0] // ROWS) for codes, scales in pairs)
+    rows, columns = sum(codes.shape[0] for codes, _ in pairs), min_columns(matrices)
+    outputs, most = checked_outputs(spec, rows, swiglu_limit), MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
+    rules = {
+        f"columns in multiples of {columns}, got {depth}": depth % columns == 0,
+        f"1 to {most} tokens{'' if norm is None else ' with a norm'}, got {tokens}": 0 < tokens <= most,
+    }
+    check_rules(rules)
     if norm is not None:
         check_array("norm", norm, jnp.float32, depth)
-        check_rules({f"a norm of up to {MAX_NORMED_TOKENS} tokens, got {tokens}": tokens <= MAX_NORMED_TOKENS})
-        assert groups == 1
-    p = _problem(tokens, matrices, depth, groups, outputs, swiglu_limit, eps, interpret)
-    if p is None:
-        if tokens <= FEW_TOKENS:
-            raise NotImplementedError(f"the kernel takes fewer columns, got {depth}")
-        options = dict(spec=spec, swiglu_limit=swiglu_limit, eps=eps, interpret=interpret)
-        halves = [quantized_linear(half, weights, norm, **options) for half in (x[:FEW_TOKENS], x[FEW_TOKENS:])]
-        return tuple(jnp.concatenate(pair) for pair in zip(*halves, strict=True))
-    outputs = outputs if swiglu_limit is None else outputs[:1]
-    out_type = [jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs]
-    scratch = p.stream.scratch(p.inbox_bytes + 2048, interpret=interpret)
-    if norm is not None:
-        scratch |= dict(factors=plgpu.SMEM((p.stream.tokens,), jnp.float32))
-    if p.splits > 1 and interpret:
-        # Interpreted blocks meet in global memory.
-        shape = (p.workers, p.splits, p.owned, p.splits, ROWS, p.stream.tokens)
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-        scratch |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1))
-    elif p.splits > 1:
-        inbox = plgpu.SMEM((p.owned, p.splits, ROWS * p.stream.tokens), jnp.float32)
-        scratch |= dict(inbox=inbox, filled=transaction_barriers.scratch_type(1))
-    run = kernel(
-        functools.partial(_body, p),
-        out_type=out_type,
-        kernel_name="quantized_linear",
-        grid=(p.workers,),
-        grid_names=("worker",),
-        cluster=(p.splits,),
-        cluster_names=("split",),
-        num_threads=skinny_gemm.WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        waits_in_body=True,
-        interpret=interpret,
-    )
-    return tuple(run(x, pairs, *([] if norm is None else [norm]))[: len(outputs)])
-
-
-def _layout(scales):
-    return BF16 if scales is None else FP8
-
-
-def _least_columns(matrices):
-    """Four steps of the fewest bytes; they are the same for all matrices."""
-    layouts = [layout for layout, _ in matrices]
-    return MULTIPLIERS * max(layout.segment for layout in layouts) * max(layout.least_segments for layout in layouts)
+    assert groups == 1 or len(pairs) == 1 and norm is None
+    return QuantizedLinearProblem(matrices, depth, tokens, groups, outputs, swiglu_limit, eps)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinearProblem:
-    """What is static about a call: `workers` clusters of `splits` blocks take a stretch of the tiles of 64 rows each.
+    """Static description of a launch.
 
-    `matrices`: layout and tiles of each; `group`: tiles of a group, which has inputs of its own.
+    Attributes:
+      matrices: layout and number of tiles of each weight.
+      depth: number of columns of the weights.
+      tokens: number of inputs.
+      num_groups: number of groups of tiles, which have inputs of their own.
+      outputs: size and dtype of each part of the product.
+      limit: limit of SwiGLU, or None.
+      eps: term that the norm adds to the mean square.
+      config: how the launch shares its work.
     """
 
-    stream: SkinnyGemm
-    tokens: int
-    group: int
     matrices: tuple[tuple[WeightLayout, int], ...]
-    splits: int
-    workers: int
-    outputs: tuple[tuple[int, jnp.dtype], ...]
+    depth: int
+    tokens: int
+    num_groups: int
+    outputs: Outputs
     limit: float | None
     eps: float
+    config: Config = Config()
 
     @property
-    def owned(self) -> int:
-        """Tiles that a block adds up, at most."""
-        stretches = itertools.pairwise(self.first_tile(worker) for worker in range(self.workers + 1))
-        return math.ceil(max(end - first for first, end in stretches) / self.splits)
+    def gemm(self) -> SkinnyGemm:
+        """The GEMM of a block."""
+        config = self.config
+        matrices = tuple((layout, self.depth // config.splits) for layout, _ in self.matrices)
+        return SkinnyGemm(matrices, config.tokens, config.segments, config.places, config.max_stages)
 
     @property
-    def inbox_bytes(self) -> int:
-        return 4 * self.owned * self.splits * ROWS * self.stream.tokens if self.splits > 1 else 0
+    def tiles(self) -> int:
+        return sum(tiles for _, tiles in self.matrices)
 
     @property
-    def depth(self) -> int:
-        """Columns of the weight."""
-        return self.splits * self.stream.depth
+    def exchange(self) -> SumExchange:
+        """The addition of the sums of a cluster's blocks."""
+        ranges = itertools.pairwise(self.first_tile(worker) for worker in range(self.config.workers + 1))
+        tiles = max(end - first for first, end in ranges)
+        return SumExchange(self.config.splits, int(tiles), (ROWS, self.config.tokens))
+
+    @property
+    def other_bytes(self) -> int:
+        """The number of bytes of shared memory beside the GEMM's."""
+        return OTHER_BYTES + self.exchange.num_bytes
 
     def first_tile(self, worker: Any) -> Any:
-        """Where a cluster's stretch begins: all of them read as many bytes, but for a part of a tile."""
+        """Returns where a cluster's range begins: every cluster reads as many bytes, up to a part of a tile."""
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
-        begin, found = divide(worker * sum(bits), np.int32(self.workers)), 0
+        begin, found = divide(worker * sum(bits), np.int32(self.config.workers)), 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
             found += clip(divide(begin, np.int32(layout.bits)), 0, tiles)
             begin -= size
         return found
 
 
-def _problem(tokens, matrices, depth, groups, outputs, limit, eps, interpret):
-    """The fewest blocks in a cluster with which all have work, and there is room for 16 tokens; None: not for more."""
-    columns, matrices = -(-tokens // TOKENS) * TOKENS, tuple((layout, rows // ROWS) for layout, rows in matrices)
-    tiles = sum(tiles for _, tiles in matrices)
-    fits = None
-    for splits, most in CLUSTERS.items():
-        if depth % (_least_columns(matrices) * splits) or (splits > 1 and interpret and splits > 2):
-            continue
-        workers = min(tiles, 2 if interpret else most)
-        own = tuple((layout, depth // splits) for layout, _ in matrices)
-        most_segments = skinny_gemm.most_segments(*own)
-        least_segments = max(layout.least_segments for layout, _ in own)
-
-        def with_room(columns, own=own, segments=(least_segments, most_segments), workers=workers, splits=splits):
-            """The problem with so many columns, with the largest stages of which there are enough."""
-            stages = [x for x in (4, 2, 1) if segments[0] <= x <= segments[1]]
-            for places, stage in itertools.product((MULTIPLIERS, 1), stages):
-                stream = SkinnyGemm(own, columns, stage, places)
-                p = QuantizedLinearProblem(
-                    stream, tokens, tiles // groups, matrices, splits, workers, outputs, limit, eps
-                )
-                if stream.stages(p.inbox_bytes + 2048) >= MIN_STAGES:
-                    return p
-            return None
-
-        few = with_room(FEW_TOKENS)
-        if few is None or few.stream.places == 1:
-            continue
-        fits = with_room(columns)
-        if interpret or 2 * workers * splits > MULTIPROCESSORS:
-            break
-    return fits
+def _launch(p, x, pairs, norm, interpret):
+    config, outputs = p.config, p.outputs if p.limit is None else p.outputs[:1]
+    inbox_out, inbox = p.exchange.types(config.workers, interpret=interpret)
+    run = kernel(
+        functools.partial(_body, p),
+        out_type=[jax.ShapeDtypeStruct((p.tokens, size), dtype) for size, dtype in outputs] + inbox_out,
+        kernel_name="quantized_linear",
+        grid=(config.workers,),
+        grid_names=("worker",),
+        cluster=(config.splits,),
+        cluster_names=("split",),
+        num_threads=skinny_gemm.WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            factors_smem=None if norm is None else plgpu.SMEM((config.tokens,), jnp.float32),
+            inbox=inbox,
+            skinny=p.gemm.scratch(p.other_bytes, interpret=interpret),
+        ),
+        waits_in_body=True,
+        interpret=interpret,
+    )
+    return tuple(run(x, pairs, norm)[: len(outputs)])
 
 
-def _body(p, x, weights, *outs, inbox: Any = None, filled=None, cluster=None, factors: Any = None, **streamed):
+def _body(p, x_gmem, weights_gmem, norm_gmem, *outs_gmem, factors_smem, inbox, skinny):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     first, end = p.first_tile(worker), p.first_tile(worker + 1)
-    shared, norm = p.splits > 1, ()
-    # Weights are no kernel's results: they are copied while the kernel before ends.
-    pl.when(warpgroup != skinny_gemm.COPIES)(wait_for_inputs)
-    if factors is not None:
-        norm, outs = (outs[0], factors), outs[1:]
-    if filled is not None:
-        transaction_barriers.start(filled)
-
-    def box(owner, slot, block):
-        return outs[-1].at[worker, owner, slot, block] if interpreting() else inbox.at[slot, block]
+    # Weights are no kernel's results: they are loaded while the kernel before ends.
+    pl.when(warpgroup != LOAD)(wait_for_inputs)
+    store = functools.partial(_store, p, outs_gmem)
+    exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
+    group_tiles, norm = p.tiles // p.num_groups, () if norm_gmem is None else (norm_gmem, factors_smem)
 
     def load_inputs(tile, load):
-        @pl.when((tile == first) | (lax.rem(tile, jnp.int32(p.group)) == 0))
+        @pl.when((tile == first) | (lax.rem(tile, jnp.int32(group_tiles)) == 0))
         def _():
-            load(x, p.tokens, column=lax.div(tile, jnp.int32(p.group)) * p.depth, norm=norm, eps=p.eps)
+            group = lax.div(tile, jnp.int32(group_tiles))
+            load(x_gmem, p.tokens, column=group * p.depth, norm=norm, eps=p.eps)
 
     def finish(tile, sums):
-        if not shared:
-            _store(p, outs, tile, sums)
-            return
-
-        n = tile - first
-
-        @pl.when(n == 0)
-        def _():
-            # A block sends to another one once that one runs.
-            barriers.wait_cluster(None)
-
-        owner, slot = lax.rem(n, jnp.int32(p.splits)), lax.div(n, jnp.int32(p.splits))
-        if filled is None:
-            wgmma.put(box(owner, slot, split), sums)
+        if exchange is None:
+            store(tile, sums)
         else:
-            wgmma.send(box(owner, slot, split), sums, owner, filled.at[0])
-
-    gated = p.limit is not None
-
-    def product(above, codes, scales, layout, tiles):
-        """Of the block's tiles of a weight, `above` which there are so many tiles of others."""
-        begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first, end))
-        count = last - begin
-
-        def rows_of(n):
-            # Also of a weight of which the block has none.
-            row = jnp.minimum(begin + n, tiles - 1) * (HALF if gated else ROWS)
-            return row, row + (p.outputs[0][0] if gated else HALF)
-
-        def of_all(function):
-            return lambda n, other: function(above + begin + n, other)
-
-        depth, functions = p.stream.depth, (rows_of, of_all(load_inputs), of_all(finish))
-        return Product(layout, codes, scales, count, depth, split * depth, gated, *functions)
+            exchange.send(tile - first, sums)
 
     products, above = [], 0
-    for (codes, scales), (layout, tiles) in zip(weights, p.matrices, strict=True):
-        products.append(product(above, codes, scales, layout, tiles))
+    for weight_gmem, (_, tiles) in zip(weights_gmem, p.matrices, strict=True):
+        begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first, end))
+        callbacks = (functools.partial(_with_offset, function, above) for function in (load_inputs, finish))
+        products.append(_product(p, weight_gmem, tiles, begin, last, split, *callbacks))
         above += tiles
-    p.stream.run(warpgroup, products, **streamed)
-    if not shared:
+    p.gemm.run(warpgroup, products, skinny)
+    if exchange is None:
         return
 
-    @pl.when(warpgroup != FINISHES)
+    @pl.when(warpgroup != EPILOGUE)
     def _():
         barriers.wait_cluster(None)
 
-    @pl.when(warpgroup == FINISHES)
+    @pl.when(warpgroup == EPILOGUE)
     def _():
-        if filled is None:
-            barriers.arrive_cluster(cluster)
-            barriers.wait_cluster(cluster)
-        else:
-            own = lax.div(end - first - split + (p.splits - 1), jnp.int32(p.splits))
-            transaction_barriers.arrive(filled.at[0], own * (p.splits * 4 * ROWS * p.stream.tokens // THREADS))
-            transaction_barriers.wait(filled.at[0], jnp.int32(0))
-        for slot in range(p.owned):
-            n = slot * p.splits + split
-
-            @pl.when(n < end - first)
-            def _(slot=slot, n=n):
-                zeros = jnp.zeros((ROWS, p.stream.tokens), jnp.float32)
-                total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-                for block in range(p.splits):
-                    total = wgmma.add(total, box(split, slot, block))
-                _store(p, outs, first + n, total)
+        with jax.named_scope("add_splits"):
+            exchange.add_up(end - first, lambda n, total: store(first + n, total))
 
 
-def _store(p, outs, tile, sums):
+def _with_offset(function, offset, tile, other):
+    return function(offset + tile, other)
+
+
+def _product(p, weight_gmem, tiles, begin, end, split, load_inputs, finish):
+    """Returns the product of tiles `begin` to `end` of a weight; the callbacks take the tile in the weight."""
+    (codes_gmem, scales_gmem), gated, depth = weight_gmem, p.limit is not None, p.depth // p.config.splits
+
+    def rows_of(n):
+        # A block without a tile of the weight asks, too.
+        row = jnp.minimum(begin + n, tiles - 1) * (HALF if gated else ROWS)
+        return row, row + (p.outputs[0][0] if gated else HALF)
+
+    return Product(
+        layout=BF16 if scales_gmem is None else FP8,
+        codes_gmem=codes_gmem,
+        scales_gmem=scales_gmem,
+        tiles=end - begin,
+        depth=depth,
+        first_column=split * depth,
+        gated=gated,
+        rows_of=rows_of,
+        load_inputs=lambda n, load: load_inputs(begin + n, load),
+        finish=lambda n, sums: finish(begin + n, sums),
+    )
+
+
+def _store(p, outs_gmem, tile, sums):
     """Writes 64 rows of the product to the output that has them, or SwiGLU of them."""
     if p.limit is not None:
-        skinny_epilogue.store_swiglu(outs[0], sums, tile, p.limit)
-        return
-    row, start, sums = tile * ROWS, 0, sums * 2.0**SHIFT
-    for out, (size, _) in zip(outs, p.outputs, strict=False):
-
-        @pl.when((row >= start) & (row < start + size))
-        def _(out=out, start=start):
-            wgmma.store(out.at[:, pl.ds(row - start, ROWS)], sums, transposed=True)
-
-        start += size
+        skinny_epilogue.store_swiglu(outs_gmem[0], sums, tile, p.limit)
+    else:
+        store_tile(outs_gmem, p.outputs, tile, sums * 2.0**SHIFT)

@@ -1,7 +1,8 @@
-"""Linear maps of many tokens whose weights stay in FP8: as long as the products take.
+"""Linear maps of many tokens with FP8 weights: y[t, r] = sum_k W[r, k] * x[t, k], or SwiGLU of two such maps.
 
-Clusters of two blocks walk over tiles of 256 rows and up to 256 tokens, so that those that run at the same time share
-weights and inputs, which stay in the L2 cache.
+The time is that of the products. A persistent grid of clusters walks over tiles of up to 256 rows of W and up to 256
+tokens, in an order in which clusters that run at the same time share weights and inputs, which stay in the L2 cache.
+The warpgroups have the roles of `dequant_gemm`; the two blocks of a cluster have 128 rows each, and the same tokens.
 """
 
 import dataclasses
@@ -12,27 +13,52 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.spec import LinearSpec, kernel_outputs
+from pallas_kernels.linear.outputs import Outputs, checked_outputs
+from pallas_kernels.linear.spec import LinearSpec
 from pallas_kernels.matmul import dequant_epilogue
-from pallas_kernels.matmul.dequant_gemm import DequantGemm, OutputTile
-from pallas_kernels.matmul.quantized_weights import FP8, ROWS
+from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
+from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-SCALED = 128  # rows, and columns, that share a scale
-MAX_INPUTS = 256  # tokens of a tile
+MAX_TILE_TOKENS = 256
 # Tiles with fewer tokens take as long as with these: weights have to be unpacked.
-MIN_INPUTS = 96
-WARPGROUPS = 2
-BLOCKS = 2  # of a cluster: 128 rows each
-# Tiles of tokens that are multiplied with all weights before the next ones are.
-TOGETHER = 12
+MIN_TILE_TOKENS = 96
+WARPGROUPS = 2  # that multiply
+BLOCKS = 2  # of a cluster
 
 
-@cached_trace("spec", "swiglu_limit")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The division of a launch's work.
+
+    Attributes:
+      tile_tokens: number of tokens of a tile, a multiple of 16 up to 256, or 240 with SwiGLU.
+      batch_tiles: number of tiles of tokens that are multiplied with all weights before the next ones are.
+    """
+
+    tile_tokens: int
+    batch_tiles: int = 12
+
+    @classmethod
+    def choose(cls, tokens: int, row_tiles: int, clusters: int, gated: bool) -> "Config":
+        """Chooses the number of tokens per tile that leaves the last wave of clusters shortest."""
+
+        def size(count):
+            return -(-tokens // (16 * count)) * 16
+
+        def time(count):
+            return -(-count * row_tiles // clusters) * max(size(count), MIN_TILE_TOKENS)
+
+        # SwiGLU needs registers for the scales of both maps.
+        fewest = -(-tokens // (MAX_TILE_TOKENS - 16 * gated))
+        return cls(size(min(range(fewest, fewest + 4), key=time)))
+
+
+@cached_trace("spec", "swiglu_limit", "config")
 def quantized_matmul(
     x: jax.Array,
     codes: jax.Array,
@@ -40,6 +66,7 @@ def quantized_matmul(
     *,
     spec: LinearSpec,
     swiglu_limit: float | None = None,
+    config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes `x @ weight.T` and splits it into the spec's outputs, or returns the SwiGLU of its two outputs.
@@ -51,6 +78,7 @@ def quantized_matmul(
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
         projection, whose sizes are one multiple of 128.
+      config: how the launch shares its work; None chooses it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -61,40 +89,31 @@ def quantized_matmul(
       NotImplementedError: a shape or dtype is not one of these.
     """
     tokens, (rows, depth), groups = x.shape[0], codes.shape, spec.num_groups
-    outputs = kernel_outputs(spec, rows)
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     check_array("codes", codes, jnp.uint8, rows, depth)
     check_array("scales", scales, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
-    sizes = [size for size, _ in outputs]
+    outputs, gated = checked_outputs(spec, rows, swiglu_limit), swiglu_limit is not None
     check_rules(
-        {
-            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
-            f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
-            or rows % (groups * SCALED) == 0,
-            f"columns in multiples of {SCALED}, got {depth}": depth % SCALED == 0,
-            "at least one token": tokens > 0,
-            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
-        }
+        {f"columns in multiples of {SCALED}, got {depth}": depth % SCALED == 0, "at least one token": tokens > 0}
     )
     # Blocks of a cluster have the same inputs.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
-    row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
-    workers, gated = MULTIPROCESSORS // blocks, swiglu_limit is not None
-    most = MAX_INPUTS - 16 * gated  # leaves registers for scales of both
-    gemm = DequantGemm(FP8, depth, _inputs(tokens, row_tiles, workers, most), WARPGROUPS, gated, blocks)
+    row_tiles, clusters = -(-rows // (ROWS * WARPGROUPS * blocks)), MULTIPROCESSORS // blocks
+    config = config or Config.choose(tokens, row_tiles, clusters, gated)
+    gemm = DequantGemm(FP8, depth, config.tile_tokens, WARPGROUPS, gated, blocks)
     outputs = outputs[:1] if gated else outputs
-    p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit)
+    p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit, config.batch_tiles)
     run = kernel(
         functools.partial(_body, p),
         out_type=[jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs],
         kernel_name="quantized_matmul",
-        grid=(min(p.tiles, 2 if interpret else workers),),
+        grid=(min(p.tiles, 2 if interpret else clusters),),
         grid_names=("worker",),
         cluster=(blocks,),
         cluster_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types=gemm.scratch(),
+        scratch_types=dict(dequant=gemm.scratch()),
         interpret=interpret,
     )
     # Bulk copies take whole tiles of 8 rows, of which there may be too few.
@@ -102,37 +121,34 @@ def quantized_matmul(
     return tuple(run(x, *(array.reshape(1 + gated, -1, array.shape[1]) for array in (codes, scales))))
 
 
-def _inputs(tokens, row_tiles, workers, most):
-    """Tokens of a tile: with equal ones, so many that the last blocks end early."""
-
-    def time(count):
-        turns = -(-count * row_tiles // workers)
-        return turns * max(_share(tokens, count), MIN_INPUTS)
-
-    fewest = -(-tokens // most)
-    return _share(tokens, min(range(fewest, fewest + 4), key=time))
-
-
-def _share(tokens, count):
-    return -(-tokens // (16 * count)) * 16
-
-
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulProblem:
-    """What is static about a call."""
+    """Static description of a launch.
+
+    Attributes:
+      gemm: the GEMM of a block.
+      tokens: number of inputs.
+      rows: number of rows of W.
+      row_tiles: number of tiles over the rows.
+      num_groups: number of groups of rows, which have inputs of their own.
+      outputs: size and dtype of each output.
+      limit: limit of SwiGLU, or None.
+      batch_tiles: see `Config`.
+    """
 
     gemm: DequantGemm
     tokens: int
     rows: int
     row_tiles: int
-    groups: int
-    outputs: tuple[tuple[int, jnp.dtype], ...]
+    num_groups: int
+    outputs: Outputs
     limit: float | None
+    batch_tiles: int
 
     @property
     def height(self) -> int:
-        """Rows of the output, of a warpgroup."""
-        return ROWS // (1 + self.gemm.gated)
+        """The number of output channels of a warpgroup."""
+        return ROWS // self.gemm.matrices
 
     @property
     def token_tiles(self) -> int:
@@ -143,42 +159,45 @@ class QuantizedMatmulProblem:
         return self.row_tiles * self.token_tiles
 
     def place(self, tile):
-        """(row, token) where a cluster's tile begins."""
-        batch = lax.div(tile, jnp.int32(TOGETHER * self.row_tiles))
-        inner = tile - batch * (TOGETHER * self.row_tiles)
-        size = jnp.minimum(self.token_tiles - batch * TOGETHER, TOGETHER)
+        """Returns the first output channel and the first token of a cluster's tile."""
+        batch = lax.div(tile, jnp.int32(self.batch_tiles * self.row_tiles))
+        inner = tile - batch * (self.batch_tiles * self.row_tiles)
+        size = jnp.minimum(self.token_tiles - batch * self.batch_tiles, self.batch_tiles)
         row = lax.div(inner, size)
-        token = batch * TOGETHER + inner - row * size
+        token = batch * self.batch_tiles + inner - row * size
         return row * (self.gemm.blocks * WARPGROUPS * self.height), token * self.gemm.inputs
 
 
-def _body(p, x, codes, scales, *outs, staging, **streamed):
+def _body(p, x_gmem, codes_gmem, scales_gmem, *outs_gmem, dequant):
     worker, block, warpgroup = (lax.axis_index(name) for name in ("worker", "block", "warpgroup"))
     workers = lax.axis_size("worker")
     tiles = lax.div(p.tiles - worker + (workers - 1), jnp.int32(workers))
 
-    def place(n):
-        return p.place(worker + n * workers)
-
     def locate(n):
-        row, token = place(n)
-        # The cluster's, not the block's: it has common inputs, also where a block's rows are past the end.
-        column = lax.div(row, jnp.int32(p.rows // p.groups)) * p.gemm.depth
+        row, token = p.place(worker + n * workers)
+        # The column is the cluster's, not the block's: blocks whose rows are past the end have the inputs, too.
+        column = lax.div(row, jnp.int32(p.rows // p.num_groups)) * p.gemm.depth
         return OutputTile(0, row + block * (WARPGROUPS * p.height), token, column)
 
     def finish(n, sums):
-        row, token = place(n)
-        row, start = row + (block * WARPGROUPS + warpgroup) * p.height, 0
-        own = staging.at[warpgroup]
-        for out, (size, _) in zip(outs, p.outputs, strict=True):
+        row, token = p.place(worker + n * workers)
+        row += (block * WARPGROUPS + warpgroup) * p.height
+        _store(p, outs_gmem, row, token, sums, dequant.staging_smem.at[warpgroup])
 
-            @pl.when((row >= start) & (row < start + size))
-            def _(out=out, start=start):
-                if p.limit is None:
-                    dequant_epilogue.store_columns(out, sums, row - start, token, p.tokens, own)
-                else:
-                    dequant_epilogue.store_swiglu(out, sums, row, token, p.tokens, own, p.limit)
+    p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)
 
-            start += size
 
-    p.gemm.run(warpgroup, tiles, x, codes, scales, locate=locate, finish=finish, **streamed)
+def _store(p, outs_gmem, row, token, sums, staging_smem):
+    """Writes a warpgroup's rows of the product, or SwiGLU of them, to the output that has them."""
+    start = 0
+    for out_gmem, (size, _) in zip(outs_gmem, p.outputs, strict=True):
+
+        @pl.when((row >= start) & (row < start + size))
+        def _(out_gmem=out_gmem, start=start):
+            place = row - start, token, p.tokens, staging_smem
+            if p.limit is None:
+                dequant_epilogue.store_columns(out_gmem, sums, *place)
+            else:
+                dequant_epilogue.store_swiglu(out_gmem, sums, *place, p.limit)
+
+        start += size

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """How the rows of a weight are grouped, and how the products are split and rounded.
+    """Description of a linear map: the groups of a weight's rows, and how the product is split and rounded.
 
     Attributes:
       output_sizes: number of rows of each output; they sum to the rows of all weights. None means one output.
@@ -39,11 +39,3 @@ class LinearSpec:
         if rows % self.num_groups:
             raise ValueError(f"num_groups={self.num_groups} must divide the weight's {rows} rows")
         return tuple((size, jnp.dtype(dtype)) for size, dtype in zip(sizes, dtypes, strict=True))
-
-
-def kernel_outputs(spec: LinearSpec, rows: int) -> tuple[tuple[int, jnp.dtype], ...]:
-    """Returns the spec's outputs; raises NotImplementedError unless their dtypes are float32 and bfloat16."""
-    outputs = spec.outputs(rows)
-    if others := {str(dtype) for _, dtype in outputs} - {"float32", "bfloat16"}:
-        raise NotImplementedError(f"the kernel rounds to bfloat16 or not at all, got {', '.join(others)}")
-    return outputs

@@ -1,10 +1,20 @@
-"""Products of stored weights with many inputs: tiles of rows and inputs, streamed through shared memory.
+"""GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
 
-One warpgroup of a block copies tiles of weights and inputs, over the borders of output tiles. The others each multiply
-64 rows of the weights with the same inputs.
+The time is that of the products. A block walks over the output tiles that the calling kernel gives it. A step is 64 or
+128 bytes of each weight row of a tile; a stage of shared memory holds the weights and the inputs of a step.
+
+    warpgroup   role        does                                                waits for       signals
+    0..n-1      multiply    unpacks its 64 rows in registers, runs `wgmma`,     stage_full      stage_empty
+                            and finishes its part of the tile                   scales_full     scales_empty
+    n           load        copies steps, over the borders of output tiles      stage_empty     stage_full
+                                                                                scales_empty    scales_full
+
+FP4's scales of several steps travel together, in a ring of their own. The blocks of a cluster have the same inputs, of
+which each copies half for both.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,28 +27,29 @@ from jax import lax
 
 from pallas_kernels.matmul import dequant_epilogue, dequant_wgmma
 from pallas_kernels.matmul.dequant_wgmma import code_transforms
-from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SHIFT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
+from pallas_kernels.mgpu import barriers
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import interpreting
 
 
-SHARED_BYTES = 225 << 10  # of tiles and what turns sums around
+SHARED_BYTES = 225 << 10  # of stages, scales and the epilogue's staging
 MAX_STAGES = 8
-MAX_WIDE = 80  # inputs with which three steps of wide tiles fit
+MAX_WIDE = 80  # inputs with which three stages of 128 bytes a row fit
 SCALES_STAGES = 3
-# Registers of a thread that copies, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
+# Registers of a thread that loads, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
 # has 512 for each thread of a warpgroup.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
 class OutputTile(NamedTuple):
-    """Where a tile's operands begin.
+    """The place of a tile's operands.
 
     Attributes:
-      matrix: of the codes; where `gated` the gate's, which that of up follows.
-      row: of the matrix.
-      input: row of the inputs, a multiple of 8.
-      column: of the inputs.
+      matrix: number of the matrix; if gated, that of the gate, before that of the up projection.
+      row: first row of the matrix.
+      input: first row of the inputs, a multiple of 8.
+      column: first column of the inputs.
     """
 
     matrix: Any
@@ -47,17 +58,62 @@ class OutputTile(NamedTuple):
     column: Any = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class DequantGemm:
-    """What is static.
+class Operands(NamedTuple):
+    """Operands of a GEMM in global memory, and the tiles that a block multiplies.
 
     Attributes:
-      layout: of the weights.
-      depth: columns of the weights, a multiple of 64, of FP4 of 512, or 256.
-      inputs: of a tile, a multiple of 16 up to 256.
-      warpgroups: that multiply, 64 rows each: 2 or 4.
-      gated: half of a tile's rows are the gate's, the others those of up, for the same channels.
-      blocks: of a cluster, 1 or 2, along its axis "block". Their tiles have the same inputs, which each copies half of.
+      tiles: number of tiles; the other block of the cluster has as many.
+      inputs_gmem: [.., width] bfloat16; for FP4 with permuted columns.
+      codes_gmem: [matrices, R, elements of a row] of the layout's dtype. Rows and inputs past the end count as zeros.
+      scales_gmem: FP4: [matrices, R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes;
+        FP8: [matrices, R / 128, columns / 128] uint8; bfloat16: None.
+      locate: function from a tile to its OutputTile.
+      finish: function of a tile and its sums [64, inputs] float32, 2**-32 of the products; each warpgroup that
+        multiplies calls it.
+    """
+
+    tiles: jax.Array
+    inputs_gmem: Any
+    codes_gmem: Any
+    scales_gmem: Any
+    locate: Callable[[jax.Array], OutputTile]
+    finish: Callable[[jax.Array, jax.Array], None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DequantScratch:
+    """Scratch of a GEMM: the types to allocate, and within the kernel the references.
+
+    Attributes:
+      codes_smem, inputs_smem: stages of operands.
+      stage_empty, stage_full: one barrier for each stage.
+      scales_smem: ring of FP4's scales, or None.
+      scales_empty, scales_full: one barrier for each place of the ring, or None.
+      staging_smem: memory in which `dequant_epilogue` transposes sums, for each warpgroup.
+    """
+
+    codes_smem: Any
+    stage_empty: Any
+    stage_full: Any
+    inputs_smem: Any
+    scales_empty: Any
+    scales_full: Any
+    scales_smem: Any
+    staging_smem: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantGemm:
+    """Static description of a GEMM.
+
+    Attributes:
+      layout: storage of the weights.
+      depth: number of columns of the weights: a multiple of 64, of FP4 of 512, or 256.
+      inputs: number of inputs of a tile, a multiple of 16 up to 256.
+      warpgroups: number of warpgroups that multiply, 2 or 4; each has 64 rows of a tile.
+      gated: whether half of a tile's rows are the gate's, and the others the up projection's for the same channels.
+      blocks: number of blocks of a cluster, 1 or 2, along its axis "block".
     """
 
     layout: WeightLayout
@@ -69,201 +125,202 @@ class DequantGemm:
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """The number of rows of a tile."""
         return ROWS * self.warpgroups
 
     @property
-    def bytes(self) -> int:
-        """Of a row of codes, in a step: where inputs are few a whole line of the L2 cache, which took 6% less time."""
+    def matrices(self) -> int:
+        """The number of matrices of which a tile has rows."""
+        return 1 + self.gated
+
+    @property
+    def step_bytes(self) -> int:
+        """The number of bytes of a row of codes in a step; a whole line of the L2 cache took 6% less time."""
         return 128 if self.layout.bits == 16 or self.layout.bits == 4 and self.inputs <= MAX_WIDE else 64
 
     @property
+    def step_columns(self) -> int:
+        return self.layout.columns(self.step_bytes)
+
+    @property
     def steps(self) -> int:
-        """Of a tile, over its columns."""
-        return self.depth // self.layout.columns(self.bytes)
+        """The number of steps of a tile."""
+        return self.depth // self.step_columns
 
     @property
     def scales(self) -> int:
-        """FP4's of a row that travel together."""
+        """The number of FP4's scales of a row that travel together."""
         return min(SCALE_BYTES, self.depth // 32)
+
+    @property
+    def scale_steps(self) -> int:
+        """The number of steps whose FP4 scales travel together."""
+        return self.scales * 32 // self.step_columns
 
     @property
     def overlaps(self) -> bool:
         """Whether weights are unpacked beside the last step's products: where inputs are few, and registers enough.
 
-        Not bfloat16: a step has one chunk, so its weights would be loaded into registers which products still read.
+        A step of bfloat16 has one chunk: its weights would be loaded into registers which products still read.
         """
         return self.warpgroups == 4 and self.layout.bits < 16
 
-    def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers for `run`, and `staging` for `dequant_epilogue`."""
-        width, parts = self.layout.columns(self.bytes), 1 + self.gated
+    def scratch(self) -> DequantScratch:
+        """Returns the types of scratch for `run`."""
         other = self.warpgroups * dequant_epilogue.STAGING_BYTES
-        tables: dict[str, Any] = dict(scales_tile=None, scales_full=None, scales_free=None)
+        ring: dict[str, Any] = dict(scales_empty=None, scales_full=None, scales_smem=None)
         if self.layout.bits == 4:
-            shape = (SCALES_STAGES, parts, self.rows // parts * self.scales // SCALE_BYTES, SCALE_BYTES)
+            shape = SCALES_STAGES, self.matrices, self.rows // self.matrices * self.scales // SCALE_BYTES, SCALE_BYTES
             other += math.prod(shape)
-            tables = dict(
-                scales_tile=plgpu.SMEM(shape, jnp.uint8),
+            ring = dict(
+                scales_smem=plgpu.SMEM(shape, jnp.uint8),
                 scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
-                scales_free=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
+                scales_empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
             )
-        stages = min((SHARED_BYTES - other) // (self.rows * self.bytes + 2 * width * self.inputs), MAX_STAGES)
-        free: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
+        stage_bytes = self.rows * self.step_bytes + 2 * self.step_columns * self.inputs
+        stages = min((SHARED_BYTES - other) // stage_bytes, MAX_STAGES)
+        empty: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
         if self.blocks > 1:
-            free = plgpu.ClusterBarrier(collective_axes=("block",), **free)
+            empty = plgpu.ClusterBarrier(collective_axes=("block",), **empty)
         else:
-            free = plgpu.Barrier(**free)
-        codes = (stages, parts, self.rows // parts, self.layout.elements(width))
-        transforms = code_transforms(self.layout, self.bytes)
-        return tables | dict(
-            codes_tile=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-            inputs_tile=plgpu.SMEM((stages, self.inputs, width), jnp.bfloat16, transforms=TRANSFORMS),
-            staging=plgpu.SMEM((self.warpgroups, dequant_epilogue.STAGING_BYTES), jnp.uint8),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            free=free,
+            empty = plgpu.Barrier(**empty)
+        codes = stages, self.matrices, self.rows // self.matrices, self.layout.elements(self.step_columns)
+        transforms = code_transforms(self.layout, self.step_bytes)
+        return DequantScratch(
+            **ring,
+            codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
+            inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
+            staging_smem=plgpu.SMEM((self.warpgroups, dequant_epilogue.STAGING_BYTES), jnp.uint8),
+            stage_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            stage_empty=empty,
         )
 
-    def run(
-        self,
-        warpgroup: jax.Array,
-        tiles: jax.Array,
-        inputs: Any,
-        codes: Any,
-        scales: Any,
-        *,
-        locate: Callable[[jax.Array], OutputTile],
-        finish: Callable[[jax.Array, jax.Array], None],
-        codes_tile: Any,
-        inputs_tile: Any,
-        full: Any,
-        free: Any,
-        scales_tile: Any,
-        scales_full: Any,
-        scales_free: Any,
-    ) -> None:
-        """Multiplies `tiles` tiles; every warpgroup calls it.
-
-        Args:
-          warpgroup: this one's number: 0 and up multiply, the last one copies.
-          tiles: how many; as many in the other block of the cluster.
-          inputs: [.., width] bfloat16 in global memory; for FP4 with permuted columns.
-          codes: [matrices, R, elements of a row] of the layout's dtype in global memory. Rows and inputs past the end
-            count as zeros.
-          scales: in global memory; FP4: [matrices, R, columns / 32], or, of 256 columns, those of two rows in 16
-            bytes; FP8: [matrices, R / 128, columns / 128] uint8; bfloat16: None.
-          locate: tile -> its place.
-          finish: (tile, sums [64, inputs] float32, 2**-32 of the products), in each warpgroup that multiplies.
-          codes_tile, inputs_tile, full, free, scales_tile, scales_full, scales_free: `scratch`.
-        """
-        stages, parts, rows, elements = codes_tile.shape
-        width, steps = inputs_tile.shape[-1], self.steps
-        # Of FP4, with a scale for 32 columns.
-        shared = self.scales * 32 // width
-        copying, multiplying = REGISTERS[self.warpgroups]
-        together = "block" if self.blocks > 1 else None
-
-        def turn(i, count):
-            return lax.rem(i, jnp.int32(count))
-
-        def release(i):
-            if interpreting():
-                # It takes no arrival for the end of reads before bulk copies' writes.
-                plgpu.commit_smem()
-            plgpu.barrier_arrive(free.at[turn(i, stages)])
+    def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
+        """Multiplies all tiles of the operands. Every warpgroup calls it with its number."""
+        load_registers, multiply_registers = REGISTERS[self.warpgroups]
 
         @pl.when(warpgroup == self.warpgroups)
         def _():
-            plgpu.set_max_registers(copying, action="decrease")
-
-            @pl.loop(0, tiles)
-            def _(n):
-                place = locate(n)
-                source = codes.at[pl.ds(place.matrix, parts), pl.ds(place.row, rows)]
-
-                @pl.loop(0, steps)
-                def _(step):
-                    i = n * steps + step
-                    stage = turn(i, stages)
-
-                    @pl.when(i >= stages)
-                    def _():
-                        plgpu.barrier_wait(free.at[stage])
-
-                    columns = pl.ds(place.column + step * width, width)
-                    values = inputs.at[pl.ds(place.input, self.inputs), columns]
-                    plgpu.copy_gmem_to_smem(values, inputs_tile.at[stage], full.at[stage], collective_axes=together)
-                    values = source.at[:, :, pl.ds(step * elements, elements)]
-                    plgpu.copy_gmem_to_smem(values, codes_tile.at[stage], full.at[stage])
-                    if scales_tile is None:
-                        return
-                    number = lax.div(i, jnp.int32(shared))
-                    slot = turn(number, SCALES_STAGES)
-
-                    @pl.when(turn(i, shared) == 0)
-                    def _():
-                        @pl.when(number >= SCALES_STAGES)
-                        def _():
-                            plgpu.barrier_wait(scales_free.at[slot])
-
-                        columns = pl.ds(lax.div(step, jnp.int32(shared)) * SCALE_BYTES, SCALE_BYTES)
-                        lines = scales_tile.shape[2]
-                        first = lax.div(place.row, jnp.int32(rows)) * lines
-                        values = scales.at[pl.ds(place.matrix, parts), pl.ds(first, lines), columns]
-                        plgpu.copy_gmem_to_smem(values, scales_tile.at[slot], scales_full.at[slot])
-
-            # The interpreter wants every arrival waited for, and no block may end before the other of its cluster.
-            last = tiles * steps
-            for barriers, count, end in (free, stages, last), (scales_free, SCALES_STAGES, lax.div(last, shared)):
-                if barriers is not None:
-
-                    @pl.loop(jnp.maximum(end - count, 0), end)
-                    def _(i, barriers=barriers, count=count):
-                        plgpu.barrier_wait(barriers.at[turn(i, count)])
+            plgpu.set_max_registers(load_registers, action="decrease")
+            with jax.named_scope("load"):
+                _load(self, operands, refs)
 
         @pl.when(warpgroup < self.warpgroups)
         def _():
-            plgpu.set_max_registers(multiplying, action="increase")
+            plgpu.set_max_registers(multiply_registers, action="increase")
+            with jax.named_scope("multiply"):
+                pl.loop(0, operands.tiles)(functools.partial(_multiply_tile, self, operands, refs, warpgroup))
 
-            @pl.loop(0, tiles)
-            def _(n):
-                place = locate(n)
 
-                def add(step, acc):
-                    i = n * steps + step
-                    stage, slot = turn(i, stages), turn(lax.div(i, jnp.int32(shared)), SCALES_STAGES)
-                    at, table = jnp.int32(0), None
-                    if self.layout.bits == 8:
-                        row = jnp.minimum(lax.div(place.row, jnp.int32(128)), scales.shape[1] - 1)
-                        column = lax.div(step * self.bytes, jnp.int32(128))
-                        own = [scales[place.matrix + i, row, column].astype(jnp.int32) for i in range(parts)]
-                        at = own[0] if parts == 1 else own[0] | own[1] << 8
-                    elif self.layout.bits == 4:
-                        at, table = turn(i, shared) * (self.scales // shared), scales_tile.at[slot]
+def _turn(i, ring):
+    """Returns the place of number `i` in a ring of barriers or memory."""
+    return lax.rem(i, jnp.int32(ring.shape[0]))
 
-                        @pl.when(turn(i, shared) == 0)
-                        def _():
-                            plgpu.barrier_wait(scales_full.at[slot])
 
-                    plgpu.barrier_wait(full.at[stage])
-                    operands = codes_tile.at[stage], table, at, inputs_tile.at[stage], warpgroup
-                    acc = dequant_wgmma.multiply_tile(acc, *operands, self.layout, self.gated, not self.overlaps)
-                    if self.overlaps:
-                        pl.when(step > 0)(lambda: release(i - 1))
-                    else:
-                        release(i)
-                    if scales_tile is not None:
+def _load(gemm, operands, refs):
+    @pl.loop(0, operands.tiles)
+    def load_tile(n):
+        place = operands.locate(n)
+        weights = pl.ds(place.matrix, gemm.matrices), pl.ds(place.row, gemm.rows // gemm.matrices)
+        codes_gmem = operands.codes_gmem.at[weights]
+        pl.loop(0, gemm.steps)(functools.partial(_load_step, gemm, operands, refs, n, place, codes_gmem))
 
-                        @pl.when(turn(i, shared) == shared - 1)
-                        def _():
-                            plgpu.barrier_arrive(scales_free.at[slot])
+    steps = operands.tiles * gemm.steps
+    barriers.wait_for_last(refs.stage_empty, steps)
+    if refs.scales_smem is not None:
+        barriers.wait_for_last(refs.scales_empty, lax.div(steps, gemm.scale_steps))
 
-                    return acc
 
-                zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.inputs), jnp.float32), plgpu.Layout.WGMMA)
-                sums = lax.fori_loop(0, steps, add, zeros)
-                if self.overlaps:
-                    sums = dequant_wgmma.complete_sums(sums)
-                    release((n + 1) * steps - 1)
-                # One scale for what finishes tiles of any layout.
-                finish(n, sums * 2.0**-SHIFT if self.layout.bits == 16 else sums)
+def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
+    """Copies the operands of a step of tile `n`."""
+    i, width = n * gemm.steps + step, gemm.step_columns
+    stage = _turn(i, refs.stage_full)
+
+    @pl.when(i >= refs.stage_full.shape[0])
+    def _():
+        plgpu.barrier_wait(refs.stage_empty.at[stage])
+
+    columns, full = pl.ds(place.column + step * width, width), refs.stage_full.at[stage]
+    inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
+    together = "block" if gemm.blocks > 1 else None
+    plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], full, collective_axes=together)
+    elements = refs.codes_smem.shape[3]
+    codes_gmem = codes_gmem.at[:, :, pl.ds(step * elements, elements)]
+    plgpu.copy_gmem_to_smem(codes_gmem, refs.codes_smem.at[stage], full)
+    if refs.scales_smem is not None:
+        shared = jnp.int32(gemm.scale_steps)
+        number = lax.div(i, shared)
+        pl.when(lax.rem(i, shared) == 0)(lambda: _load_scales(gemm, operands, refs, place, number, step))
+
+
+def _load_scales(gemm, operands, refs, place, number, step):
+    """Copies FP4's scales of the steps from `step` on, the `number`-th ones of the block."""
+    slot = _turn(number, refs.scales_full)
+
+    @pl.when(number >= SCALES_STAGES)
+    def _():
+        plgpu.barrier_wait(refs.scales_empty.at[slot])
+
+    columns = pl.ds(lax.div(step, jnp.int32(gemm.scale_steps)) * SCALE_BYTES, SCALE_BYTES)
+    lines = refs.scales_smem.shape[2]
+    first = lax.div(place.row, jnp.int32(gemm.rows // gemm.matrices)) * lines
+    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first, lines), columns]
+    plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
+
+
+def _multiply_tile(gemm, operands, refs, warpgroup, n):
+    place = operands.locate(n)
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, gemm.inputs), jnp.float32), plgpu.Layout.WGMMA)
+    add_step = functools.partial(_add_step, gemm, operands, refs, warpgroup, n, place)
+    sums = lax.fori_loop(0, gemm.steps, add_step, zeros)
+    if gemm.overlaps:
+        sums = dequant_wgmma.complete_sums(sums)
+        _release(refs, (n + 1) * gemm.steps - 1)
+    # The epilogues expect the scale of unpacked FP8 and FP4.
+    operands.finish(n, sums * 2.0**-SHIFT if gemm.layout.bits == 16 else sums)
+
+
+def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
+    """Adds the products of a step of tile `n`."""
+    i, shared = n * gemm.steps + step, jnp.int32(gemm.scale_steps)
+    stage, slot = _turn(i, refs.stage_full), lax.rem(lax.div(i, shared), jnp.int32(SCALES_STAGES))
+    scale_at, scales_smem = jnp.int32(0), None
+    if gemm.layout.bits == 8:
+        scale_at = _fp8_scales(gemm, operands, place, step)
+    elif gemm.layout.bits == 4:
+        scale_at, scales_smem = lax.rem(i, shared) * (gemm.scales // gemm.scale_steps), refs.scales_smem.at[slot]
+
+        @pl.when(lax.rem(i, shared) == 0)
+        def _():
+            plgpu.barrier_wait(refs.scales_full.at[slot])
+
+    plgpu.barrier_wait(refs.stage_full.at[stage])
+    tiles = refs.codes_smem.at[stage], scales_smem, scale_at, refs.inputs_smem.at[stage]
+    acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
+    if gemm.overlaps:
+        pl.when(step > 0)(lambda: _release(refs, i - 1))
+    else:
+        _release(refs, i)
+    if gemm.layout.bits == 4:
+
+        @pl.when(lax.rem(i, shared) == shared - 1)
+        def _():
+            plgpu.barrier_arrive(refs.scales_empty.at[slot])
+
+    return acc
+
+
+def _fp8_scales(gemm, operands, place, step):
+    """Returns the scales of a step's codes, that of the up projection times 256."""
+    row = jnp.minimum(lax.div(place.row, jnp.int32(SCALED)), operands.scales_gmem.shape[1] - 1)
+    column = lax.div(step * gemm.step_bytes, jnp.int32(SCALED))
+    scales = [operands.scales_gmem[place.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
+    return scales[0] | scales[1] << 8 if gemm.gated else scales[0]
+
+
+def _release(refs, i):
+    """Tells the loading warpgroup that the stage of step `i` was read."""
+    if interpreting():
+        # It takes no arrival for the end of reads before bulk copies' writes.
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.stage_empty.at[_turn(i, refs.stage_empty)])

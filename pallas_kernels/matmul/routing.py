@@ -1,4 +1,10 @@
-"""Pairs of a token and an expert, few of them, grouped by expert: blocks of up to 8 pairs of one expert."""
+"""Token-expert routing of few pairs: groups of up to 8 pairs of a token and an expert, each of one expert.
+
+One warpgroup counts the pairs of each expert, warp by warp, adds the counts up to the experts' first groups, and writes
+each pair to its group.
+"""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,131 +16,150 @@ from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-SIZE = 8  # pairs of a block
-WORDS = 16  # of a block in the table: its expert, then, from FIRST_PAIR on, its pairs
+GROUP_SIZE = 8  # pairs of a group
+GROUP_WORDS = 16  # of a group in the table: its expert, then, from FIRST_PAIR on, its pairs
 FIRST_PAIR = 8
 _WARPS = mlir.THREADS // mlir.WARP
 
 
-def most_blocks(pairs: int, experts: int) -> int:
-    """The most blocks of pairs of one expert that there can be."""
-    return min(pairs, experts + pairs // SIZE)
+def max_groups(pairs: int, experts: int) -> int:
+    """Returns the largest number of groups that so many pairs can have."""
+    return min(pairs, experts + pairs // GROUP_SIZE)
 
 
-def counts_size(blocks: int, channels: int) -> int:
-    """Of the counts that `experts` keeps: their number, one of each block and of the shared expert, of each tile."""
-    return 2 + blocks + channels // ROWS
+def counts_size(groups: int, channels: int) -> int:
+    """Returns the size of the counts of `experts`: the number of groups, then counters of groups and of tiles."""
+    return 2 + groups + channels // ROWS
 
 
 def scratch_words(experts: int) -> int:
-    """32-bit words of shared memory that `group_pairs` needs."""
+    """Returns the number of 32-bit words of shared memory that `group_pairs` needs."""
     return (_WARPS + 1) * -(-experts // mlir.THREADS) * mlir.THREADS + _WARPS
 
 
 @primitive
-def group_pairs(selected, table, counts, experts: int, scratch) -> None:
+def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_smem) -> None:
     """Groups pairs by expert, in ascending order of experts and pairs; one warpgroup runs it, of threads 0 .. 127.
 
     Args:
-      selected: [P] int32 in global memory, the expert of each pair; pairs with none in 0 .. E - 1 are left out.
-      table: [blocks * 16] int32 in global memory, receives of each block its expert, and its pairs from word 8 on, -1
-        where there is none; unspecified after the last block.
-      counts: [N] int32 in global memory, receives the number of blocks, then zeros; N at least 1.
-      experts: E.
-      scratch: [`scratch_words(E)`] int32 in shared memory.
+      selected_gmem: [P] int32, the expert of each pair; pairs with none in 0 .. E - 1 are left out.
+      table_gmem: [groups * 16] int32, receives the expert of each group, and its pairs from word 8 on, -1 where there
+        is none; unspecified after the last group.
+      counts_gmem: [N] int32, receives the number of groups, then zeros; N at least 1.
+      experts: the number of experts E.
+      scratch_smem: [`scratch_words(E)`] int32.
     """
-    blocks, chosen = table.shape[0] // WORDS, selected[...]
+    groups, chosen = table_gmem.shape[0] // GROUP_WORDS, selected_gmem[...]
     here = (chosen >= 0) & (chosen < experts)
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
     sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, experts)[:, None], axis=1)
-    filled = (sizes + SIZE - 1) // SIZE
-    place = jnp.where(here, (jnp.cumsum(filled) - filled)[jnp.where(here, chosen, 0)] + rank // SIZE, blocks)
-    rows = jnp.full((blocks, WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
-    table[...] = rows.at[place, FIRST_PAIR + rank % SIZE].set(pairs, mode="drop").reshape(-1)
-    counts[...] = jnp.zeros(counts.shape, jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
+    filled = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
+    first = jnp.cumsum(filled) - filled
+    place = jnp.where(here, first[jnp.where(here, chosen, 0)] + rank // GROUP_SIZE, groups)
+    rows = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
+    table_gmem[...] = rows.at[place, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
+    counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
 
 
 @group_pairs.mosaic
-def _(selected, table, counts, experts, scratch):
-    pairs, blocks, cleared = selected.shape[0], table.shape[0] // WORDS, counts.shape[0]
-    number = (scratch.shape[0] - _WARPS) // (_WARPS + 1)
-    threads = mlir.THREADS
-    # Consecutive pairs of a warp, and a turn's 32 of these.
-    turns = -(-pairs // threads)
+def _group_pairs_mosaic(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem):
+    shapes = selected_gmem.shape[0], table_gmem.shape[0], counts_gmem.shape[0]
+    padded = (scratch_smem.shape[0] - _WARPS) // (_WARPS + 1)
 
     def emit(selected, table, counts, scratch):
-        thread, lane, warp = ops.thread(), ops.lane(), ops.thread() >> 5
+        ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
         sizes = ops.shared(scratch)  # of each warp's experts, then: pairs before these
-        starts = sizes + 4 * _WARPS * number  # each expert's first block
-        sums = starts + 4 * number
-        own_sizes = sizes + (warp * number << 2)
-
-        def every(total, visit):
-            """Visits 0 .. total - 1, a number a thread at a time."""
-            for first in range(0, total, threads):
-                at = thread + first
-                if first + threads <= total:
-                    visit(at)
-                else:
-                    with ops.when(at < total):
-                        visit(at)
-
-        every(_WARPS * number, lambda i: ops.store(sizes + (i << 2), 0))
-        every(cleared, lambda i: ops.store_global(counts, i, U32(0)))
-        every(blocks * WORDS, lambda i: ops.store_global(table, i, U32(0xFFFFFFFF)))
+        starts = sizes + 4 * _WARPS * padded  # each expert's first group
+        sums = starts + 4 * padded
+        own_sizes = sizes + (ids.warp * padded << 2)
+        pairs, words, cleared = shapes
+        _for_each(ids.thread, _WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0))
+        _for_each(ids.thread, cleared, lambda i: ops.store_global(counts, i, U32(0)))
+        _for_each(ids.thread, words, lambda i: ops.store_global(table, i, U32(0xFFFFFFFF)))
         mgpu.utils.warpgroup_barrier()
-        found = []
         # A thread's pairs stay in its registers, also where it has none in the last turns.
-        for turn in range(turns):
-            pair = warp * (turns * mlir.WARP) + lane + turn * mlir.WARP
-            expert = ops.load_global(selected, pair.minimum(pairs - 1))
-            inside = (pair < pairs) & (expert < experts)
-            same = ops.ptx("match.any.sync.b32 $0, $1, 0xffffffff;", inside.where(expert, 0xFFFFFFFF))
-            below = ops.count_bits(same & ((U32(1) << lane) - 1))
-            there = own_sizes + (expert.minimum(experts - 1) << 2)
-            before = ops.load(there)
-            mgpu.utils.warp_barrier()
-            with ops.when(inside & below.equals(0)):
-                ops.store(there, before + ops.count_bits(same))
-            mgpu.utils.warp_barrier()
-            found.append((pair, expert, before + below, inside))
+        turns = -(-pairs // mlir.THREADS)
+        ranked = [_rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
         mgpu.utils.warpgroup_barrier()
-        each = number // threads
-        filled = []
-        for i in range(each):
-            at = sizes + (thread * each + i << 2)
-            before = U32(0)
-            for other in range(_WARPS):
-                size = ops.load(at + 4 * other * number)
-                ops.store(at + 4 * other * number, before)
-                before = before + size
-            filled.append((before + (SIZE - 1)) // SIZE)
-        total = U32(0)
-        for x in filled:
-            total = total + x
-        # The blocks before this warp's experts, then before this thread's.
-        up_to = ops.warp_prefix_sum(total)
-        with ops.when(lane.equals(31)):
-            ops.store(sums + (warp << 2), up_to)
+        filled = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
+        total = _start_groups(ids, filled, starts, sums)
+        with ops.when(ids.thread.equals(0)):
+            ops.store_global(counts, U32(0), total)
         mgpu.utils.warpgroup_barrier()
-        before = up_to - total
-        all_blocks = U32(0)
-        for other in range(_WARPS):
-            others = ops.load(sums + 4 * other)
-            before = before + (warp > other).where(others, 0)
-            all_blocks = all_blocks + others
-        for i, x in enumerate(filled):
-            ops.store(starts + (thread * each + i << 2), before)
-            before = before + x
-        with ops.when(thread.equals(0)):
-            ops.store_global(counts, U32(0), all_blocks)
-        mgpu.utils.warpgroup_barrier()
-        for pair, expert, rank, inside in found:
+        for pair, expert, rank, inside in ranked:
             with ops.when(inside):
                 rank = rank + ops.load(own_sizes + (expert << 2))
-                block = ops.load(starts + (expert << 2)) + rank // SIZE
-                ops.store_global(table, block * WORDS, expert)
-                ops.store_global(table, block * WORDS + rank % SIZE + FIRST_PAIR, pair)
+                group = ops.load(starts + (expert << 2)) + rank // GROUP_SIZE
+                ops.store_global(table, group * GROUP_WORDS, expert)
+                ops.store_global(table, group * GROUP_WORDS + rank % GROUP_SIZE + FIRST_PAIR, pair)
 
-    mlir.inline(emit, selected, table, counts, scratch)
+    mlir.inline(emit, selected_gmem, table_gmem, counts_gmem, scratch_smem)
+
+
+class _Ids(NamedTuple):
+    """A thread's number, that in its warp, and that of the warp."""
+
+    thread: U32
+    lane: U32
+    warp: U32
+
+
+def _for_each(thread, total, visit):
+    """Visits 0 .. total - 1, a number a thread at a time."""
+    for first in range(0, total, mlir.THREADS):
+        at = thread + first
+        if first + mlir.THREADS <= total:
+            visit(at)
+        else:
+            with ops.when(at < total):
+                visit(at)
+
+
+def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
+    """Counts a thread's pair in its warp's `own_sizes`; a warp has consecutive pairs, 32 of them in each turn.
+
+    Returns the pair, its expert, the number of the warp's pairs of that expert before it, and whether there is a pair.
+    """
+    pair = ids.warp * (turns * mlir.WARP) + ids.lane + turn * mlir.WARP
+    expert = ops.load_global(selected, pair.minimum(pairs - 1))
+    inside = (pair < pairs) & (expert < experts)
+    same = ops.ptx("match.any.sync.b32 $0, $1, 0xffffffff;", inside.where(expert, 0xFFFFFFFF))
+    below = ops.count_bits(same & ((U32(1) << ids.lane) - 1))
+    there = own_sizes + (expert.minimum(experts - 1) << 2)
+    before = ops.load(there)
+    mgpu.utils.warp_barrier()
+    with ops.when(inside & below.equals(0)):
+        ops.store(there, before + ops.count_bits(same))
+    mgpu.utils.warp_barrier()
+    return pair, expert, before + below, inside
+
+
+def _fill_groups(ids, sizes, padded, i):
+    """Replaces the sizes of a thread's `i`-th expert by the pairs of the warps before; returns its number of groups."""
+    at, before = sizes + (ids.thread * (padded // mlir.THREADS) + i << 2), U32(0)
+    for other in range(_WARPS):
+        size = ops.load(at + 4 * other * padded)
+        ops.store(at + 4 * other * padded, before)
+        before = before + size
+    return (before + (GROUP_SIZE - 1)) // GROUP_SIZE
+
+
+def _start_groups(ids, filled, starts, sums):
+    """Stores the first group of each of a thread's experts, of which `filled` are the groups; returns their number."""
+    total = U32(0)
+    for x in filled:
+        total = total + x
+    up_to = ops.warp_prefix_sum(total)
+    with ops.when(ids.lane.equals(31)):
+        ops.store(sums + (ids.warp << 2), up_to)
+    mgpu.utils.warpgroup_barrier()
+    before, groups = up_to - total, U32(0)
+    for other in range(_WARPS):
+        others = ops.load(sums + 4 * other)
+        before = before + (ids.warp > other).where(others, 0)
+        groups = groups + others
+    for i, x in enumerate(filled):
+        ops.store(starts + (ids.thread * len(filled) + i << 2), before)
+        before = before + x
+    return groups

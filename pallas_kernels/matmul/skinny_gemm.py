@@ -1,11 +1,22 @@
-"""Tiles of 64 rows of stored weights, streamed through shared memory and multiplied with a few inputs.
+"""Skinny GEMM: sums[r, n] = sum_k W[r, k] * x[n, k] for few inputs x, with W quantized in global memory.
 
-One warpgroup of a block copies, over the borders of tiles and of matrices. Four multiply, each every fourth step of a
-tile's columns, whether a step fits into one stage of shared memory or comes in several. One adds up their sums and
-finishes the tile. The inputs stay in shared memory.
+The time is that of reading W once. The calling kernel gives each block a list of products, tiles of 64 rows of a
+matrix. The columns of a tile come in steps, and a step in one or several stages of shared memory. The inputs stay in
+shared memory.
+
+    warpgroup   role        does                                            waits for       signals
+    0..3        multiply    loads inputs, multiplies every fourth step      weights_full    weights_empty
+                            of a tile, and leaves its sums                  sums_empty      sums_full
+    4           load        copies weights, over the borders of tiles       weights_empty   weights_full
+    5           epilogue    adds a tile's four sums in order, finishes it   sums_full       sums_empty
+
+The multiplying warpgroups meet at `inputs_ready` before and after they load inputs. Where shared memory is short they
+add to one place for sums, in turns. The order of a sum depends on the shape and storage of W alone, so an input's bits
+do not depend on the others.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,25 +26,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul import quantized_weights, skinny_prologue
-from pallas_kernels.matmul.quantized_weights import (
-    COLUMNS,
-    FP4,
-    HALF,
-    MULTIPLIERS,
-    ROWS,
-    SCALE_BYTES,
-    SCALED,
-    SEGMENT,
-    SHIFT,
-    UNIT,
-    WeightLayout,
-)
-from pallas_kernels.mgpu import wgmma
+from pallas_kernels.matmul import skinny_mma, skinny_prologue
+from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SCALED, SEGMENT, SHIFT, WeightLayout
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
+from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.runtime.launch import primitive
 
 
-COPIES, FINISHES = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
+LOAD, EPILOGUE = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2
 SHARED_BYTES = 224 << 10
 MAX_STAGES = 32
@@ -41,55 +41,94 @@ MAX_STAGES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Tiles of one matrix.
+    """Tiles of one matrix that a block multiplies.
 
     Attributes:
-      layout: how it is stored.
-      codes: [R, elements of a row] of the layout's dtype in global memory.
-      scales: in global memory; FP4: [R, columns / 32], or, of 256 columns, those of two rows in 16 bytes; FP8:
+      layout: storage of the matrix.
+      codes_gmem: [R, elements of a row] of the layout's dtype.
+      scales_gmem: FP4: [R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes; FP8:
         [R / 128, columns / 128] uint8; bfloat16: None.
-      tiles: how many.
-      depth: columns that this block multiplies.
-      first: of these.
-      rows_of: tile -> where its two halves of 32 rows begin in codes.
-      gated: a thread of `finish` has the same row of both halves.
-      load_inputs: (tile, load) -> None; where a tile has other inputs than the last, calls `load(source, rows,
-        divisor, column, norm, eps)`, see `skinny_prologue.load_inputs`; with a norm, of rows that are whole here.
-      finish: (tile, sums [64, tokens] float32, 2**-32 of the products), in warpgroup FINISHES.
+      tiles: number of tiles, an int32 scalar.
+      depth: number of columns that this block multiplies.
+      first_column: first of these columns.
+      gated: whether `finish` finds the same row of both halves of a tile in one thread.
+      rows_of: function from a tile to the rows of the matrix at which its two halves of 32 rows begin.
+      load_inputs: function of a tile and of `load(source, rows, divisor, column, norm, eps)`, see
+        `skinny_prologue.load_inputs`. It calls `load` if the tile has other inputs than the tile before.
+      finish: function of a tile and its sums [64, tokens] float32, 2**-32 of the products; the epilogue calls it.
     """
 
     layout: WeightLayout
-    codes: Any
-    scales: Any
+    codes_gmem: Any
+    scales_gmem: Any
     tiles: jax.Array
     depth: int
-    first: jax.Array | int
+    first_column: jax.Array | int
     gated: bool
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
     finish: Callable[[jax.Array, jax.Array], None]
 
+    @property
+    def scale_bytes(self) -> int:
+        """The number of FP4's scales of a row that travel together."""
+        return min(SCALE_BYTES, self.depth // 32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SkinnyScratch:
+    """Shared memory and barriers of a skinny GEMM: the types to allocate, and within the kernel the references.
+
+    Attributes:
+      codes_smem: stages of weights, one array for each dtype.
+      weights_empty, weights_full: one barrier for each stage.
+      inputs_smem: inputs, in the order of `skinny_prologue`.
+      sums_full, sums_empty: one barrier for each tile whose sums are kept.
+      inputs_ready: barrier at which the multiplying warpgroups meet.
+      scales_smem: stages of FP4's scales.
+      sums_smem: partial sums of tiles.
+      turns: barriers of warpgroups that add to one place, three for each tile.
+    """
+
+    codes_smem: Any
+    weights_empty: Any
+    weights_full: Any
+    inputs_smem: Any
+    sums_full: Any
+    inputs_ready: Any
+    scales_smem: Any
+    sums_smem: Any
+    sums_empty: Any
+    turns: Any
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of weights."""
+        return self.weights_full.shape[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class SkinnyGemm:
-    """What is static.
+    """Static description of a skinny GEMM.
 
     Attributes:
-      matrices: layout and columns of each; FP4 is not beside bfloat16.
-      tokens: columns of a product, a multiple of 8.
-      segments: of a stage: 4, 2 or 1.
-      places: for a tile's sums: 4, one for each warpgroup that multiplies, or 1, to which these add in turn: for more
-        room. Their order is the same.
+      matrices: layout and number of columns of each matrix; FP4 cannot be beside bfloat16.
+      tokens: number of inputs, a multiple of 8.
+      segments: number of segments of a stage: 4, 2 or 1.
+      places: number of places for the sums of a tile: 4, one for each multiplying warpgroup, or 1 to save memory.
+      max_stages: largest number of stages of weights in shared memory.
     """
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int
     segments: int
     places: int = MULTIPLIERS
+    max_stages: int = MAX_STAGES
 
     @property
     def depth(self) -> int:
-        """The most columns."""
+        """The largest number of columns."""
         return max(depth for _, depth in self.matrices)
 
     @property
@@ -97,28 +136,39 @@ class SkinnyGemm:
         return {layout for layout, _ in self.matrices}
 
     @property
-    def parts(self) -> int:
-        """Stages of a step. A tile has a multiple of four steps of as many segments as possible, or one or two."""
+    def stages_per_step(self) -> int:
+        """The number of stages of a step: a tile has a multiple of four steps that are as long as possible."""
         return most_segments(*self.matrices) // self.segments
 
     @property
     def slots(self) -> int:
-        """Tiles whose sums are kept."""
+        """The number of tiles whose sums are kept."""
         return 2 if self.tokens == COLUMNS else 1
 
-    def stages(self, other_bytes: int) -> int:
-        """How many fit into shared memory, of which a block uses `other_bytes` for more.
+    def stage_columns(self, product: Product) -> int:
+        return self.segments * product.layout.segment
 
-        A multiple of what four steps take: a warpgroup always has the same stages.
+    def tile_stages(self, product: Product) -> int:
+        """Returns the number of stages of a tile."""
+        return product.depth // self.stage_columns(product)
+
+    def zeros(self) -> jax.Array:
+        """Returns the sums of a tile before the first product."""
+        return plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
+
+    def stages(self, other_bytes: int) -> int:
+        """Returns the number of stages that fit into shared memory, of which a block uses `other_bytes` for more.
+
+        It is a multiple of the stages of four steps, so that a warpgroup always has the same stages.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
-        together = MULTIPLIERS * self.parts
-        return min((SHARED_BYTES - used) // stage, MAX_STAGES) // together * together
+        together = MULTIPLIERS * self.stages_per_step
+        return min((SHARED_BYTES - used) // stage, self.max_stages) // together * together
 
-    def scratch(self, other_bytes: int, *, interpret: bool) -> dict[str, Any]:
-        """Shared memory and barriers for `run`; a block uses `other_bytes` of shared memory for more."""
-        stages, scales = self.stages(other_bytes), FP4 in self.layouts
+    def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
+        """Returns the types of scratch for `run`; a block uses `other_bytes` of shared memory for more."""
+        stages, has_scales = self.stages(other_bytes), FP4 in self.layouts
         # The same memory as arrays of each dtype: FP4's and FP8's codes lie alike. The interpreter takes any two writes
         # to such arrays for a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
@@ -129,193 +179,176 @@ class SkinnyGemm:
             for dtype, layout in kinds.items()
         ]
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
-        return dict(
-            codes_tile=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
-            scales_tile=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if scales else None,
-            inputs=plgpu.SMEM((self.tokens // COLUMNS, self.depth // UNIT, COLUMNS, UNIT), jnp.bfloat16),
-            sums=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=2 * (1 + scales), num_barriers=stages),
-            free=plgpu.Barrier(num_barriers=stages),
-            met=plgpu.Barrier(num_arrivals=MULTIPLIERS),
-            left=plgpu.Barrier(num_arrivals=self.places, num_barriers=self.slots),
-            # Behind these, the turns of warpgroups that add to one place.
-            taken=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS if self.places == 1 else 1)),
+        in_turns = self.places == 1
+        return SkinnyScratch(
+            codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
+            weights_empty=plgpu.Barrier(num_barriers=stages),
+            weights_full=plgpu.Barrier(num_arrivals=2 * (1 + has_scales), num_barriers=stages),
+            inputs_smem=plgpu.SMEM((self.tokens // COLUMNS, self.depth // UNIT, COLUMNS, UNIT), jnp.bfloat16),
+            sums_full=plgpu.Barrier(num_arrivals=self.places, num_barriers=self.slots),
+            inputs_ready=plgpu.Barrier(num_arrivals=MULTIPLIERS),
+            scales_smem=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if has_scales else None,
+            sums_smem=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
+            sums_empty=plgpu.Barrier(num_barriers=self.slots),
+            turns=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS - 1)) if in_turns else None,
         )
 
-    def run(
-        self,
-        warpgroup: jax.Array,
-        products: Sequence[Product],
-        *,
-        codes_tile: Any,
-        scales_tile: Any,
-        inputs: Any,
-        sums: Any,
-        full: Any,
-        free: Any,
-        met: Any,
-        left: Any,
-        taken: Any,
-    ) -> None:
-        """Multiplies all tiles of the products, one after the other; every warpgroup calls it.
+    def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
+        """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its number."""
+        # Where tiles have four steps or more a warpgroup has the same stages as in the products before.
+        stages = [self.tile_stages(product) for product in products]
+        assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in stages[:i]) for i, n in enumerate(stages))
 
-        Args:
-          warpgroup: this one's number.
-          products: what to multiply.
-          codes_tile, scales_tile, inputs, sums, full, free, met, left, taken: `scratch`.
-        """
-        # Where tiles have four steps or more a warpgroup has the same stages as in what came before.
-        steps = [product.depth // (self.segments * product.layout.segment) for product in products]
-        assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in steps[:i]) for i, n in enumerate(steps))
-        codes_tile = {ref.dtype: ref for ref in codes_tile}
-        stages, slots = next(iter(codes_tile.values())).shape[0], self.slots
-
-        @pl.when(warpgroup == COPIES)
+        @pl.when(warpgroup == LOAD)
         def _():
-            before = jnp.int32(0)
-            for product in products:
-                columns = self.segments * product.layout.segment
-                steps = product.depth // columns
-
-                @pl.loop(0, product.tiles * steps)
-                def _(i, product=product, columns=columns, steps=steps, before=before):
-                    stage, step = lax.rem(before + i, jnp.int32(stages)), lax.rem(i, jnp.int32(steps))
-
-                    @pl.when(before + i >= stages)
-                    def _():
-                        plgpu.barrier_wait(free.at[stage])
-
-                    starts = product.rows_of(lax.div(i, jnp.int32(steps)))
-                    at = product.layout.elements(product.first + step * columns)
-                    there = codes_tile[product.layout.dtype].at[stage]
-                    self._copy(product, starts, at, there, full.at[stage], scales_tile, stage)
-
-                before += product.tiles * steps
-
-            # The interpreter wants every arrival waited for.
-            @pl.loop(jnp.maximum(before - stages, 0), before)
-            def _(i):
-                plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
+            with jax.named_scope("load_weights"):
+                _load_weights(self, products, refs)
 
         @pl.when(warpgroup < MULTIPLIERS)
         def _():
-            before, done = jnp.int32(0), jnp.int32(0)
-            for product in products:
-                steps, layout = product.depth // (self.segments * product.layout.segment), product.layout
-                codes = codes_tile[layout.dtype]
+            with jax.named_scope("multiply"):
+                _multiply(self, products, refs, warpgroup)
 
-                def multiply_tile(
-                    tile, scales, *, product=product, layout=layout, codes=codes, steps=steps, before=before, done=done
-                ):
-                    def load(source, rows, divisor=1, column=0, norm=(), eps=0.0):
-                        if norm:
-                            skinny_prologue.store_factors(norm[1], source, eps, warpgroup)
-                        _meet(met)
-                        at = column + product.first, product.depth
-                        skinny_prologue.load_inputs(inputs, source, rows, divisor, *at, warpgroup, layout, norm)
-                        _meet(met)
-
-                    product.load_inputs(tile, load)
-                    following = self._scales(product, jnp.minimum(tile + 1, product.tiles - 1))
-
-                    # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
-                    own, count, table = warpgroup, steps // MULTIPLIERS, ROWS * _scale_bytes(product) // SCALE_BYTES
-                    if steps < MULTIPLIERS:
-                        own = (warpgroup - before - tile * steps) & (MULTIPLIERS - 1)
-                        count = (own < steps).astype(jnp.int32)
-
-                    def add(i, acc):
-                        parts = jnp.int32(self.parts)
-                        step = (lax.div(i, parts) * MULTIPLIERS + own) * parts + lax.rem(i, parts)
-                        stage = lax.rem(before + tile * steps + step, jnp.int32(stages))
-                        plgpu.barrier_wait(full.at[stage])
-                        operand = scales_tile.at[stage, pl.ds(0, table)] if layout.bits == 4 else scales
-                        operands = codes.at[stage], operand, inputs, step
-                        acc = quantized_weights.multiply_add(acc, *operands, layout, product.gated)
-                        _release(free.at[stage])
-                        return acc
-
-                    zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
-                    acc = lax.fori_loop(0, count, add, zeros)
-                    slot = lax.rem(done + tile, jnp.int32(slots))
-
-                    @pl.when(done + tile >= slots)
-                    def _():
-                        plgpu.barrier_wait(taken.at[slot])
-
-                    if self.places == 1:
-                        turn = slots + slot * (MULTIPLIERS - 1) + warpgroup
-                        _add_in_turn(sums.at[slot, 0], acc, warpgroup, taken, turn, left.at[slot])
-                    else:
-                        wgmma.put(sums.at[slot, warpgroup], acc)
-                        plgpu.barrier_arrive(left.at[slot])
-                    return following
-
-                lax.fori_loop(0, product.tiles, multiply_tile, self._scales(product, jnp.int32(0)))
-                before += product.tiles * steps
-                done += product.tiles
-
-            @pl.loop(jnp.maximum(done - slots, 0), done)
-            def _(i):
-                plgpu.barrier_wait(taken.at[lax.rem(i, jnp.int32(slots))])
-
-        @pl.when(warpgroup == FINISHES)
+        @pl.when(warpgroup == EPILOGUE)
         def _():
-            done = jnp.int32(0)
-            for product in products:
-
-                @pl.loop(0, product.tiles)
-                def _(tile, product=product, done=done):
-                    slot = lax.rem(done + tile, jnp.int32(slots))
-                    plgpu.barrier_wait(left.at[slot])
-                    total = plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
-                    for i in range(self.places):
-                        total = wgmma.add(total, sums.at[slot, i])
-                    plgpu.barrier_arrive(taken.at[slot])
-                    # One scale for what finishes tiles of any layout.
-                    product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
-
-                done += product.tiles
-
-    def _copy(self, product, starts, at, codes_there, full, scales_tile, stage):
-        for half, row in enumerate(starts):
-            source, target = pl.ds(pl.multiple_of(row, HALF), HALF), pl.ds(half * HALF, HALF)
-            size = codes_there.shape[1]
-            columns = pl.ds(pl.multiple_of(at, size), size)
-            plgpu.copy_gmem_to_smem(product.codes.at[source, columns], codes_there.at[target], full)
-            if product.layout.bits == 4:
-                # A scale for 16 bytes.
-                columns = pl.ds(lax.div(lax.div(at, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
-                lines = HALF * _scale_bytes(product) // SCALE_BYTES
-                source = pl.ds(pl.multiple_of(lax.div(row, jnp.int32(HALF)) * lines, lines), lines)
-                there = scales_tile.at[stage, pl.ds(half * lines, lines)]
-                plgpu.copy_gmem_to_smem(product.scales.at[source, columns], there, full)
-            elif scales_tile is not None:
-                # Where FP4 is beside it: nothing is copied in place of its scales.
-                plgpu.barrier_arrive(full)
-
-    def _scales(self, product, tile):
-        """FP8's scales of a tile."""
-        if product.layout.bits != 8:
-            return jnp.int32(0)
-        rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
-        first = lax.div(jnp.int32(product.first), SCALED)
-        return quantized_weights.load_scales(product.scales, rows, first)
+            with jax.named_scope("finish_tiles"):
+                _finish_tiles(self, products, refs)
 
 
-@primitive
-def _release(barrier) -> None:
-    """Tells the copying warpgroup that a stage was read."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
+def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
+    """Returns the largest number of segments of a step with which every matrix has a multiple of four steps.
+
+    If one has too few columns, it is that with which every matrix has whole steps.
+    """
+    for together in (MULTIPLIERS, 1):
+        for n in (4, 2, 1):
+            if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
+                return n
+    raise ValueError(f"matrices want columns in multiples of a segment, got {matrices}")
 
 
-# What was read is in registers, and was used: no fence has to keep a bulk copy from passing it.
-_release.mosaic(lambda barrier: plgpu.barrier_arrive(barrier))
+def _load_weights(gemm, products, refs):
+    codes_smem, copied = {ref.dtype: ref for ref in refs.codes_smem}, jnp.int32(0)
+    for product in products:
+        copy_stage = functools.partial(_copy_stage, gemm, product, refs, codes_smem[product.layout.dtype], copied)
+        pl.loop(0, product.tiles * gemm.tile_stages(product))(copy_stage)
+        copied += product.tiles * gemm.tile_stages(product)
+    barriers.wait_for_last(refs.weights_empty, copied)
 
 
-def _add_in_turn(place, acc, warpgroup, turns, turn, left):
-    """Adds up what the multiplying warpgroups have, in their order."""
+def _copy_stage(gemm, product, refs, codes_smem, before, i):
+    """Copies stage `i` of a product; `before` stages of other products came before."""
+    tile_stages = jnp.int32(gemm.tile_stages(product))
+    stage, step = lax.rem(before + i, jnp.int32(refs.stages)), lax.rem(i, tile_stages)
+
+    @pl.when(before + i >= refs.stages)
+    def _():
+        plgpu.barrier_wait(refs.weights_empty.at[stage])
+
+    starts = product.rows_of(lax.div(i, tile_stages))
+    column = product.layout.elements(product.first_column + step * gemm.stage_columns(product))
+    full, size = refs.weights_full.at[stage], codes_smem.shape[2]
+    for half, row in enumerate(starts):
+        source, columns = pl.ds(pl.multiple_of(row, HALF), HALF), pl.ds(pl.multiple_of(column, size), size)
+        target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
+        plgpu.copy_gmem_to_smem(product.codes_gmem.at[source, columns], target, full)
+        if product.layout.bits == 4:
+            # A scale for 16 bytes.
+            columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
+            lines = HALF * product.scale_bytes // SCALE_BYTES
+            source = pl.ds(pl.multiple_of(lax.div(row, jnp.int32(HALF)) * lines, lines), lines)
+            target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
+            plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
+        elif refs.scales_smem is not None:
+            # Where FP4 is beside it: nothing is copied in place of its scales.
+            plgpu.barrier_arrive(full)
+
+
+def _multiply(gemm, products, refs, warpgroup):
+    copied, done = jnp.int32(0), jnp.int32(0)
+    for product in products:
+        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done)
+        lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(product, jnp.int32(0)))
+        copied += product.tiles * gemm.tile_stages(product)
+        done += product.tiles
+    barriers.wait_for_last(refs.sums_empty, done)
+
+
+def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
+    """Leaves a warpgroup's sums of a tile in shared memory, and returns the next tile's FP8 scales.
+
+    Args:
+      gemm, product, refs: see `SkinnyGemm.run`.
+      warpgroup: number of the warpgroup.
+      copied: number of stages of the products before.
+      done: number of tiles of the products before.
+      tile: number of the tile.
+      scales: FP8's scales of this tile.
+    """
+
+    def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
+        if norm:
+            skinny_prologue.store_factors(norm[1], source_gmem, eps, warpgroup)
+        _meet(refs.inputs_ready)
+        columns = column + product.first_column, product.depth
+        arrays = refs.inputs_smem, source_gmem, rows, divisor
+        skinny_prologue.load_inputs(*arrays, *columns, warpgroup, product.layout, norm)
+        _meet(refs.inputs_ready)
+
+    product.load_inputs(tile, load)
+    next_scales = _load_scales(product, jnp.minimum(tile + 1, product.tiles - 1))
+    acc = _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales)
+    slot = lax.rem(done + tile, jnp.int32(gemm.slots))
+
+    @pl.when(done + tile >= gemm.slots)
+    def _():
+        plgpu.barrier_wait(refs.sums_empty.at[slot])
+
+    if gemm.places == 1:
+        _add_in_turn(refs, acc, warpgroup, slot)
+    else:
+        wgmma.put(refs.sums_smem.at[slot, warpgroup], acc)
+        plgpu.barrier_arrive(refs.sums_full.at[slot])
+    return next_scales
+
+
+def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
+    """Returns the sums of a tile over a warpgroup's steps. See `_multiply_tile`."""
+    layout, tile_stages = product.layout, gemm.tile_stages(product)
+    codes_smem = {ref.dtype: ref for ref in refs.codes_smem}[layout.dtype]
+    # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
+    first, count = warpgroup, tile_stages // MULTIPLIERS
+    scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
+    if tile_stages < MULTIPLIERS:
+        first = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
+        count = (first < tile_stages).astype(jnp.int32)
+
+    def add_stage(i, acc):
+        per_step = jnp.int32(gemm.stages_per_step)
+        step = (lax.div(i, per_step) * MULTIPLIERS + first) * per_step + lax.rem(i, per_step)
+        stage = lax.rem(copied + tile * tile_stages + step, jnp.int32(refs.stages))
+        plgpu.barrier_wait(refs.weights_full.at[stage])
+        operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
+        operands = codes_smem.at[stage], operand, refs.inputs_smem, step
+        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated)
+        _release(refs.weights_empty.at[stage])
+        return acc
+
+    return lax.fori_loop(0, count, add_stage, gemm.zeros())
+
+
+def _load_scales(product, tile):
+    """Returns FP8's scales of a tile."""
+    if product.layout.bits != 8:
+        return jnp.int32(0)
+    rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
+    first = lax.div(jnp.int32(product.first_column), SCALED)
+    return skinny_mma.load_scales(product.scales_gmem, rows, first)
+
+
+def _add_in_turn(refs, acc, warpgroup, slot):
+    """Adds up the sums of the multiplying warpgroups in one place, in their order."""
+    place, turn = refs.sums_smem.at[slot, 0], slot * (MULTIPLIERS - 1) + warpgroup
 
     @pl.when(warpgroup == 0)
     def _():
@@ -323,16 +356,34 @@ def _add_in_turn(place, acc, warpgroup, turns, turn, left):
 
     @pl.when(warpgroup > 0)
     def _():
-        plgpu.barrier_wait(turns.at[turn - 1])
+        plgpu.barrier_wait(refs.turns.at[turn - 1])
         wgmma.add_to(place, acc)
 
     @pl.when(warpgroup < MULTIPLIERS - 1)
     def _():
-        plgpu.barrier_arrive(turns.at[turn])
+        plgpu.barrier_arrive(refs.turns.at[turn])
 
     @pl.when(warpgroup == MULTIPLIERS - 1)
     def _():
-        plgpu.barrier_arrive(left)
+        plgpu.barrier_arrive(refs.sums_full.at[slot])
+
+
+def _finish_tiles(gemm, products, refs):
+    done = jnp.int32(0)
+    for product in products:
+        pl.loop(0, product.tiles)(functools.partial(_finish_tile, gemm, product, refs, done))
+        done += product.tiles
+
+
+def _finish_tile(gemm, product, refs, done, tile):
+    slot = lax.rem(done + tile, jnp.int32(gemm.slots))
+    plgpu.barrier_wait(refs.sums_full.at[slot])
+    total = gemm.zeros()
+    for i in range(gemm.places):
+        total = wgmma.add(total, refs.sums_smem.at[slot, i])
+    plgpu.barrier_arrive(refs.sums_empty.at[slot])
+    # The epilogues expect the scale of unpacked FP8 and FP4.
+    product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
 
 
 def _meet(barrier):
@@ -341,18 +392,12 @@ def _meet(barrier):
     plgpu.barrier_wait(barrier)
 
 
-def _scale_bytes(product):
-    """FP4's scales of a row that travel together."""
-    return min(SCALE_BYTES, product.depth // 32)
+@primitive
+def _release(barrier) -> None:
+    """Tells the loading warpgroup that a stage was read."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
-def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """The most segments of a step with which matrices, layout and columns, have a multiple of four steps.
-
-    Or, where one has too few columns, whole steps.
-    """
-    for together in (MULTIPLIERS, 1):
-        for n in (4, 2, 1):
-            if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
-                return n
-    raise ValueError(f"columns in multiples of a segment's are streamed, got {matrices}")
+# The values read are in registers and were used: no fence has to keep a bulk copy from passing them.
+_release.mosaic(lambda barrier: plgpu.barrier_arrive(barrier))

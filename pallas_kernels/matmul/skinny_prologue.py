@@ -1,4 +1,4 @@
-"""Inputs of few tokens on their way to shared memory, in the order in which `quantized_weights` unpacks weights."""
+"""The prologue of `skinny_gemm`: copies inputs to shared memory, in the order in which `skinny_mma` unpacks weights."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -7,7 +7,8 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.matmul.quantized_weights import COLUMNS, MULTIPLIERS, UNIT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import WeightLayout
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.mgpu.unpack import fp8_pairs, halves
@@ -15,30 +16,32 @@ from pallas_kernels.runtime.launch import primitive
 
 
 @primitive
-def store_factors(factors, source, eps: float, group: jax.Array) -> None:
-    """factors[n] = 1 / sqrt(mean(source[n]**2) + eps), by four warpgroups together; a barrier has to follow.
+def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -> None:
+    """Stores 1 / sqrt(mean(source[n]**2) + eps) for each row n; four warpgroups do it together.
+
+    A barrier has to follow.
 
     Args:
-      factors: [N] float32 in shared memory, N at least T.
-      source: [T, K] bfloat16 in global memory, K a multiple of 256.
-      eps: added to the mean square.
-      group: number of the warpgroup, 0 .. 3, a scalar.
+      factors_smem: [N] float32, N at least T.
+      source_gmem: [T, K] bfloat16, K a multiple of 256.
+      eps: term added to the mean square.
+      warpgroup: number of the warpgroup, 0 .. 3, a scalar.
     """
-    for n in range(source.shape[0]):
+    for n in range(source_gmem.shape[0]):
 
-        @pl.when(n % MULTIPLIERS == group)
+        @pl.when(n % MULTIPLIERS == warpgroup)
         def _(n=n):
-            row = source[n].astype(jnp.float32)
-            factors[n] = lax.rsqrt(jnp.mean(row * row) + eps)
+            row = source_gmem[n].astype(jnp.float32)
+            factors_smem[n] = lax.rsqrt(jnp.mean(row * row) + eps)
 
 
 @store_factors.mosaic
-def _(factors, source, eps, group):
-    tokens, columns = source.shape
+def _store_factors_mosaic(factors_smem, source_gmem, eps, warpgroup):
+    tokens, columns = source_gmem.shape
     warps = MULTIPLIERS * mlir.THREADS // mlir.WARP
 
-    def emit(factors, source, group):
-        warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(group)) * (warps // MULTIPLIERS)
+    def emit(factors, source, warpgroup):
+        warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(warpgroup)) * (warps // MULTIPLIERS)
         lane = thread_ops.lane()
 
         def add_row(i):
@@ -63,14 +66,14 @@ def _(factors, source, eps, group):
 
         thread_ops.loop(-(-tokens // warps), add_row)
 
-    mlir.inline(emit, factors, source, group)
+    mlir.inline(emit, factors_smem, source_gmem, warpgroup)
 
 
 _FETCH = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
 
 
 def _floats(words):
-    """The values of pairs of bfloat16."""
+    """Yields the values of pairs of bfloat16."""
     for word in map(U32, words):
         for half in (word << 16, word & 0xFFFF0000):
             yield thread_ops.as_float(half)
@@ -78,50 +81,59 @@ def _floats(words):
 
 @primitive
 def load_inputs(
-    inputs, source, rows, divisor: int, column, columns: int, group: jax.Array, layout: WeightLayout, norm: tuple = ()
+    inputs_smem,
+    source_gmem,
+    rows,
+    divisor: int,
+    column,
+    columns: int,
+    warpgroup: jax.Array,
+    layout: WeightLayout,
+    norm: tuple = (),
 ) -> None:
-    """Copies rows of inputs to shared memory, by four warpgroups together, in the order in which weights are unpacked.
+    """Copies rows of inputs to shared memory, in the order of unpacked weights; four warpgroups do it together.
 
     A barrier has to follow.
 
     Args:
-      inputs: [N / 8, units, 8, 32] bfloat16; a unit's values are in another order there on a GPU.
-      source: [.., width] bfloat16 in global memory, which this kernel may have written.
-      rows: [N] int32 in shared memory: row n of the inputs is row `rows[n] // divisor`; where negative, that of the
-        first. Or a number: that of rows, the first ones.
-      column: the first one, a multiple of 64.
-      columns: how many, a multiple of 128.
-      group: number of the warpgroup, 0 .. 3, a scalar.
-      layout: of the weights.
+      inputs_smem: [N / 8, units, 8, 32] bfloat16; on a GPU, the values of a unit are in another order.
+      source_gmem: [.., width] bfloat16, which this kernel may have written.
+      rows: [N] int32 in shared memory: input n is row `rows[n] // divisor`, or if negative, that of the first. Or the
+        number of rows, which are the first ones.
+      divisor: see `rows`.
+      column: first column, a multiple of 64.
+      columns: number of columns, a multiple of 128.
+      warpgroup: number of the warpgroup, 0 .. 3, a scalar.
+      layout: storage of the weights.
       norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is
         multiplied, factor first, before it is rounded.
     """
     units = columns // UNIT
     share = units // MULTIPLIERS
-    for n in range(rows if isinstance(rows, int) else inputs.shape[0] * COLUMNS):
+    for n in range(rows if isinstance(rows, int) else inputs_smem.shape[0] * COLUMNS):
         row = jnp.int32(n) if isinstance(rows, int) else jnp.where(rows[n] < 0, rows[0], rows[n])
-        values = source[lax.div(row, divisor), pl.ds(column, units * UNIT)]
+        values = source_gmem[lax.div(row, divisor), pl.ds(column, units * UNIT)]
         if norm:
             weight, factors = norm
             values = weight[pl.ds(column, units * UNIT)] * (values.astype(jnp.float32) * factors[n])
         values = values.astype(jnp.bfloat16).reshape(units, UNIT)
         for i in range(share):
-            unit = group * share + i
-            inputs[n // COLUMNS, unit, n % COLUMNS] = values[unit]
+            unit = warpgroup * share + i
+            inputs_smem[n // COLUMNS, unit, n % COLUMNS] = values[unit]
 
 
 @load_inputs.mosaic
-def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
-    tiles, units, _, _ = inputs.shape
+def _load_inputs_mosaic(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
+    tiles, units, _, _ = inputs_smem.shape
     eights, threads = columns // 8, MULTIPLIERS * mlir.THREADS
-    # Rows at once, in different threads, and in one thread: a norm takes registers.
+    # Rows that threads copy at once, and that one thread does: a norm takes registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
 
-    def emit(inputs, source, column, group, *more):
+    def emit(inputs, source, column, warpgroup, *more):
         table, norm_refs = more[: len(tables)], more[len(tables) :]
-        thread = U32(mlir.thread()) + U32(mlir.scalar(group)) * mlir.THREADS
+        thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * mlir.THREADS
         there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
         base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
 
@@ -137,7 +149,7 @@ def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
             return [mlir.ptx(code, *pair, results=mlir.int_type(), pure=True) for pair in pairs]
 
         def copy(n, row, eight):
-            """8 columns, which one thread of a product has; returns how to go on once they are there."""
+            """Loads 8 columns, those of one thread of a product; returns the function that stores them."""
             offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
             offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
             words = mlir.ptx(_FETCH, mlir.at(base, offset), results=[mlir.int_type()] * 4)
@@ -153,7 +165,7 @@ def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
             return U32(arith.cmpi(arith.CmpIPredicate.slt, row.value, mlir.i32(0))).where(first, row)
 
         def copy_columns(eight, line):
-            """A thread's columns of every `lines`th row, the last row maybe twice."""
+            """Copies a thread's columns of every `lines`th row, the last row maybe twice."""
 
             def copy_some(i):
                 numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
@@ -171,11 +183,11 @@ def _(inputs, source, rows, divisor, column, columns, group, layout, norm=()):
                     copy_columns(thread + first, U32(0))
 
     tables = [] if isinstance(rows, int) else [rows]
-    mlir.inline(emit, inputs, source, jnp.int32(column), group, *tables, *norm)
+    mlir.inline(emit, inputs_smem, source_gmem, jnp.int32(column), warpgroup, *tables, *norm)
 
 
 def _placed(eight, words, layout):
-    """(unit, thread of four, values) of the columns `8 * eight ..`, in the order of this thread's weights."""
+    """Returns the unit, the thread of four and the values of columns `8 * eight ..`, in the order of its weights."""
     if layout.bits == 4:
         # A word of eight codes: pairs of codes i and i + 4.
         pairs = [halves(words[i // 2], words[2 + i // 2], i % 2) for i in range(4)]

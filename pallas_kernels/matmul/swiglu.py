@@ -1,4 +1,4 @@
-"""SwiGLU with a limit, of sums of gate and up that are rounded to bfloat16 first, as linear maps are."""
+"""SwiGLU with a limit, of sums of gate and up projection that are rounded to bfloat16 first."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from pallas_kernels.mgpu import mlir
 
 
 def swiglu(sums: jax.Array, limit: float) -> jax.Array:
-    """[N, 32] float32 of sums [64, N] of gate and up, times 2**-32, that meet in a thread."""
+    """Returns [N, 32] float32 of 2**-32 times sums [64, N], whose gate and up rows meet in a thread."""
     sums = (sums * 2.0**SHIFT).reshape(ROWS // 16, 2, 8, -1)
     gate, up = (round_bfloat16(sums[:, half]).reshape(ROWS // 2, -1).T for half in range(2))
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
 def emit_swiglu(gate: ir.Value, up: ir.Value, limit: float) -> ir.Value:
-    """A value of `swiglu` from a thread's two sums."""
+    """Returns a value of `swiglu` from a thread's two sums."""
     low, high, f32 = mlir.f32(-limit), mlir.f32(limit), mlir.f32_type()
 
     def rounded(x):

@@ -1,9 +1,13 @@
-"""Waiting for the other threads of a warpgroup, the other warpgroups of a block and the other blocks of its cluster.
+"""Barriers over a warpgroup, a block and a cluster, by the hardware's own instructions.
 
-Interpreted blocks have no shared memory in common: kernels give them global memory instead, and barriers of Pallas.
+The blocks of an interpreted cluster share no memory: kernels give them global memory and a Pallas barrier instead.
 """
 
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import gpu, nvvm
 
@@ -11,9 +15,21 @@ from pallas_kernels.mgpu import mlir
 from pallas_kernels.runtime.launch import primitive
 
 
+def wait_for_last(ring, count: jax.Array) -> None:
+    """Waits for the last of `count` arrivals at a ring of barriers, of which each was waited for before it was reused.
+
+    The interpreter wants every arrival waited for, and no block may end before the others of its cluster have arrived.
+    """
+    size = ring.shape[0]
+
+    @pl.loop(jnp.maximum(count - size, 0), count)
+    def _(i):
+        plgpu.barrier_wait(ring.at[lax.rem(i, jnp.int32(size))])
+
+
 @primitive
 def sync_warpgroup() -> None:
-    """Waits for the warpgroup's other threads, before one of them arrives at a barrier of the cluster."""
+    """Waits for the warpgroup's other threads."""
 
 
 @sync_warpgroup.mosaic
@@ -23,7 +39,7 @@ def _():
 
 @primitive
 def sync_block(barrier) -> None:
-    """Waits for all threads of the block; `barrier`: interpreted, one at which every warpgroup arrives."""
+    """Waits for all threads of the block; the interpreter uses `barrier`, at which every warpgroup arrives."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
@@ -33,7 +49,7 @@ sync_block.mosaic(lambda barrier: mlir.inline(gpu.barrier))
 
 @primitive
 def arrive_cluster(barrier) -> None:
-    """Publishes this thread's writes to threads that call `wait_cluster`; the interpreter uses `barrier`, or None."""
+    """Publishes this thread's writes to threads that call `wait_cluster`; the interpreter uses `barrier` if given."""
     if barrier is not None:
         plgpu.barrier_arrive(barrier)
 
@@ -45,7 +61,7 @@ def _(barrier):
 
 @primitive
 def wait_cluster(barrier) -> None:
-    """Waits until all threads of the cluster arrived."""
+    """Waits until all threads of the cluster have arrived."""
     if barrier is not None:
         plgpu.barrier_wait(barrier)
 

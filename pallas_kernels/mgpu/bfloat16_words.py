@@ -1,4 +1,4 @@
-"""Words of two bfloat16, four at a time, and products of them, for code that is written for one thread."""
+"""Pairs of bfloat16 in 32-bit words: loads, stores, conversions and products, in code for one thread."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 
 
-PARTS = 3  # bfloat16 of a float32
+PARTS = 3  # bfloat16 terms whose sum is a float32
 
 
 def load_four(pointer: Any) -> list[U32]:
-    """16 bytes of global memory that the kernel does not write."""
+    """Loads 16 bytes of global memory that the kernel does not write."""
     code = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
     return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
 
 
 def load_pair(pointer: Any) -> list[U32]:
-    """8 bytes of such memory."""
+    """Loads 8 bytes of global memory that the kernel does not write."""
     return [U32(x) for x in mlir.ptx("ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer, results=[mlir.int_type()] * 2)]
 
 
@@ -34,18 +34,18 @@ def store_shared(address: U32, four: Sequence[U32]) -> None:
 
 
 def unpack(word: U32) -> list[Any]:
-    """A word's two bfloat16 as MLIR float32."""
+    """Returns a word's two bfloat16 as MLIR float32."""
     return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
 
 
 def pack(low: Any, high: Any) -> U32:
-    """Two MLIR float32, rounded to a word of two bfloat16."""
+    """Rounds two MLIR float32 to a word of two bfloat16."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
     return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
 
 
 def split(four: Sequence[U32]) -> Iterator[list[U32]]:
-    """The high, middle and low parts of the bits of four float32, each two words: exact as their sum."""
+    """Yields the high, middle and low bfloat16 terms of four float32, two words each; their sum is exact."""
     rest = [thread_ops.as_float(x) for x in four]
     for _ in range(PARTS):
         both = [pack(*rest[i : i + 2]) for i in (0, 2)]
@@ -55,11 +55,14 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 
 
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32]) -> list[Any]:
-    """acc [16, 8] float32 + a [16, 16] @ b [16, 8]: the four values, four words and two words of one lane.
+    """Returns acc [16, 8] float32 + a [16, 16] @ b [16, 8], of bfloat16, as the fragments of one lane.
 
-    Lane 4 * i + j has columns 2 * j and 2 * j + 1 of the sum, in row i and then in row i + 8; rows i and i + 8 of a, of
-    which it has four terms, in the order (row i, row i + 8) of the first two, then of the last two; and column i of b.
-    Which four of the 16 terms it has does not matter as long as it is the same ones of both.
+    Which four of the 16 terms a lane holds does not matter, as long as a and b agree.
+
+    Args:
+      acc: the four values of lane 4 * i + j: columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
+      a: four words of two terms each: the first two terms of row i and of row i + 8, then the last two terms.
+      b: two words: the same four terms of column i.
     """
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

@@ -1,6 +1,6 @@
-"""Rows of global memory on their way to shared memory, copied by the threads that read them back (`cp.async`).
+"""Asynchronous copies (`cp.async`) of rows from global to shared memory, by the threads that read them back.
 
-A vector lies over a warpgroup as in `vectors`.
+Vectors lie over a warpgroup as in `vectors`.
 """
 
 from typing import Any
@@ -19,10 +19,15 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int = 0, other=None) -> None:
-    """Starts to copy row `row + below` of `source` [.., width] to `target` [size] in shared memory, float32.
+    """Starts to copy a part of row `row + below` to shared memory; each thread copies the values that it reads back.
 
-    Every thread copies exactly what it reads back, `size / 128` values from its `column` [128] int32 on. With `other`,
-    a negative row is row -1 - row of that array, and `below` is 0.
+    Args:
+      target: [size] float32 in shared memory.
+      source: [.., width] float32 in global memory.
+      row: int32 scalar.
+      column: [128] int32, the first of the `size / 128` consecutive columns that each thread copies.
+      below: added to the row.
+      other: optional array like `source`. If given, a negative `row` means row `-1 - row` of it, and `below` is 0.
     """
     held = target.shape[0] // THREADS
     columns = jnp.repeat(column, held) + jnp.tile(lax.iota(jnp.int32, held), THREADS)
@@ -34,7 +39,7 @@ def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int 
 
 
 @start_copy.mosaic
-def _(target, source, row, column, *, below=0, other=None):
+def _start_copy_mosaic(target, source, row, column, *, below=0, other=None):
     held = target.shape[0] // THREADS
 
     def emit(target, row, column, source, other=None):
@@ -57,11 +62,16 @@ def _(target, source, row, column, *, below=0, other=None):
 
 @primitive
 def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
-    """Starts to copy rows to shared memory, [rows * size] float32, rows a multiple of 4, from `column` of each row on.
+    """Starts to copy rows, `size` columns of each, to shared memory.
 
-    After `wait_copies` and `sync_warp` a warp may read its columns of them. `pieces` are (array [.., width] float32 in
-    global memory, row, begin) with int32 scalars: rows r >= begin of the target are rows `row + r` of the array, up to
-    those of the next piece.
+    After `wait_copies` and `sync_warp` a warp may read its own columns of the rows.
+
+    Args:
+      target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
+      pieces: (array [.., width] float32 in global memory, row, begin), with int32 scalars. From target row `begin` to
+        the next piece's `begin`, target row r is row `row + r` of the array.
+      column: int32 scalar, the first column.
+      size: number of columns.
     """
 
     def read(r, pieces):
@@ -74,9 +84,9 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
 
 
 @start_rows.mosaic
-def _(target, pieces, *, column, size):
+def _start_rows_mosaic(target, pieces, *, column, size):
     rows, held = target.shape[0] // size, size // THREADS
-    # A thread copies 4 values, and has `held`: a warp's columns are 8 * held threads wide, and 4 / held rows high.
+    # A thread copies 4 values at once, but reads `held` of a row: 8 * held threads of a warp copy one of 4 / held rows.
     wide, high = 8 * held, 4 // held
 
     def emit(target, column, *operands):
@@ -107,7 +117,7 @@ def _(target, pieces, *, column, size):
 
 @primitive
 def commit_copies() -> None:
-    """Makes one group of all copies that this thread started since the last."""
+    """Makes one group of the copies that this thread started since its last group."""
 
 
 commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
@@ -115,7 +125,7 @@ commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
 
 @primitive
 def wait_copies(pending: int) -> None:
-    """Waits for the copies that this thread started, but for the last `pending` groups of them."""
+    """Waits for all groups of copies of this thread but the last `pending` ones."""
 
 
 @wait_copies.mosaic
@@ -125,7 +135,7 @@ def _(pending):
 
 @primitive
 def sync_warp() -> None:
-    """Waits for the warp's threads, which costs next to nothing: loads and copies stay on their side of it."""
+    """Waits for the warp's threads; compilers move no load or copy across it."""
 
 
 sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))

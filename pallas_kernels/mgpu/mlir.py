@@ -1,8 +1,8 @@
-"""What kernels need to emit MLIR and PTX by hand: constants, pointers, thread numbers, inline code, register arrays.
+"""Inline MLIR and PTX in Pallas kernels.
 
 Pallas has no operation for some instructions (shuffles, loads with a cache hint, stores to another block of a cluster).
 `inline` puts code that emits MLIR for one thread into a kernel, and turns its results into Pallas arrays. The other
-functions are for use within such code.
+functions are called within such code.
 """
 
 import math
@@ -17,20 +17,21 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 
-WARP = 32  # threads
-THREADS = 128  # of a warpgroup, which is what Pallas calls a thread
+WARP = 32  # threads of a warp
+THREADS = 128  # threads of a warpgroup, which Pallas calls a thread
 
 
 def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None, returns: Any = None) -> Any:
-    """Puts code that `emit` writes in MLIR for one thread into a Pallas kernel; returns an array for each result.
+    """Puts the MLIR that `emit` writes for one thread into a Pallas kernel; returns an array for each result.
 
     Args:
-      emit: is called with a memref for each reference and a `FragmentedArray` for each array (see `scalar` and
-        `values`). It returns a result for each of `returns`: an MLIR scalar for shape (), otherwise this thread's part
-        of the array in the order of its layout, as a list of registers (MLIR vectors) or of MLIR scalars.
+      emit: a function of a memref for each reference and a `FragmentedArray` for each array (see `scalar` and
+        `values`). It returns a result for each of `returns`: an MLIR scalar for shape (), otherwise the values of the
+        array that this thread holds, in the layout's order, as a list of registers (MLIR vectors) or MLIR scalars.
       args: references and arrays, or pairs (reference or array, its `plgpu.RefType` or layout).
-      layout: shape -> layout, of arrays for which none is given. Scalars are the same in all threads (WG_SPLAT).
-      returns: None, or one or a tuple of objects with a `shape`, a `dtype` and, for one without `layout`'s, a `layout`.
+      layout: shape -> layout, the default for arrays. Scalars are the same in all threads (WG_SPLAT).
+      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. Objects whose layout is not the
+        default are `plgpu.ShapeDtypeStruct`.
     """
 
     def layout_of(shape):
@@ -58,7 +59,7 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
 
 
 def _array(parts, kind):
-    """The register array of what a thread holds."""
+    """Returns the `FragmentedArray` of the values that a thread holds."""
     signed = mgpu.utils.is_signed(kind.dtype)
     if not kind.shape:
         return mgpu.FragmentedArray.splat(parts, (), is_signed=signed)
@@ -80,11 +81,18 @@ def ptx(
     pure: bool = False,
     convergent: bool | None = None,
 ) -> Any:
-    """PTX instructions; returns an MLIR value if `results` is a type, a list if it is a sequence of types.
+    """Emits PTX instructions.
 
-    In `code`, `$0`, `$1`, ... are the results, then the operands (MLIR integers, floats and pointers), then `in_out`,
-    what the first results hold before. `pure`: they depend on their operands alone, so that the compiler may move,
-    merge and drop them. `convergent`: it must not change which threads execute them together; by default if not pure.
+    Args:
+      code: the instructions. `$0`, `$1`, ... are the results, then the operands, then `in_out`.
+      operands: MLIR integers, floats and pointers.
+      results: an MLIR type, or a sequence of types.
+      in_out: values that the first results hold before the instructions.
+      pure: whether the results depend on the operands alone, so that compilers may move, merge and drop the code.
+      convergent: whether compilers must keep the set of threads that execute the code together; default `not pure`.
+
+    Returns:
+      An MLIR value, or a list of values if `results` is a sequence.
     """
     types = [results] if isinstance(results, ir.Type) else list(results)
     match types:
@@ -125,7 +133,7 @@ def vector_type(length: int, element: Any) -> Any:
 
 
 def i32(value: int) -> Any:
-    """A 32-bit constant, given as a signed or an unsigned number."""
+    """Returns a 32-bit constant of a signed or an unsigned number."""
     return constant(value - (1 << 32) if value >= 1 << 31 else value, int_type())
 
 
@@ -138,23 +146,23 @@ def f32(value: float) -> Any:
 
 
 def index(value: int) -> Any:
-    """A constant to index with."""
+    """Returns a constant of MLIR's index type."""
     return constant(value, ir.IndexType.get())
 
 
 def constant(value: int | float, kind: Any) -> Any:
-    """A constant of an MLIR type."""
+    """Returns a constant of an MLIR type."""
     return mgpu.utils.c(value, kind)
 
 
 def to_i64(x: Any) -> Any:
-    """A signed integer, or an index, as a 64-bit one."""
+    """Converts a signed integer or an index to 64 bits."""
     kind = int_type(64)
     return arith.index_cast(kind, x) if isinstance(x.type, ir.IndexType) else arith.extsi(kind, x)
 
 
 def values(x: Any) -> list[Any]:
-    """The MLIR scalars that this thread holds of a `FragmentedArray`, or those of one register."""
+    """Returns the MLIR scalars of a register, or all that this thread holds of a `FragmentedArray`."""
     if isinstance(x, mgpu.FragmentedArray):
         return [value for register in x.registers.flat for value in values(register)]
     if not isinstance(x.type, ir.VectorType):
@@ -163,33 +171,33 @@ def values(x: Any) -> list[Any]:
 
 
 def scalar(x: Any) -> Any:
-    """The only MLIR scalar that this thread holds of a `FragmentedArray`, or that of one register."""
+    """Returns the only MLIR scalar of a register, or that this thread holds of a `FragmentedArray`."""
     (value,) = values(x)
     return value
 
 
 def pack(scalars: Iterable[Any]) -> Any:
-    """A register of MLIR scalars."""
+    """Packs MLIR scalars into a register."""
     scalars = list(scalars)
     return vector.from_elements(vector_type(len(scalars), scalars[0].type), scalars)
 
 
 def thread(bits: int = 32) -> Any:
-    """This thread's number in its warpgroup, as an integer of 32 or 64 bits."""
+    """Returns this thread's number in its warpgroup, as an integer of 32 or 64 bits."""
     kind = int_type(bits)
     return arith.remui(arith.index_cast(kind, gpu.thread_id(gpu.Dimension.x)), constant(THREADS, kind))
 
 
 def global_pointer(ref: Any) -> Any:
-    """A pointer to a reference to global memory."""
+    """Returns a pointer to a reference to global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), shared_pointer(ref))
 
 
 def shared_pointer(ref: Any) -> Any:
-    """A pointer to a reference to shared memory."""
+    """Returns a pointer to a reference to shared memory."""
     return mgpu.utils.memref_ptr(ref)
 
 
 def at(pointer: Any, offset: Any, element: Any = None) -> Any:
-    """A pointer `offset` bytes, or `offset` elements of an MLIR type, further on; an MLIR integer or an int."""
+    """Returns a pointer moved by `offset`, an int or an MLIR integer, in bytes or in elements of an MLIR type."""
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)

@@ -1,7 +1,7 @@
-"""Unsigned 32-bit integers of one thread, with Python's operators, and instructions on them.
+"""Code for one thread: unsigned 32-bit integers with Python's operators, and instructions on them.
 
-For code that is written for one thread and put into a kernel by `inline`: addresses in shared memory, atomics,
-shuffles, barriers, and the shared memory of other blocks of the cluster.
+The instructions cover shared memory and its atomics, shuffles, barriers, and the shared memory of the cluster's other
+blocks. `inline` puts such code into a kernel.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def _comparison(predicate: str) -> "Callable[[U32, U32 | int], U32]":
 
 
 class U32:
-    """An unsigned 32-bit integer, or a condition (one bit), that the kernel computes."""
+    """An unsigned 32-bit integer, or a condition of one bit, that the kernel computes."""
 
     def __init__(self, value: "U32 | int | Any"):
         if isinstance(value, U32):
@@ -42,16 +42,19 @@ class U32:
     equals, minimum, maximum = _comparison("eq"), _operator(arith.minui), _operator(arith.maxui)
 
     def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
-        """`yes` where this condition holds, else `no`."""
+        """Returns `yes` if this condition holds, else `no`."""
         return U32(arith.select(self.value, U32(yes).value, U32(no).value))
 
 
 def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = None) -> Any:
-    """`mlir_helpers.inline` with U32, for references and arrays of 128 values or a multiple of 512.
+    """Puts code for one thread into a kernel, as `mlir.inline` does, with U32 for integers.
 
-    `emit` is called with references as they are, with scalars and arrays [128] as a U32, bools as 0 or 1, and with this
-    thread's part of other arrays as a list of MLIR values. It returns None, a U32, which is int32[128] to the
-    warpgroup, or such a list, whose values each thread gets back; their order in the array is unspecified.
+    Args:
+      emit: a function of a memref for each reference, a U32 for each scalar and array [128], and a list of this
+        thread's MLIR values for each other array. It returns None, a U32, or such a list.
+      args: references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
+      returns: shape and dtype of the result: int32[128] for a U32. The order in which the values of a list lie in the
+        array is unspecified, but a thread that gets the array as an argument finds its own values in the list's order.
     """
 
     def unpacked(arg):
@@ -69,22 +72,22 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
 
 
 def vector_layout(shape: tuple[int, ...]) -> Any:
-    """How `inline`'s arrays lie over the threads."""
+    """Returns the register layout of `inline`'s arrays."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 
 def ptx(code: str, *args: U32 | int) -> U32:
-    """The result `$0` of instructions on `args`, `$1` and so on; they may read memory."""
+    """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; they may read memory."""
     return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type()))
 
 
 def pure(code: str, *args: U32 | int) -> U32:
-    """As `ptx`, of instructions whose result depends on `args` alone."""
+    """Returns the result of instructions, as `ptx` does, that depends on `args` alone."""
     return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=True))
 
 
 def ptx_effect(code: str, *args: U32 | int) -> None:
-    """Instructions without a result on `args`, `$0` and so on."""
+    """Emits instructions without a result on `args`, which are `$0`, `$1`, ..."""
     mlir.ptx(code, *(U32(x).value for x in args))
 
 
@@ -92,17 +95,17 @@ def ptx_effect(code: str, *args: U32 | int) -> None:
 
 
 def thread() -> U32:
-    """This thread's number in its block."""
+    """Returns this thread's number in its block."""
     return U32(nvvm.read_ptx_sreg_tid_x(results=[mlir.int_type()]))
 
 
 def lane() -> U32:
-    """This thread's number in its warp."""
+    """Returns this thread's number in its warp."""
     return thread() & 31
 
 
 def warp() -> U32:
-    """This warp's number in its block, known to be uniform; all lanes have to ask for it."""
+    """Returns this warp's number in its block, as a uniform value; all lanes have to call it."""
     return U32(mgpu.utils.warp_idx())
 
 
@@ -111,13 +114,13 @@ def warp() -> U32:
 
 @contextlib.contextmanager
 def when(condition: U32) -> Iterator[None]:
-    """What is emitted within it runs where the condition holds."""
+    """Makes the code emitted within it run only where the condition holds."""
     with mgpu.utils.when(condition.value):
         yield
 
 
 def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: U32) -> list[U32]:
-    """`carried = body(i, *carried)` for i = 0 .. count - 1; returns the last carried values."""
+    """Repeats `carried = body(i, *carried)` for i = 0 .. count - 1; returns the last carried values."""
     start, stop, step = (U32(x).value for x in (0, count, 1))
     for_op: Any = scf.ForOp(start, stop, step, [x.value for x in carried])
     with ir.InsertionPoint(for_op.body):
@@ -126,8 +129,19 @@ def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: 
     return [U32(result) for result in for_op.results]
 
 
+def for_each(total: int, visit: Callable[[U32], None]) -> None:
+    """Calls `visit` for 0 .. total - 1, of which each thread of the warpgroup takes every 128th."""
+    own = U32(mlir.thread())
+    for first in range(0, total, mlir.THREADS):
+        if first + mlir.THREADS <= total:
+            visit(own + first)
+        else:
+            with when(own + first < total):
+                visit(own + first)
+
+
 def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Sequence[Any]]) -> list[Any]:
-    """MLIR values, replaced by `others()` where the condition holds."""
+    """Returns `others()` if the condition holds, else `values`; both are MLIR values."""
     branch: Any = scf.IfOp(condition.value, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(others())
@@ -154,13 +168,13 @@ def cluster_wait() -> None:
 
 
 def shared(ref: Any, offset: U32 | int = 0) -> U32:
-    """The address of 32-bit word `offset` of a reference in shared memory."""
+    """Returns the address of 32-bit word `offset` of a reference to shared memory."""
     base = U32(llvm.ptrtoint(mlir.int_type(), mlir.shared_pointer(ref)))
     return base + (offset << 2)
 
 
 def peer(address: U32, block: U32 | int) -> U32:
-    """The address of the same place in the shared memory of another block of the cluster."""
+    """Returns the address of the same place in the shared memory of another block of the cluster."""
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, block)
 
 
@@ -169,7 +183,7 @@ def load(address: U32) -> U32:
 
 
 def load_vector(address: U32) -> list[U32]:
-    """Four values from a multiple of 16 bytes on."""
+    """Loads four values, from a multiple of 16 bytes on."""
     code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
     return [U32(x) for x in mlir.ptx(code, address.value, results=[mlir.int_type()] * 4)]
 
@@ -179,7 +193,7 @@ def store(address: U32, value: U32 | int) -> None:
 
 
 def store_vector(address: U32, values: Sequence[U32]) -> None:
-    """Stores four values from a multiple of 16 bytes on."""
+    """Stores four values, from a multiple of 16 bytes on."""
     ptx_effect("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
@@ -188,7 +202,7 @@ def store_peer(address: U32, value: U32) -> None:
 
 
 def fetch_add(address: U32, value: U32 | int) -> U32:
-    """Adds atomically; returns what was there."""
+    """Adds atomically; returns the value before."""
     return ptx("atom.shared.add.u32 $0, [$1], $2;", address, value)
 
 
@@ -205,8 +219,13 @@ def set_bits(address: U32, bits: U32) -> None:
     ptx_effect("red.shared.or.b32 [$0], $1;", address, bits)
 
 
+def element(ref: Any, index: U32, size: int) -> Any:
+    """A pointer to element `index`, below 2**31, of a contiguous reference in global memory, of `size` bytes each."""
+    return mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
+
+
 def load_global(ref: Any, index: U32) -> U32:
-    """Element `index` of a contiguous reference to 32-bit values in global memory."""
+    """Loads element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
     return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", U32(base), index)
 
@@ -226,32 +245,32 @@ def count_bits(x: U32) -> U32:
 
 
 def lowest_bit(x: U32) -> U32:
-    """The number of the lowest bit that is set; 32 if none is."""
+    """Returns the number of the lowest bit that is set, or 32 if none is."""
     return ptx("{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", x)
 
 
 def highest_bit(x: U32) -> U32:
-    """x with only its highest set bit left; 0 for 0."""
+    """Clears all bits of x but the highest one that is set."""
     return ptx("{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }", x)
 
 
 def warp_sum(x: U32) -> U32:
-    """The sum over the lanes of the warp."""
+    """Returns the sum over the lanes of the warp."""
     return ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x)
 
 
 def warp_min(x: U32) -> U32:
-    """The least over the lanes of the warp."""
+    """Returns the minimum over the lanes of the warp."""
     return ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", x)
 
 
 def warp_max(x: U32) -> U32:
-    """The largest over the lanes of the warp."""
+    """Returns the maximum over the lanes of the warp."""
     return ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", x)
 
 
 def warp_prefix_sum(x: U32) -> U32:
-    """The sum over the lanes up to this one, itself included."""
+    """Returns the sum over the lanes up to this one, itself included."""
     code = """{ .reg .pred p; .reg .b32 r; shfl.sync.up.b32 r|p, $1, $2, 0, 0xffffffff; @!p mov.b32 r, 0;
         add.u32 $0, r, $1; }"""
     for distance in (1, 2, 4, 8, 16):
@@ -260,9 +279,12 @@ def warp_prefix_sum(x: U32) -> U32:
 
 
 def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
-    """(the sum over threads before this one, the sum over all); synchronises the block, of at most 32 warps.
+    """Returns the sum over the threads before this one, and the sum over all; synchronises the block.
 
-    `scratch`: address of 32 bits for each warp, which no thread reads or writes until the next synchronisation.
+    Args:
+      x: this thread's term.
+      scratch: address of 32 bits for each warp, which no thread accesses until the next synchronisation.
+      warps: number of warps of the block, at most 32.
     """
     up_to, own_warp = warp_prefix_sum(x), warp()
     with when(lane().equals(31)):
@@ -277,22 +299,30 @@ def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
 
 
 def bits(value: Any) -> U32:
-    """The bits of an MLIR float32."""
+    """Returns the bits of an MLIR float32."""
     return U32(arith.bitcast(mlir.int_type(), value))
 
 
 def as_float(x: U32) -> Any:
-    """The MLIR float32 of these bits."""
+    """Returns the MLIR float32 with these bits."""
     return arith.bitcast(mlir.f32_type(), x.value)
 
 
 def fma(x: Any, y: Any, z: Any) -> Any:
-    """x * y + z of MLIR float32, rounded once."""
+    """Returns x * y + z of MLIR float32, rounded once."""
     return math.fma(x, y, z)
 
 
+def sum_lanes(x: Any, lanes: int = 32) -> Any:
+    """The sum of an MLIR float32 over each group of `lanes` consecutive lanes, in all of them."""
+    while lanes > 1:
+        lanes //= 2
+        x = arith.addf(x, mgpu.utils.shfl_bfly(x, lanes))
+    return x
+
+
 def lane_sums(terms: Sequence[Any]) -> U32:
-    """The bits of the warp's sum of term i, in lane i; 32 MLIR float32, or None for nothing (the sum is 0)."""
+    """Returns in lane i the bits of the warp's sum of term i, for 32 terms: MLIR float32, or None for 0."""
     terms = list(terms)
     while len(terms) > 1:
         half = len(terms) // 2

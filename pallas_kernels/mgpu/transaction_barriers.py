@@ -1,8 +1,8 @@
-"""Barriers of a block that also count the bytes which other blocks of its cluster send into its shared memory.
+"""Barriers that count the bytes which other blocks of the cluster store in this block's shared memory (`mbarrier`).
 
-A phase ends when all threads of one warpgroup have arrived, and as many bytes as they announced have come, which may be
-before that. Nobody waits for the bytes to leave. Pallas's barriers cannot be used for it, because they do not tell
-their addresses; and interpreted blocks have no shared memory in common, so that these are for the GPU alone.
+A phase ends when all threads of one warpgroup have arrived and the bytes that they announced have come. Bytes may come
+before the arrivals. The sender does not wait. Pallas's barriers do not disclose their addresses, which a sender needs.
+For GPUs alone: interpreted blocks share no memory.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,19 @@ from pallas_kernels.mgpu.thread_ops import U32
 
 
 def scratch_type(count: int) -> Any:
-    """What to allocate for so many barriers: [count, 2] int32, each of them 8 bytes."""
+    """Returns the scratch type of `count` barriers: [count, 2] int32, 8 bytes each."""
     return plgpu.SMEM((count, 2), jnp.int32)
 
 
 def start(barriers) -> None:
-    """Makes barriers [count, 2] int32 ready. All warpgroups call it, and `barriers.wait_cluster` before they use
-    one."""
+    """Initializes barriers [count, 2] int32. All warpgroups call it, and then `barriers.wait_cluster`."""
 
     def emit(barriers):
-        # A predicate, not a branch: the warps stay together for what is `aligned`.
+        # A predicate rather than a branch keeps the warps together, as the `aligned` instruction below requires.
         init = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], {THREADS}; }}"
         for i in range(count):
             thread_ops.ptx_effect(init, thread_ops.shared(barriers, 2 * i), thread_ops.thread())
-        # This fence is what a relaxed arrival needs, and nothing else has been written.
+        # A relaxed arrival suffices after this fence: nothing but the barriers has been written.
         thread_ops.ptx_effect("fence.mbarrier_init.release.cluster;")
         thread_ops.ptx_effect("barrier.cluster.arrive.relaxed.aligned;")
 
@@ -41,7 +40,7 @@ def start(barriers) -> None:
 
 
 def arrive(barrier, expected: jax.Array | int) -> None:
-    """A warpgroup's arrival at a barrier [2] int32; in this phase `expected` bytes come for each of its threads."""
+    """Arrives at a barrier [2] int32 and announces `expected` bytes for each thread of the warpgroup."""
     code = "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;"
 
     def emit(barrier, expected):
@@ -51,7 +50,7 @@ def arrive(barrier, expected: jax.Array | int) -> None:
 
 
 def wait(barrier, parity: jax.Array) -> None:
-    """Waits for the end of a phase of a barrier [2] int32: of the first, third, .. if `parity`, an int32, is 0."""
+    """Waits until a phase of a barrier [2] int32 ends: an even phase (the first is 0) if `parity`, an int32, is 0."""
     code = """{ .reg .pred ended;
         again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [$0], $1;
         @!ended bra again; }"""
@@ -63,9 +62,12 @@ def wait(barrier, parity: jax.Array) -> None:
 
 
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
-    """Stores one, two or four MLIR values of 32 bits in another block, on whose barrier they count when they are there.
+    """Stores one, two or four MLIR values of 32 bits in another block, whose barrier counts them. Within `inline`.
 
-    Within `inline`. Both addresses are from `thread_ops.peer`, that of the values a multiple of their size.
+    Args:
+      address: where to store them, from `thread_ops.peer`, a multiple of their size.
+      values: the values.
+      barrier: the barrier's address, from `thread_ops.peer`.
     """
     places = ", ".join(f"${i + 1}" for i in range(len(values)))
     vector, places = (f".v{len(values)}", f"{{{places}}}") if len(values) > 1 else ("", places)
@@ -74,7 +76,7 @@ def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
 
 
 def put(x: jax.Array, target, block: int, barrier) -> None:
-    """Sends a vector x [size] to `target` [size] in a block of the cluster, on whose barrier [2] int32 it counts."""
+    """Stores a vector x [size] in `target` [size] of a block of the cluster, whose barrier [2] int32 counts it."""
 
     def emit(x, target, barrier):
         own = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)

@@ -1,6 +1,6 @@
-"""Vectors over a warpgroup: thread t holds values `n*t .. n*t + n - 1` of [128 * n], n = 1, 2 or 4.
+"""Operations on vectors over a warpgroup that Mosaic lacks: exchanges between threads, partial loads and stores.
 
-Primitives that Mosaic has no operation for: exchanges between threads, and loads and stores of part of a row.
+Thread t holds values n * t .. n * t + n - 1 of a vector [128 * n], n = 1, 2 or 4.
 """
 
 import functools
@@ -19,11 +19,11 @@ from pallas_kernels.mgpu.mlir import THREADS as THREADS, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
-SLICE = 64  # a thread's channels in `store_channels` begin at a multiple of so many
+SLICE = 64  # `store_channels` stores from a multiple of this channel on
 
 
 def layout(size: int):
-    """The layout of a vector of `size` = 128, 256 or 512 values."""
+    """Returns the layout of a vector of `size` = 128, 256 or 512 values."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS)
 
 
@@ -31,26 +31,29 @@ inline = functools.partial(mlir.inline, layout=lambda shape: layout(*shape))
 
 
 def load(ref) -> jax.Array:
-    """All of a [size] reference."""
+    """Loads a [size] reference."""
     return plgpu.load(ref, layout=layout(ref.shape[0]), optimized=False)
 
 
 def channels(size: int) -> jax.Array:
-    """0 .. size - 1."""
+    """Returns the numbers 0 .. size - 1."""
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout(size))
 
 
 @primitive
 def exchange(x: jax.Array, distance: int, scratch) -> jax.Array:
-    """x [size] of a 32-bit type: at every channel c the value of channel `c ^ distance`, a power of two below size.
+    """Returns at every channel c the value of channel `c ^ distance`.
 
-    `scratch`: [size] float32 shared memory of this warpgroup, for exchanges between warps: distances from size / 4.
+    Args:
+      x: [size] of a 32-bit type.
+      distance: a power of two below size.
+      scratch: [size] float32 in shared memory, for this warpgroup alone; used for distances of size / 4 or more.
     """
     return x[lax.iota(jnp.int32, x.shape[0]) ^ distance]
 
 
 @exchange.mosaic
-def _(x, distance, scratch):
+def _exchange_mosaic(x, distance, scratch):
     held = x.shape[0] // THREADS
 
     def in_thread(x):
@@ -73,7 +76,15 @@ def _(x, distance, scratch):
 
 
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
-    """x combined with its exchanges at distances first, first / 2, ..., last: the same value throughout each block."""
+    """Reduces blocks of 2 * first / last strided channels of x; every channel of a block gets the result.
+
+    Args:
+      combine: a function of two arrays, such as `jnp.maximum`.
+      x: [size] of a 32-bit type.
+      first: the largest distance of an exchange, a power of two.
+      last: the smallest distance, a power of two.
+      scratch: as in `exchange`.
+    """
     distance = first
     while distance >= last:
         x = combine(x, exchange(x, distance, scratch))
@@ -83,12 +94,12 @@ def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Arra
 
 @primitive
 def take(ref, index: jax.Array) -> jax.Array:
-    """[size] of `ref[index]`, zero where the index is negative; `ref` [n] of 32-bit values in global memory."""
+    """Gathers `ref[index]` of a reference [n] to 32-bit values in global memory; zero where the index is negative."""
     return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
 
 
 @take.mosaic
-def _(ref, index):
+def _take_mosaic(ref, index):
     def emit(ref, index):
         element = ref.type.element_type
 
@@ -105,7 +116,7 @@ def _(ref, index):
 
 @primitive
 def load_repeated(ref, size: int) -> jax.Array:
-    """[size] with `ref` [n], float32 in shared memory, over and over; n a multiple of what a thread holds."""
+    """Loads `ref` [n], float32 in shared memory, and repeats it to [size]; n is a multiple of size / 128."""
     return jnp.tile(ref[...], size // ref.shape[0])
 
 
@@ -122,9 +133,13 @@ def _(ref, size):
 
 @primitive
 def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> None:
-    """`ref[i] = x` where the channel is `every * i`, for every i of `ref` [n] in global memory.
+    """Stores `ref[i] = x[j]` where `channel[j] == every * i`.
 
-    `channel`: [size] int32, consecutive, the first a multiple of 64. x: [size], equal where a channel is equal.
+    Args:
+      ref: [n] in global memory.
+      x: [size].
+      channel: [size] int32, consecutive numbers, the first a multiple of 64.
+      every: stride of the stored channels.
     """
     n = ref.shape[0]
     for at in range(0, x.shape[0], SLICE):
@@ -137,7 +152,7 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
 
 
 @store_channels.mosaic
-def _(ref, x, channel, *, every=1):
+def _store_channels_mosaic(ref, x, channel, *, every=1):
     end = ref.shape[0] * every
 
     def emit(ref, x, channel):
@@ -146,7 +161,7 @@ def _(ref, x, channel, *, every=1):
         register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
         width = held if every == 1 else 1
         for i in range(0, held, max(width, min(every, held))):
-            # Unsigned: channels before the first lie far past the end.
+            # Compares unsigned numbers: negative channels lie past the end.
             inside = arith.cmpi(arith.CmpIPredicate.ult, numbers[i], mlir.i32(end))
             if every > held:
                 phase = arith.remui(numbers[i], mlir.i32(every))
@@ -165,7 +180,7 @@ def _(ref, x, channel, *, every=1):
 
 @primitive
 def thread() -> jax.Array:
-    """[128] int32, the threads 0 .. 127 of a warpgroup, read anew by each call: not kept in registers across loops."""
+    """Returns the threads' numbers in the warpgroup, [128] int32, read anew to keep no register across loops."""
     return channels(THREADS)
 
 
@@ -180,7 +195,7 @@ def _():
 
 @primitive
 def ballot(x: jax.Array) -> jax.Array:
-    """int32 scalar whose bit i tells whether x is not 0 in lane i; x [128] int32, the same in every warp."""
+    """Returns an int32 whose bit i is set if x is not 0 in lane i; x [128] int32 is the same in every warp."""
     return jnp.sum(jnp.where(x[:WARP] != 0, jnp.int32(1) << lax.iota(jnp.int32, WARP), 0))
 
 
@@ -189,9 +204,9 @@ ballot.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;"))
 
 @primitive
 def any_in_warp(x: jax.Array) -> jax.Array:
-    """bool scalar: whether x [128] int32 is not 0 in some thread of the warp; interpreted, of the warpgroup.
+    """Returns whether x [128] int32 is not 0 in a thread of the warp (interpreted: of the warpgroup).
 
-    Warps may differ: what they run by it must not wait for other warps.
+    The warps' results may differ, so code that depends on them must not wait for other warps.
     """
     return jnp.any(x != 0)
 
@@ -200,13 +215,13 @@ any_in_warp.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;")
 
 
 def lowest_bit(bits: jax.Array) -> jax.Array:
-    """Number of the lowest bit set."""
+    """Returns the number of the lowest bit that is set."""
     return 31 - lax.clz(bits & -bits)
 
 
 @primitive
 def count(x: jax.Array) -> jax.Array:
-    """int32 scalar: in how many threads of the warpgroup x [128] int32 is not 0."""
+    """Returns the number of the warpgroup's threads, int32, in which x [128] int32 is not 0."""
     return jnp.sum(jnp.where(x != 0, 1, 0))
 
 

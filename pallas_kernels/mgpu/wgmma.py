@@ -1,4 +1,4 @@
-"""Products of `wgmma`, [64, columns] float32 in registers: adding to them, and moving them to blocks and memory."""
+"""Accumulators of `wgmma`, [64, columns] float32 in registers: products, sums over blocks, and stores."""
 
 import contextlib
 from typing import Any
@@ -17,7 +17,7 @@ from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# Of operands of bfloat16 in shared memory.
+# The layout of bfloat16 operands in shared memory.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -27,7 +27,7 @@ def _layout(_):
 
 @primitive
 def multiply_add(acc: jax.Array, a, b) -> jax.Array:
-    """acc + a @ b: [64, columns] float32, of bfloat16; b in shared memory, a there or in registers."""
+    """Returns acc + a @ b, [64, columns] float32, of bfloat16; b is in shared memory, a there or in registers."""
     # The interpreter has no product with a start value and none of an operand in registers.
     return acc + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
 
@@ -40,7 +40,7 @@ def _(acc, a, b):
 
 @primitive
 def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
-    """`multiply_add` of one left operand and several right ones; waits for all products together."""
+    """Returns `multiply_add` of one left operand and several right ones; waits once for all products."""
     return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
 
 
@@ -56,10 +56,7 @@ def _(accs, a, bs):
 
 @primitive
 def put(inbox, values: jax.Array) -> None:
-    """Writes values to `inbox`, for `add` to read.
-
-    `inbox`: [64 * columns] float32 shared memory; interpreted, [64, columns].
-    """
+    """Writes values to `inbox`, [64 * columns] float32 in shared memory (interpreted: [64, columns]), for `add`."""
     inbox[...] = values
 
 
@@ -74,7 +71,7 @@ def _(inbox, values):
 
 
 def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
-    """`put` to a block, an int32 scalar, on whose barrier, [2] int32 of `transaction_barriers`, the bytes count."""
+    """Writes values to the `inbox` of another block, an int32 scalar, whose transaction barrier counts the bytes."""
 
     def emit(inbox, values, block, barrier):
         pointers = _own_pairs(inbox), mlir.shared_pointer(barrier)
@@ -89,7 +86,7 @@ def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
 
 @primitive
 def add(values: jax.Array, inbox) -> jax.Array:
-    """`values` and what `put` left in this block's `inbox`."""
+    """Returns the sum of `values` and the values that `put` wrote to this block's `inbox`."""
     return values + inbox[...]
 
 
@@ -106,16 +103,16 @@ def _(values, inbox):
 
 @primitive
 def put_shared(ref, values: jax.Array) -> None:
-    """Writes values to shared memory, bfloat16 [64, columns] with `TRANSFORMS`, or one a row, [64] float32.
+    """Writes values to shared memory, bfloat16 [64, columns] with `TRANSFORMS`, or float32 [64], one for each row.
 
-    Unlike an assignment it waits for no other thread: what was read or written there before has to be known to be done,
-    and a barrier at which every thread arrives has to follow, for `wgmma` a fence before it.
+    Unlike an assignment it does not wait for other threads. Earlier accesses must have ended, and a barrier at which
+    every thread arrives has to follow. If `wgmma` reads the values, a fence has to come before that barrier.
     """
     ref[...] = values
 
 
 @put_shared.mosaic
-def _(ref, values):
+def _put_shared_mosaic(ref, values):
     def emit(ref, values):
         if len(values.shape) == 1:
             values.store_untiled(ref, optimized=False)
@@ -129,7 +126,7 @@ def _(ref, values):
 
 @primitive
 def add_to(inbox, values: jax.Array) -> None:
-    """Adds values to what `put` left in this block's `inbox`."""
+    """Adds values to the values that `put` wrote to this block's `inbox`."""
     inbox[...] = inbox[...] + values
 
 
@@ -146,15 +143,18 @@ def _(inbox, values):
 
 @primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
-    """Writes values [rows, columns] to float32 memory, or to memory [columns, rows], float32 or, rounded, bfloat16.
+    """Writes values [rows, columns] float32 to global memory.
 
-    In the latter there may be fewer columns: the first ones.
+    Args:
+      ref: [rows, columns] float32; if transposed, [n, rows] float32 or bfloat16, for the first n columns.
+      values: the values, rounded to `ref`'s dtype.
+      transposed: whether `ref` is transposed.
     """
     ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
 
 @store.mosaic
-def _(ref, values, *, transposed=False):
+def _store_mosaic(ref, values, *, transposed=False):
     def emit(ref, values):
         kind = ir.MemRefType(ref.type)
         (stride, _), _ = kind.get_strides_and_offset()
@@ -165,7 +165,7 @@ def _(ref, values, *, transposed=False):
         row, first = next(layout.thread_idxs(values.shape))
         offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
         start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
-        # How far one register lies from another does not depend on the thread: constants, which cost no registers.
+        # The distance between two registers is the same in all threads: a constant, which costs no register.
         steps = layout.tiling.tile_strides((width, 1))
         for at in np.ndindex(values.registers.shape):
             row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
@@ -186,5 +186,5 @@ def _(ref, values, *, transposed=False):
 
 
 def _own_pairs(ref):
-    """Where this thread's first pair is; the others follow every 8 * THREADS bytes."""
+    """Returns the address of this thread's first pair; the others follow every 8 * THREADS bytes."""
     return mlir.at(mlir.shared_pointer(ref), arith.muli(mlir.thread(), mlir.i32(8)))

@@ -1,4 +1,7 @@
-"""Refusing what a kernel does not take, before it is launched."""
+"""Checks of a kernel's arguments before its launch.
+
+They raise NotImplementedError, with which `dsv4_jax.ops` falls back to the reference.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,11 @@ def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -
 
 
 def check_rules(rules: dict[str, bool]) -> None:
-    """Raises NotImplementedError with the first rule that does not hold: what the kernel takes, and what it got."""
+    """Raises NotImplementedError with the first rule that does not hold.
+
+    Args:
+      rules: "what the kernel takes, got what it got" -> whether it holds.
+    """
     for rule, holds in rules.items():
         if not holds:
             raise NotImplementedError(f"the kernel takes {rule}")

@@ -1,17 +1,19 @@
-"""What the hardware can run: every such question is answered here."""
+"""Facts about the GPUs that the kernels are written for (Hopper), and about the GPU at hand."""
 
 import jax
 
 
-# Of an H100 and an H200. Fixed, not asked: work is divided by it, and with it the order of sums, so that results have
-# the same bits on every device.
+# The streaming multiprocessors of an H100 and an H200. Kernels divide work, and with it the order of sums, by this
+# constant rather than by the device's own number, so that results have the same bits on every device.
 MULTIPROCESSORS = 132
+# The shared memory that a block may use. Mosaic's barriers take a part of it.
+SHARED_BYTES = 227 << 10
 
 
 def why_no_mosaic_gpu() -> str | None:
-    """None where the Mosaic-GPU kernels run, else the reason why they do not.
+    """Returns None if the Mosaic GPU kernels run on the default device, else the reason why not.
 
-    They need an NVIDIA GPU of compute capability 9.x (Hopper) as JAX's default backend: newer ones do not have `wgmma`.
+    They need an NVIDIA GPU of compute capability 9.x (Hopper) as JAX's default backend: newer GPUs lack `wgmma`.
     """
     backend = jax.default_backend()
     if backend != "gpu":
@@ -24,8 +26,8 @@ def why_no_mosaic_gpu() -> str | None:
 
 
 def runs_all_blocks_at_once() -> bool:
-    """Whether the default device runs as many blocks of threads at once as there are multiprocessors in an H200.
+    """Returns whether the default device runs `MULTIPROCESSORS` blocks at once.
 
-    True where there is no GPU, and a kernel is compiled for one.
+    True without a GPU, where kernels are only compiled for one.
     """
     return getattr(jax.devices()[0], "core_count", MULTIPROCESSORS) >= MULTIPROCESSORS

@@ -1,8 +1,8 @@
-"""Kernels and their primitives: one body for the GPU and for the interpreter.
+"""Kernels and their primitives, whose bodies run on a GPU and in the interpreter.
 
 Pallas interprets kernels on the CPU, but not code that is written in MLIR. A function that needs such code is a
-primitive: the decorated function is its meaning in jax.numpy, which the interpreter runs and whose docstring holds for
-both, and the one below it, registered with `mosaic`, is what runs on a GPU:
+primitive. The decorated function states its meaning in jax.numpy, for the interpreter; the function registered with
+`mosaic` is the code for the GPU:
 
     @primitive
     def divide_one(x: jax.Array) -> jax.Array:
@@ -16,8 +16,8 @@ both, and the one below it, registered with `mosaic`, is what runs on a GPU:
 
         return inline(emit, x, layout=layout, returns=x)
 
-A kernel made by `kernel` calls it as `divide_one(x)`. Whether the kernel is interpreted is part of JAX's trace
-context, so that nothing traced for one is taken for the other.
+A kernel made by `kernel` calls it as `divide_one(x)`. JAX's trace context holds whether the kernel is interpreted, so
+that JAX does not reuse a trace made for the other case.
 """
 
 import functools
@@ -33,15 +33,17 @@ _interpreting = jax.make_user_context(False)
 
 
 def kernel(body: Callable[..., None], *, interpret: bool, waits_in_body: bool = False, **options) -> Callable:
-    """`plgpu.kernel`, with primitives in the body, whose operands have the tree structure that they are passed in.
+    """Returns `plgpu.kernel` of a body that may call primitives, with programmatic dependent launch.
 
-    Its blocks may start while those of the kernel before it end: programmatic dependent launch.
+    Its blocks may start while those of the previous kernel end. Operands may be pytrees; the body gets references in
+    the same structure.
 
     Args:
-      body: of the kernel.
-      interpret: run on the CPU, interpreted, with the race detector on.
-      waits_in_body: the body calls `wait_for_inputs` itself, before anything but reading what no kernel writes.
-      options: as for `plgpu.kernel`.
+      body: the kernel's code, a function of references.
+      interpret: whether to interpret the kernel on the CPU, with the race detector on.
+      waits_in_body: whether the body calls `wait_for_inputs` itself. Before the call it may read only memory that no
+        kernel writes, such as weights.
+      options: arguments of `plgpu.kernel`.
     """
 
     if not interpret:
@@ -60,21 +62,18 @@ def kernel(body: Callable[..., None], *, interpret: bool, waits_in_body: bool = 
 
 
 def wait_for_inputs() -> None:
-    """Waits until the kernels before have ended; then what they wrote is visible to this thread."""
+    """Waits until the previous kernels have ended and their writes are visible to this thread."""
     if not interpreting():
         plgpu.griddepcontrol_wait()
 
 
 def interpreting() -> bool:
-    """Whether the kernel that is being traced is interpreted."""
+    """Returns whether the kernel that is being traced is interpreted."""
     return _interpreting.value
 
 
 class Primitive[**P, R]:
-    """A function with an implementation for the interpreter and one for the GPU.
-
-    As a decorator, `@primitive`, it takes the former, which has to be valid jax.numpy; see the module's docstring.
-    """
+    """A function with an implementation in jax.numpy for the interpreter and one for the GPU; see the module."""
 
     def __init__(self, interpreted: Callable[P, R]):
         self._interpreted = interpreted
@@ -82,7 +81,7 @@ class Primitive[**P, R]:
         functools.update_wrapper(self, interpreted)
 
     def mosaic(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Registers the implementation for the GPU; it has the same arguments."""
+        """Registers the implementation for the GPU, which takes the same arguments."""
         self._mosaic = function
         return function
 

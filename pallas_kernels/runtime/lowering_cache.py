@@ -1,10 +1,10 @@
-"""Kernels that were lowered once, kept for later processes beside JAX's compiled programs.
+"""A cache of lowered kernels on disk, beside JAX's cache of compiled programs.
 
-JAX keeps compiled programs (`jax_compilation_cache_dir`), but finds them by their lowered text. To lower the kernels of
-one decode step takes 20 to 30 seconds of Python, most of it Mosaic's search for register layouts, and the text depends
-on what else the process lowered before, because Mosaic numbers its kernels. So a kernel's lowered module is kept too,
-as `jax.export` writes it. Its name is a hash of all that it follows from: the arguments' types, static arguments, the
-kernels' sources, and the versions of JAX.
+JAX finds a compiled program (in `jax_compilation_cache_dir`) by its lowered text. Lowering the kernels of one decode
+step takes 20 to 30 seconds of Python, most of it Mosaic's search for register layouts. The text also depends on which
+kernels the process lowered before, because Mosaic numbers them. So this cache keeps each kernel's lowered module, as
+`jax.export` writes it. The file's name is a hash of all that the module depends on: the arguments' types, static
+arguments, the kernels' sources, and the versions of JAX.
 """
 
 import contextlib
@@ -21,17 +21,19 @@ import jax
 from jax import export
 
 
-# Its text is Mosaic's own, of the same version of JAX: no stability across versions is needed.
+# A lowered kernel is read only by the version of JAX that wrote it, so it needs no stable format.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
 
 
 def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
-    """Decorates a kernel's public function: a program that calls it with the same shapes again traces it once.
+    """Decorates a kernel's public function, so that a program traces it once for each set of shapes.
 
-    Lowering a kernel takes seconds and a model has dozens of layers; the lowered module is also kept on disk. Under
-    `jax.vmap` calls run one after another: attention through a batched gather came out wrong on a GPU, with 32
-    requests. `static` names the arguments, beside `interpret`, that are not arrays. `jax.vmap` does not take a function
-    that `writes` in place.
+    Lowering a kernel takes seconds and a model has dozens of layers. The lowered module is also kept on disk. Under
+    `jax.vmap` the calls run one after another: batched attention came out wrong on a GPU, with 32 requests.
+
+    Args:
+      static: names of the arguments, beside `interpret`, that are not arrays.
+      writes: whether the function writes its arguments in place. Then `jax.vmap` does not take it.
     """
 
     def decorate(function):
@@ -55,7 +57,7 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
                 )
             if not writes:
                 return jax.custom_batching.sequential_vmap(on_arrays)(*arrays)
-            # Keeps slices of operands out of the call: XLA fuses one with it and forgets that it writes in place.
+            # XLA would fuse a slice of an operand with the call, and forget that the call writes in place.
             return on_arrays(*jax.lax.optimization_barrier(arrays))
 
         return jax.jit(call, static_argnames=(*static, "interpret"))
@@ -64,11 +66,11 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
 
 
 def _cached_lowering(function: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """`function` of arrays, which calls kernels, in a program for one GPU; lowered only if no process has done so.
+    """Returns `function` in a form that is lowered only if no process has done so before.
 
     Args:
-      function: of arrays, to a pytree of arrays.
-      key: says which function this is, static arguments included: equal keys, equal functions.
+      function: a function from arrays to a pytree of arrays that calls kernels.
+      key: a text that identifies the function and its static arguments.
     """
 
     def call(*arrays):
@@ -93,19 +95,19 @@ def _cached_lowering(function: Callable[..., Any], key: str) -> Callable[..., An
 
 
 def _folder() -> Path | None:
-    """Where lowered kernels are kept; None where JAX keeps no compiled programs either."""
+    """Returns the cache's folder, or None if JAX keeps no compiled programs in a local folder."""
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     return Path(folder) / "kernels" if folder and "://" not in folder else None
 
 
 def _is_local(arrays: Sequence[jax.Array]) -> bool:
-    """Whether the program is for one device: within `jax.shard_map`, types say more than an exported function knows."""
+    """Returns whether the program is for one device: an exported function loses the types within `jax.shard_map`."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return all(mesh.empty or (mesh.size == 1 and not mesh.manual_axes) for mesh in meshes)
 
 
 def _read(path: Path) -> export.Exported | None:
-    """What the file holds; None where there is none, or not a whole one."""
+    """Returns the lowered kernel in the file, or None if the file is missing or incomplete."""
     try:
         data = path.read_bytes()
         digest, data = data[:32], data[32:]
@@ -115,7 +117,7 @@ def _read(path: Path) -> export.Exported | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes the file in one piece; without it, as in a full or read-only folder, the next process lowers anew."""
+    """Writes the file atomically. If that fails, as in a read-only folder, the next process lowers the kernel again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -125,7 +127,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @functools.cache
 def _versions() -> str:
-    """Of JAX, and of the sources of all kernels."""
+    """Returns the versions of JAX and a hash of the sources of all kernels."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

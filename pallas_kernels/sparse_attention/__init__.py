@@ -1,7 +1,6 @@
 """Sparse attention on quantised rows."""
 
-from pallas_kernels.sparse_attention.decode_attention import HEADS
 from pallas_kernels.sparse_attention.dense_rows import DenseRows
+from pallas_kernels.sparse_attention.online_softmax import HEADS
 from pallas_kernels.sparse_attention.prefill_attention import MAX_PAIRS, prefill_attention
-from pallas_kernels.sparse_attention.row_addresses import Paged
 from pallas_kernels.sparse_attention.sparse_attention import attention_sums, sparse_attention

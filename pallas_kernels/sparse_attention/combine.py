@@ -1,5 +1,12 @@
-"""Attention of a token from the softmax sums over parts of its rows, rotated back."""
+"""Combines the KV splits of decode attention: one softmax from the weighted sums and statistics of each split.
 
+    out = rope^-1(sum_s 2 ** (max_s - max) sums_s / (sum_s 2 ** (max_s - max) weight_s + 2 ** (sink - max)))
+
+The grid is (token, head, block of columns). One warpgroup adds the splits in their order, so that the bits do not
+depend on which block finished first.
+"""
+
+import functools
 import math
 
 import jax
@@ -8,9 +15,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.sparse_attention.inverse_rope import vector_inverse_rope
 
 
 def combine(
@@ -22,54 +29,23 @@ def combine(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """[T, H, D] bfloat16: the parts of each token's attention, added up in their order.
+    """Adds up the KV splits of each token's attention and divides by the softmax's denominator.
 
     Args:
-      sums: [T, S, H, D] float32 sums of weights times values; D a multiple of 512.
-      stats: [T, S, 2, H] float32: the largest score of the part, as a power of two (weights are
-        `2 ** (score - largest)`), and the sum of weights, 0 where the part has no rows. Its sums may then be anything.
+      sums: [T, S, H, D] float32 sums of weights times values; D a multiple of 512. Ignored where a split has no rows.
+      stats: [T, S, 2, H] float32 statistics of each split: its largest score as a power of two, and its sum of weights
+        `2 ** (score - largest)`, 0 for a split without rows.
       sinks, inv_freq, interpret: as in `sparse_attention`.
-      positions: [T] int32, with inv_freq; negative ones are taken for 0.
+      positions: [T] int32, needed with `inv_freq`; negative positions count as 0.
+
+    Returns:
+      [T, H, D] bfloat16.
     """
     (tokens, splits, _, dim), (heads,) = sums.shape, sinks.shape
-    # A block loads this many parts at once, each into columns / 128 registers of a thread.
-    columns, at_a_time = (512, splits) if splits <= 16 else (128, min(splits, 32))
-
-    def body(sums, stats, sinks, *refs):
-        *rotation, out = refs
-        token, head = lax.axis_index("token"), lax.axis_index("head")
-        start = lax.axis_index("columns") * columns
-        mine = pl.ds(start, columns)
-        turn_back = _rotation(rotation, token, start, columns, dim)
-
-        def splat(x):
-            return plgpu.layout_cast(jnp.broadcast_to(x, (columns,)), vectors.layout(columns))
-
-        def add(i, so_far):
-            parts = []
-            for j in range(at_a_time):
-                split = i * at_a_time + j
-                at = jnp.minimum(split, splits - 1)
-                weight = jnp.where(split < splits, stats[token, at, 1, head], 0.0)
-                value = vectors.load(sums.at[token, at, head, mine])
-                parts.append((splat(stats[token, at, 0, head]), splat(weight), value))
-            for top, weight, value in parts:
-                largest, total, acc = so_far
-                exists = weight > 0
-                peak = jnp.where(exists, jnp.maximum(largest, top), largest)
-                old, new = jnp.exp2(largest - peak), jnp.where(exists, jnp.exp2(top - peak), 0.0)
-                # Selected, not multiplied by 0: the sums of a part without rows were never written.
-                acc = acc * old + jnp.where(exists, value * new, 0.0)
-                so_far = peak, total * old + jnp.where(exists, weight * new, 0.0), acc
-            return so_far
-
-        # The sink is a part with one weight and no value.
-        sink = splat(sinks[head] * math.log2(math.e)), splat(jnp.float32(1)), splat(jnp.float32(0))
-        _, total, acc = lax.fori_loop(0, -(-splits // at_a_time), add, sink)
-        out[token, head, mine] = turn_back(acc / total).astype(jnp.bfloat16)
-
+    # A block loads this many splits at once, each into columns / 128 registers of a thread.
+    columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
     run = kernel(
-        body,
+        functools.partial(_combine_kernel, columns, splits_at_once),
         out_type=jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16),
         kernel_name="combine",
         grid=(tokens, heads, dim // columns),
@@ -80,21 +56,41 @@ def combine(
     return run(sums, stats, sinks, *([] if inv_freq is None else [positions, inv_freq]))
 
 
-def _rotation(operands, token, first, columns, dim):
-    """A function of values [columns], of channels from `first` on, that rounds them and rotates them back.
+def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, *refs):
+    *rotation, out_gmem = refs
+    splits, dim = sums_gmem.shape[1], sums_gmem.shape[3]
+    token, head = lax.axis_index("token"), lax.axis_index("head")
+    first_column = lax.axis_index("columns") * columns
+    own_columns = pl.ds(first_column, columns)
+    rotate = None
+    if rotation:
+        positions_gmem, inv_freq_gmem = rotation
+        channels = vectors.channels(columns) + (first_column - (dim - 2 * inv_freq_gmem.shape[0]))
+        rotate = vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels)
 
-    `operands`: (positions, inv_freq), or nothing: they stay as they are.
-    """
-    if not operands:
-        return lambda value: value
-    positions, inv_freq = operands
-    channel = vectors.channels(columns) + (first - (dim - 2 * inv_freq.shape[0]))
-    # On their way while the sums are.
-    frequency, position = vectors.take(inv_freq, channel >> 1), jnp.maximum(positions[token], 0).astype(jnp.float32)
+    def splat(x):
+        return plgpu.layout_cast(jnp.broadcast_to(x, (columns,)), vectors.layout(columns))
 
-    def turn_back(value):
-        value, (cos, sin) = round_bfloat16(value), cos_sin(frequency * position)
-        other = vectors.exchange(value, 1, None) * jnp.where(channel & 1 == 0, sin, -sin)
-        return jnp.where(channel >= 0, value * cos + other, value)
+    def load_split(split):
+        clipped = jnp.minimum(split, splits - 1)
+        weight = jnp.where(split < splits, stats_gmem[token, clipped, 1, head], 0.0)
+        values = vectors.load(sums_gmem.at[token, clipped, head, own_columns])
+        return splat(stats_gmem[token, clipped, 0, head]), splat(weight), values
 
-    return turn_back
+    def add_splits(i, carry):
+        loaded = [load_split(i * splits_at_once + j) for j in range(splits_at_once)]
+        for split_max, weight, values in loaded:
+            running_max, running_sum, acc = carry
+            exists = weight > 0
+            new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
+            old, new = jnp.exp2(running_max - new_max), jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
+            # Selected, not multiplied by 0: the sums of a split without rows were never written and may be NaN.
+            acc = acc * old + jnp.where(exists, values * new, 0.0)
+            carry = new_max, running_sum * old + jnp.where(exists, weight * new, 0.0), acc
+        return carry
+
+    # The sink is a split with a single weight and no value.
+    sink = splat(sinks_gmem[head] * math.log2(math.e)), splat(jnp.float32(1)), splat(jnp.float32(0))
+    _, total, acc = lax.fori_loop(0, -(-splits // splits_at_once), add_splits, sink)
+    result = acc / total
+    out_gmem[token, head, own_columns] = (rotate(result) if rotate else result).astype(jnp.bfloat16)

@@ -1,8 +1,10 @@
-"""Quantised rows from global memory to tiles of bfloat16 rows in shared memory, 16 rows at a time, through registers.
+"""Copies quantised rows to bfloat16 tiles in shared memory, 16 rows (a unit) at a time, through registers.
 
-A unit is 16 rows. A warp holds 4 of them: 8 lanes to a row, each with 8 values of every group of 64. Loads and stores
-are apart, so that several units are on their way at once. A store leaves the values where `wgmma` wants them: in tiles
-of 8 x 64 values with the 128-byte swizzle.
+    load_unit    global memory -> registers: codes, RoPE values and scales
+    store_unit   registers -> shared memory: bfloat16, in the swizzled 8 x 64 tiles that `wgmma` reads
+
+They are separate so that several units are in flight at once. A warp holds 4 rows of a unit, 8 lanes to a row, and a
+lane 8 values of every group of 64.
 """
 
 from typing import Any
@@ -25,12 +27,12 @@ from pallas_kernels.runtime.launch import primitive
 
 
 UNIT = 16
-# Of a unit, with its biases, to another block.
-SENT_BYTES = UNIT * (2 * ROW_DIM + 4)
+# Bytes of a dequantised unit and its biases, as sent to the other block of a cluster.
+UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
 
 def _word_layout(words):
-    """Of [16, 8 * words] 32-bit words: warp w holds rows 4w .. 4w + 3, 8 lanes to a row."""
+    """The layout of [16, 8 * words] 32-bit words: warp w holds rows 4w .. 4w + 3, 8 lanes to a row."""
     tiling = plgpu.Tiling(((UNIT, 8 * words), (4, 8 * words), (words,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -42,52 +44,56 @@ _INDICES = plgpu.ShapeDtypeStruct((UNIT,), jnp.int32, PER_ROW)
 
 
 def iota() -> jax.Array:
-    """0 .. 15, one for each row of a unit."""
+    """Row numbers 0 .. 15 of a unit."""
     return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=PER_ROW)
 
 
 def splat(x: jax.Array) -> jax.Array:
-    """A scalar for each row of a unit."""
+    """Broadcasts a scalar to the rows of a unit."""
     return plgpu.layout_cast(jnp.broadcast_to(x, (UNIT,)), PER_ROW)
 
 
 @primitive
 def opaque(x: jax.Array) -> jax.Array:
-    """A scalar int32 of which the compiler knows nothing."""
+    """Returns an int32 scalar unchanged; the compiler cannot see where it comes from."""
     return x
 
 
 @opaque.mosaic
-def _(x):
+def _opaque_mosaic(x):
     return mlir.inline(lambda x: mlir.ptx("mov.b32 $0, $1;", mlir.scalar(x), results=mlir.int_type()), x, returns=x)
 
 
 @primitive
-def take(ref, index: jax.Array) -> jax.Array:
-    """`ref[index]` of an int32 array in global memory, its axes merged, for each row of a unit."""
-    return ref[...].reshape(-1)[index]
+def take(array_gmem, index: jax.Array) -> jax.Array:
+    """Reads `array.reshape(-1)[index]` of an int32 array, one index for each row of a unit."""
+    return array_gmem[...].reshape(-1)[index]
 
 
 @take.mosaic
-def _(ref, index):
-    def emit(ref, index):
-        return _load(mlir.at(mlir.global_pointer(ref), arith.muli(mlir.scalar(index), mlir.i32(4))), 1)
+def _take_mosaic(array_gmem, index):
+    def emit(array_gmem, index):
+        return _load(mlir.at(mlir.global_pointer(array_gmem), arith.muli(mlir.scalar(index), mlir.i32(4))), 1)
 
-    return mlir.inline(emit, ref, (index, PER_ROW), returns=_INDICES)
+    return mlir.inline(emit, array_gmem, (index, PER_ROW), returns=_INDICES)
 
 
 @primitive
-def load_unit(pools, others, use_others: jax.Array, row: jax.Array, layout: RowLayout) -> list[jax.Array]:
-    """Starts to load rows for `store_unit` from `pools`, or from `others` where the int32 scalar is not 0.
+def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, layout: RowLayout) -> list[jax.Array]:
+    """Starts to load the rows of a unit, for `store_unit`.
 
-    Both are (nope, rope, scale) in global memory, as in `Paged`. `row`: [16] int32 row numbers, all axes of a pool but
-    the last merged; -1 = none, which is read as zeros.
+    Args:
+      first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`.
+      use_second: int32 scalar, not 0 to read from the second pools.
+      row: [16] int32 row numbers, all axes of a pool but the last merged; -1 = none, which is read as zeros.
+      layout: byte layout of the rows.
     """
-    return [jnp.where(use_others != 0, _dequantise(others, row, layout), _dequantise(pools, row, layout))]
+    first, second = (_dequantise(pools, row, layout) for pools in (first_pools, second_pools))
+    return [jnp.where(use_second != 0, second, first)]
 
 
 @load_unit.mosaic
-def _(pools, others, use_others, row, layout):
+def _load_unit_mosaic(first_pools, second_pools, use_second, row, layout):
     scale_words = 1 if layout.scale_block is None else 2
     returns = (
         plgpu.ShapeDtypeStruct((UNIT, layout.nope_dim // 4), jnp.int32, _CODES),
@@ -95,100 +101,110 @@ def _(pools, others, use_others, row, layout):
         *[_INDICES] * scale_words,
     )
 
-    def emit(nope, rope, scale, nope_2, rope_2, scale_2, use_others, row):
-        second = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(use_others), mlir.i32(0))
+    def emit(nope, rope, scale, nope_2, rope_2, scale_2, use_second, row):
+        second = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(use_second), mlir.i32(0))
         row = mlir.scalar(row)
         lane = U32(mlir.thread()) % 8
 
-        def start(ref, other, row_bytes, lane_bytes):
-            base = arith.select(second, mlir.global_pointer(other), mlir.global_pointer(ref))
+        def row_pointer(ref, ref_2, row_bytes, lane_bytes):
+            base = arith.select(second, mlir.global_pointer(ref_2), mlir.global_pointer(ref))
             offset = arith.muli(mlir.to_i64(row), mlir.i64(row_bytes))
             offset = arith.addi(offset, arith.extui(mlir.int_type(64), (lane * lane_bytes).value))
             return mlir.at(base, offset)
 
         # The scale comes first because it is needed first.
-        at = start(scale, scale_2, 4 * scale_words, 0)
-        scales = _load(at, scale_words, row=row)
-        at = start(nope, nope_2, layout.nope_dim, 8)
-        codes = [x for g in range(layout.nope_dim // GROUP) for x in _load(at, 2, offset=g * GROUP, row=row)]
-        at = start(rope, rope_2, 2 * layout.rope_dim, 16)
-        values = [x for g in range(layout.rope_dim // GROUP) for x in _load(at, 4, offset=2 * g * GROUP, row=row)]
+        pointer = row_pointer(scale, scale_2, 4 * scale_words, 0)
+        scales = _load(pointer, scale_words, row=row)
+        pointer = row_pointer(nope, nope_2, layout.nope_dim, 8)
+        codes = [x for g in range(layout.nope_dim // GROUP) for x in _load(pointer, 2, offset=g * GROUP, row=row)]
+        pointer = row_pointer(rope, rope_2, 2 * layout.rope_dim, 16)
+        values = [x for g in range(layout.rope_dim // GROUP) for x in _load(pointer, 4, offset=2 * g * GROUP, row=row)]
         return codes, values, *([scale] for scale in scales)
 
-    return list(mlir.inline(emit, *pools, *others, use_others, (row, PER_ROW), returns=returns))
+    operands = *first_pools, *second_pools, use_second, (row, PER_ROW)
+    return list(mlir.inline(emit, *operands, returns=returns))
 
 
 @primitive
 def store_unit(
-    tile, bias, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, other: Any = None
+    tile_smem, bias_smem, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, peer: Any = None
 ) -> None:
-    """Writes a unit's values to rows first .. first + 15 of a tile, and to `bias` 0, or -inf where there is no row.
+    """Dequantises a unit into rows first .. first + 15 of a tile, and writes the rows' biases.
 
-    In shared memory, `tile` is [rows, 512] bfloat16 with `TRANSFORMS`, and `bias` [rows] float32; `first` is a multiple
-    of 16, int32, and `row` what the unit was loaded with. `other`: (block of the cluster, int32; one of this block's
-    `transaction_barriers`): the same, `SENT_BYTES`, is sent to that block, and counts on its barrier; None: to none.
+    Args:
+      tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`.
+      bias_smem: [rows] float32; set to 0 where there is a row and to -inf where there is none.
+      first: int32, a multiple of 16.
+      unit, row, layout: the result and arguments of `load_unit`.
+      peer: None, or (int32 number of another block of the cluster, one of this block's `transaction_barriers`), to send
+        the same `UNIT_BYTES` also to that block, where they count on its barrier.
     """
-    tile[pl.ds(first, UNIT)] = unit[0]
-    bias[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
+    tile_smem[pl.ds(first, UNIT)] = unit[0]
+    bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
 @store_unit.mosaic
-def _(tile, bias, first, unit, row, layout, other=None):
+def _store_unit_mosaic(tile_smem, bias_smem, first, unit, row, layout, peer=None):
+    decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
+    codes, rope, *scales = unit
+    per_row = [(x, PER_ROW) for x in (*scales, row)]
+
     def emit(tile, bias, first, codes, rope, *rest):
         *scales, row = map(mlir.scalar, rest[: len(per_row)])
         first = U32(mlir.scalar(first))
-        chunk, start, at = unit_places(tile, ROW_DIM)
+        chunk, start, own_row = unit_offsets(tile, ROW_DIM)
         start = mlir.at(start, (first * (2 * ROW_DIM)).value)
-        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (at * 4).value), (first * 4).value)
-        send_bias = None
-        if other is not None:
-            block, barrier = rest[len(per_row) :]
-            pointers = start, bias, mlir.shared_pointer(barrier)
-            addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
-            there, bias_there, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
-
-            def send_bias(value):
-                transaction_barriers.send(bias_there, [value], counted)
+        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (own_row * 4).value), (first * 4).value)
+        send, send_bias = _senders(start, bias, *rest[len(per_row) :]) if peer is not None else (None, None)
 
         def put(values, group):
             offset = 16 * GROUP * group
             llvm.store(mlir.pack(values), mlir.at(start, offset), alignment=16)
-            if other is not None:
-                transaction_barriers.send(there + offset, values, counted)
+            if send is not None:
+                send(offset, values)
 
-        decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
-        groups = layout.nope_dim // GROUP
         for group, register in enumerate(codes.registers.flat):
             put(decode(mlir.values(register), scales, group), group)
-        for group, register in enumerate(rope.registers.flat, start=groups):
+        for group, register in enumerate(rope.registers.flat, start=layout.nope_dim // GROUP):
             put(mlir.values(register), group)
         store_bias(bias, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)), send_bias)
 
-    codes, rope, *scales = unit
-    per_row = [(x, PER_ROW) for x in (*scales, row)]
-    operands = jnp.int32(first), (codes, _CODES), (rope, _ROPE), *per_row, *(other or ())
-    mlir.inline(emit, (tile, plgpu.RefType(TRANSFORMS)), bias, *operands)
+    operands = jnp.int32(first), (codes, _CODES), (rope, _ROPE), *per_row, *(peer or ())
+    mlir.inline(emit, (tile_smem, plgpu.RefType(TRANSFORMS)), bias_smem, *operands)
 
 
-def unit_places(tile, columns: int) -> tuple[U32, Any, U32]:
-    """Of this thread: which 16 bytes of every group it holds, where those of group 0 are in a unit, and its row of it.
+def _senders(start, bias, block, barrier):
+    """Functions that send a group's values, and a bias, to the same places of another block."""
+    pointers = start, bias, mlir.shared_pointer(barrier)
+    addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
+    peer_start, peer_bias, peer_barrier = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
 
-    `tile` is a memref [rows, columns] with `TRANSFORMS`. A unit's first row only adds a constant to addresses.
+    def send(offset, values):
+        transaction_barriers.send(peer_start + offset, values, peer_barrier)
+
+    def send_bias(value):
+        transaction_barriers.send(peer_bias, [value], peer_barrier)
+
+    return send, send_bias
+
+
+def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
+    """Returns (chunk, pointer, row): what this thread holds of a unit in a memref [rows, columns] with `TRANSFORMS`.
+
+    It holds the `chunk`-th 16 bytes of every group of row `row`; `pointer` leads to those of group 0, for a unit at the
+    start of the tile.
     """
     thread = U32(mlir.thread())
     warp, lane = thread // 32, thread % 32
     chunk = lane % 8
-    at = warp * 4 + lane // 8
-    line = at % 8
-    offset = at // 8 * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16
-    return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), at
+    row = warp * 4 + lane // 8
+    line = row % 8
+    offset = row // 8 * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16
+    return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), row
 
 
 def store_bias(bias, chunk: U32, exists, send: Any = None) -> None:
-    """Writes 0 for this thread's row of a unit, to which `bias` points, or -inf where it does not exist.
-
-    `send`, if not None, is called with it.
-    """
+    """Writes the bias of this thread's row, 0 if it exists and else -inf, and passes it to `send` if there is one."""
     value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
     with mgpu.utils.when(chunk.equals(0).value):
         llvm.store(value, bias)
@@ -198,16 +214,16 @@ def store_bias(bias, chunk: U32, exists, send: Any = None) -> None:
 
 @primitive
 def fence() -> None:
-    """Shows writes of shared memory to `wgmma`: this thread's before it arrives at a barrier, or what it waited for."""
+    """Makes writes to shared memory visible to `wgmma`: this thread's own, or those that it waited for."""
 
 
 @fence.mosaic
-def _():
+def _fence_mosaic():
     mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
 
 
 def _dequantise(pools, row, layout):
-    """[16, 512] values of rows, zeros for none."""
+    """Returns the [16, 512] values of rows, zeros for none."""
     nope, rope, scale = (pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)] for pool in pools)
     values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)
     if layout.scale_block is None:
@@ -219,15 +235,15 @@ def _dequantise(pools, row, layout):
     return jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
 
 
-# Two E4M3 codes to the bfloat16 pair of their values times 2**-120, subnormals included: sign-extend each byte to 16
-# bits, move its 7 bits to where bfloat16 has its lowest exponent and highest mantissa bits, and keep those and a sign.
+# Turns two E4M3 codes into the bfloat16 pair of their values times 2**-120, subnormals included: sign-extends each byte
+# to 16 bits, moves its 7 bits to the lowest exponent and highest mantissa bits of bfloat16, and keeps those and a sign.
 _SPREAD = "prmt.b32 {to}, {word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
 _LOW, _HIGH = "0x9180", "0xB3A2"
 _REGISTERS = "a", "b", "c", "d"
 
 
 def _spread(first_input):
-    """PTX for 8 codes in two input words, to registers a .. d."""
+    """PTX that decodes the 8 codes of two input words to registers a .. d."""
     return "".join(
         _SPREAD.format(to=to, word=f"${first_input + i // 2}", select=(_LOW, _HIGH)[i % 2])
         for i, to in enumerate(_REGISTERS)
@@ -235,17 +251,17 @@ def _spread(first_input):
 
 
 def _decode_block_scales(codes, scales, group):
-    """8 values times their group's power of two: two exact products, so that no exponent is out of range."""
+    """Decodes 8 values and multiplies by their group's power of two, in two exact steps that cannot overflow."""
     body = _spread(4) + "".join(
         f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;" for i, x in enumerate(_REGISTERS)
     )
-    # The scale's byte, twice, as the exponent of bfloat16.
+    # The scale's byte as the exponent of two bfloat16 values.
     factor = (U32(scales[group // 4]) >> 8 * (group % 4) & 0xFF) * 0x00800080
     return _decode(codes, factor.value, "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + body + "}")
 
 
 def _decode_row_scale(codes, scales, group):
-    """8 values times the row's float32 factor, each rounded once."""
+    """Decodes 8 values and multiplies by the row's float32 factor, each rounded once."""
     body = _spread(4)
     for i, x in enumerate(_REGISTERS):
         body += f"shl.b32 l, {x}, 16; and.b32 h, {x}, 0xFFFF0000;"
@@ -256,12 +272,12 @@ def _decode_row_scale(codes, scales, group):
 
 
 def _decode(codes, factor, code):
-    """Four pairs of bfloat16 from two words of codes."""
+    """Runs PTX that turns two words of codes into four pairs of bfloat16."""
     return mlir.ptx(code, *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 
 def _load(base, words, *, offset=0, row=None):
-    """32-bit words of global memory at base + offset bytes; zeros where row < 0. In the order written."""
+    """Loads 32-bit words from base + offset bytes, zeros where row < 0. Loads stay in program order."""
     targets = ", ".join(f"${i}" for i in range(words))
     kind, targets = (f".v{words}.b32", f"{{{targets}}}") if words > 1 else (".b32", targets)
     load = f"ld.global.nc.L1::no_allocate{kind} {targets}, [${words} + {offset}];"

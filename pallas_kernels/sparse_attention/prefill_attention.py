@@ -1,18 +1,22 @@
-"""Sparse attention of many tokens: one softmax over window rows, compressed entries and a sink, on dequantised rows.
+"""Prefill attention: reads rows that were dequantised beforehand.
 
-A block serves 64 heads of one query token after the other, 64 rows (a tile) at a time. One warpgroup copies rows to
-shared memory, one scores them, and two add up values, each half of the columns. Each is ahead of the next one by up to
-a tile, also from token to token: the scoring warpgroup fetches the next queries as soon as it has scored the last tile.
-A tile is four parts of 128 columns, in a ring that has room for nine: the first part of a tile is on its way while the
-values of the tile two before it are still added up. Scores come first: one of the two that add up values waits until
-the next tile is scored, and its products fill the time in which that tile's weights are worked out.
+    out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
+The grid is one persistent block per SM. A block walks over pairs of a token and a group of 64 heads, and for each pair
+over the token's tiles of 64 rows. A tile is four chunks of 128 columns, in a ring of nine chunk stages.
+
+    warpgroup   does                              waits for                             signals
+    0 score     loads queries, q @ kv.T, weights  queries_full, keys_full, scale_empty  scored, weights_full, scale_full
+    1 add_low   sums of columns 0 .. 255          weights_full, scale_full              keys_empty, scale_empty
+    2 add_high  sums of columns 256 .. 511        weights_full, scale_full, scored      keys_empty, scale_empty
+    3 copy      copies chunks of rows             keys_empty                            keys_full
+
+`add_high` also waits until the next tile is scored: its products then run while `score` computes that tile's weights.
 The place of a row in a token's sums depends on the token's own position alone.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -28,62 +32,94 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
-from pallas_kernels.sparse_attention import kv_tiles
-from pallas_kernels.sparse_attention.decode_attention import HEADS, LOWEST, SCALE
-from pallas_kernels.sparse_attention.dense_rows import HALF, DenseRows, Items, TokenRows, start_unit, turn_back
+from pallas_kernels.runtime.roles import dispatch_warpgroups
+from pallas_kernels.sparse_attention import kv_tiles, online_softmax
+from pallas_kernels.sparse_attention.dense_rows import DenseRows, TokenRows, WorkItems, start_unit
+from pallas_kernels.sparse_attention.inverse_rope import inverse_rope, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
+from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, LAYOUT, load_per_head, per_row
 from pallas_kernels.sparse_attention.row_addresses import TILE
 
 
-STAGES = 2
-# Columns of one product, and of what is copied at once. The compiler wants more registers for wider products than a
-# thread starts with.
-PART = HALF // 2
-PARTS = ROW_DIM // PART
-SLOTS = 9  # of parts, in shared memory
-# That results can be rotated back by: those of the last product.
-MAX_PAIRS = PART // 2
-# Warpgroups: one scores, two add values, each half of the columns, and one copies.
-SCORER, FIRST_ADDER, SECOND_ADDER, COPIER = range(4)
+STAGES = 2  # tiles of weights in shared memory
+# Columns of a chunk, which is what is copied and multiplied at once. The compiler wants more registers for wider
+# products than a thread starts with.
+CHUNK = HALF // 2
+CHUNKS = ROW_DIM // CHUNK
+CHUNK_STAGES = 9  # chunks of rows in shared memory
+# The last chunk holds all columns that can be rotated back.
+MAX_PAIRS = CHUNK // 2
+SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
 # Registers of a thread. Four warpgroups start with 128 each and may not hold more together.
-SCORING, ADDING, COPYING = 112, 176, 48
-
-_L = plgpu.Layout.WGMMA
-_PER_HEAD, _PER_COLUMN = _L.reduce(1), _L.reduce(0)
+SCORE_REGISTERS, ADD_REGISTERS, COPY_REGISTERS = 112, 176, 48
 
 
-@cached_trace("blocks")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning of prefill attention.
+
+    Attributes:
+      blocks: maximum number of blocks. Results do not depend on it.
+    """
+
+    blocks: int = MULTIPROCESSORS
+
+
+@cached_trace("config")
 def prefill_attention(
     q: jax.Array,
     sinks: jax.Array,
     rows: DenseRows,
-    angles: tuple[jax.Array, jax.Array] | None = None,
+    inv_freq: jax.Array | None = None,
     *,
-    blocks: int = MULTIPROCESSORS,
+    config: Config = Config(),
     interpret: bool = False,
 ) -> jax.Array:
-    """`sparse_attention` of many tokens, on rows that were dequantised before.
+    """Computes `sparse_attention` of many tokens on dequantised rows.
 
     Args:
       q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits.
-      rows: what the tokens attend to.
-      angles: (cos, sin) [T, P] float32: the last 2 * P channels of results, P at most `MAX_PAIRS` and a multiple of 4,
-        are rotated back by them, in interleaved pairs. Rounded before and after.
-      blocks: of threads, that share the work; results do not depend on them.
+      rows: the rows that the tokens attend to.
+      inv_freq: as in `sparse_attention`, P at most `MAX_PAIRS`.
+      config: tuning.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
       [T, H, 512] bfloat16; zeros for padding.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take a shape or dtype.
     """
+    _check(q, sinks, rows, inv_freq)
+    tokens, heads, _ = q.shape
+    if tokens == 0:
+        return q
+    blocks = min(tokens * heads // HEADS, config.blocks)
+    run = kernel(
+        functools.partial(_prefill_kernel, blocks),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        kernel_name="sparse_attention_prefill",
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=4,
+        thread_name="warpgroup",
+        scratch_types=dict(buffers=PipelineBuffers()),
+        interpret=interpret,
+        # Sums over rows in the layout of `wgmma` need no shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
+    rows = dataclasses.replace(rows, metadata=rows.metadata.reshape(-1))
+    return run(q, sinks, rows, angles)
+
+
+def _check(q, sinks, rows, inv_freq):
     tokens, heads, _ = q.shape
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
     check_array("sinks", sinks, jnp.float32, heads)
     check_array("window_rows", rows.window_rows, jnp.bfloat16, None, ROW_DIM)
-    check_array("places", rows.places, jnp.int32, tokens, 4)
+    check_array("metadata", rows.metadata, jnp.int32, tokens, 4)
     check_array("counts", rows.counts, jnp.int32, tokens)
     check_rules(
         {
@@ -95,275 +131,220 @@ def prefill_attention(
         check_array("entries", rows.entries, jnp.bfloat16, None, ROW_DIM)
     if rows.indices is not None:
         check_array("indices", rows.indices, jnp.int32, tokens, None)
-    if angles is not None:
-        for name, x in zip(("cos", "sin"), angles, strict=True):
-            check_array(name, x, jnp.float32, tokens, None)
-        pairs = angles[0].shape[1]
+    if inv_freq is not None:
+        check_array("inv_freq", inv_freq, jnp.float32, None)
+        pairs = len(inv_freq)
         check_rules({f"up to {MAX_PAIRS} pairs, a multiple of 4, got {pairs}": pairs <= MAX_PAIRS and not pairs % 4})
-    if tokens == 0:
-        return q
-    blocks = min(tokens * heads // HEADS, blocks)
-    run = kernel(
-        functools.partial(_body, blocks),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        kernel_name="sparse_attention_prefill",
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=4,
-        thread_name="warpgroup",
-        scratch_types=dict(buffers=ManyQueriesBuffers.scratch_types()),
-        interpret=interpret,
-        # Sums over rows of `wgmma`'s layout need no shared memory.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )
-    rows = dataclasses.replace(rows, places=rows.places.reshape(-1))
-    return run(q, sinks, rows, angles)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ManyQueriesBuffers:
-    """Shared memory and barriers of a block, through which its warpgroups pass data on.
+class PipelineBuffers:
+    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
-    Attributes:
-      queries: [1, 64 heads, 512] bfloat16, once `queries_ready`.
-      keys: [SLOTS, 64, 128] bfloat16, parts of tiles, `full` or `free`. A token's result takes the place of its last
-        tile.
-      biases: [STAGES + 1, 64] float32, 0 for a row and -inf for none; with a tile's first part.
-      weights: [STAGES, 64 heads, 64] bfloat16, not yet divided by their sum; a stage is `weighed`; free with the tile.
-      scored: a token's tile after its first has scores.
-      factors: [STAGES + 1, 64 heads] float32, of earlier sums, with `weights`; the last, of the final sums, `scaled` or
-        `scale_free`.
-    """
-
-    queries: Any
-    keys: Any
-    biases: Any
-    weights: Any
-    factors: Any
-    queries_ready: Any
-    full: Any
-    free: Any
-    scored: Any
-    weighed: Any
-    scaled: Any
-    scale_free: Any
-
-    @classmethod
-    def scratch_types(cls) -> "ManyQueriesBuffers":
-        """What to allocate, in place of the references."""
-        return cls(
-            # The axis of one is for `_scores`.
-            queries=plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS),
-            keys=plgpu.SMEM((SLOTS, TILE, PART), jnp.bfloat16, transforms=TRANSFORMS),
-            biases=plgpu.SMEM((STAGES + 1, TILE), jnp.float32),
-            weights=plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS),
-            # Together, since an array takes 1024 bytes at least.
-            factors=plgpu.SMEM((STAGES + 1, HEADS), jnp.float32),
-            queries_ready=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=SLOTS),
-            free=plgpu.Barrier(num_barriers=SLOTS),
-            scored=plgpu.Barrier(num_barriers=STAGES),
-            weighed=plgpu.Barrier(num_barriers=STAGES),
-            scaled=plgpu.Barrier(),
-            scale_free=plgpu.Barrier(num_arrivals=2),
-        )
+    # [1, heads, 512]: the axis of one is for `_multiply_keys`. Full once the next item's queries have been copied.
+    queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
+    # Chunks of tiles, empty when the warpgroup that adds their columns has read them. A token's result takes the place
+    # of its last tile.
+    keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
+    # 0 for a row and -inf for none; full with a tile's first chunk.
+    biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
+    # Not yet divided by their sum; empty with the tile's keys.
+    weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
+    # Factors of earlier sums, full with the weights, then those of the final sums, full and empty by `scale_*`. One
+    # array for both, since an array takes at least 1024 bytes.
+    factors_smem: Any = plgpu.SMEM((STAGES + 1, HEADS), jnp.float32)
+    queries_full: Any = plgpu.Barrier()
+    keys_full: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
+    keys_empty: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
+    # `score` has read the keys of a token's second or later tile.
+    scored: Any = plgpu.Barrier(num_barriers=STAGES)
+    weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
+    scale_full: Any = plgpu.Barrier()
+    scale_empty: Any = plgpu.Barrier(num_arrivals=2)
 
 
-def _body(blocks, q, sinks, rows, angles, out, *, buffers):
+def _prefill_kernel(blocks, q_gmem, sinks_gmem, rows, angles_gmem, out_gmem, *, buffers):
     warpgroup = lax.axis_index("warpgroup")
-    tokens, heads, _ = q.shape
-    groups = heads // HEADS
-    items = Items(rows, lax.axis_index("block"), blocks, tokens * groups, groups, HEADS)
+    tokens, heads, _ = q_gmem.shape
+    items = WorkItems(rows, lax.axis_index("block"), blocks, tokens, heads // HEADS)
 
-    @pl.when(warpgroup == SCORER)
-    def _():
-        plgpu.set_max_registers(SCORING, action="decrease")
-        _score(items, q, sinks, buffers)
+    def score():
+        plgpu.set_max_registers(SCORE_REGISTERS, action="decrease")
+        _score_items(items, q_gmem, sinks_gmem, buffers)
 
-    for adder in (FIRST_ADDER, SECOND_ADDER):
+    def add_low():
+        plgpu.set_max_registers(ADD_REGISTERS, action="increase")
+        _add_items(items, range(CHUNKS // 2), angles_gmem, out_gmem, buffers)
 
-        @pl.when(warpgroup == adder)
-        def _(adder=adder):
-            plgpu.set_max_registers(ADDING, action="increase")
-            _add(items, adder - FIRST_ADDER, angles, out, buffers)
+    def add_high():
+        plgpu.set_max_registers(ADD_REGISTERS, action="increase")
+        _add_items(items, range(CHUNKS // 2, CHUNKS), angles_gmem, out_gmem, buffers)
 
-    @pl.when(warpgroup == COPIER)
-    def _():
-        plgpu.set_max_registers(COPYING, action="decrease")
-        _copy(items, rows, buffers)
+    def copy():
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        _copy_items(items, rows, buffers)
 
-
-def _stage(n):
-    return lax.rem(n, jnp.int32(STAGES))
+    dispatch_warpgroups(warpgroup, {SCORE: score, ADD_LOW: add_low, ADD_HIGH: add_high, COPY: copy})
 
 
-def _slot(n, part):
-    """Where a part of tile n is."""
-    return lax.rem(PARTS * n + part, jnp.int32(SLOTS))
+def _stage(tile):
+    return lax.rem(tile, jnp.int32(STAGES))
 
 
-def _bias(buffers, n):
-    return buffers.biases.at[lax.rem(n, jnp.int32(STAGES + 1))]
+def _chunk_stage(tile, chunk):
+    return lax.rem(CHUNKS * tile + chunk, jnp.int32(CHUNK_STAGES))
 
 
-def _copy(items, rows, buffers):
-    """Fills part after part. What was copied is shown when the next parts are on their way."""
+def _bias_smem(buffers, tile):
+    return buffers.biases_smem.at[lax.rem(tile, jnp.int32(STAGES + 1))]
 
-    def show(n, part, pending):
+
+def _copy_items(items, rows, buffers):
+    """Copies chunk after chunk. A chunk is signalled as full when the copies of the next ones have started."""
+
+    def start_chunk(tile, chunk, tile_rows, in_window):
+        stage = _chunk_stage(tile, chunk)
+
+        @pl.when(CHUNKS * tile + chunk >= CHUNK_STAGES)
+        def _():
+            plgpu.barrier_wait(buffers.keys_empty.at[stage])
+
+        chunk_smem, bias_smem = buffers.keys_smem.at[stage], _bias_smem(buffers, tile)
+        for unit, row in enumerate(tile_rows):
+            start_unit(chunk_smem, bias_smem, unit * UNIT, rows, in_window, row, chunk)
+        copies.commit_copies()
+
+    def finish_chunk(tile, chunk, pending):
         copies.wait_copies(pending)
         kv_tiles.fence()
-        plgpu.barrier_arrive(buffers.full.at[_slot(n, part)])
+        plgpu.barrier_arrive(buffers.keys_full.at[_chunk_stage(tile, chunk)])
 
-    def item(i, n, tiles):
-        token, _ = items.place(i)
-        addresses = TokenRows(rows, token)
+    def copy_item(i, first, tiles):
+        token, _ = items.locate(i)
+        token_rows = TokenRows(rows, token)
 
-        def tile(t, here):
+        def copy_tile(t, tile_rows):
             in_window = (t < rows.window // TILE).astype(jnp.int32)
+            start_chunk(first + t, 0, tile_rows, in_window)
+            # Before the other chunks, which may have to wait until the last chunk of the tile before was read.
+            pl.when(t > 0)(lambda: finish_chunk(first + t - 1, CHUNKS - 1, 1))
+            for chunk in range(1, CHUNKS):
+                start_chunk(first + t, chunk, tile_rows, in_window)
+            next_rows = token_rows.tile_rows(t + 1)
+            for chunk in range(CHUNKS - 1):
+                finish_chunk(first + t, chunk, CHUNKS - 1 - chunk)
+            return next_rows
 
-            def start(part):
-                slot = _slot(n + t, part)
+        lax.fori_loop(0, tiles, copy_tile, token_rows.tile_rows(jnp.int32(0)))
+        finish_chunk(first + tiles - 1, CHUNKS - 1, 0)
 
-                @pl.when(PARTS * (n + t) + part >= SLOTS)
-                def _():
-                    plgpu.barrier_wait(buffers.free.at[slot])
-
-                for unit, row in enumerate(here):
-                    start_unit(buffers.keys.at[slot], _bias(buffers, n + t), unit * UNIT, rows, in_window, row, part)
-                copies.commit_copies()
-
-            start(0)
-            # The other parts may have to wait for the tile two before, and that for the last part of the tile before.
-            pl.when(t > 0)(lambda: show(n + t - 1, PARTS - 1, 1))
-            for part in range(1, PARTS):
-                start(part)
-            coming = addresses.of(t + 1)
-            for part in range(PARTS - 1):
-                show(n + t, part, PARTS - 1 - part)
-            return coming
-
-        lax.fori_loop(0, tiles, tile, addresses.of(jnp.int32(0)))
-        show(n + tiles - 1, PARTS - 1, 0)
-
-    n = items.loop(item)
+    chunks = CHUNKS * items.loop(copy_item)
 
     # The interpreter wants every arrival waited for.
-    @pl.loop(jnp.maximum(PARTS * n - SLOTS, 0), PARTS * n)
-    def _(n):
-        plgpu.barrier_wait(buffers.free.at[lax.rem(n, jnp.int32(SLOTS))])
+    @pl.loop(jnp.maximum(chunks - CHUNK_STAGES, 0), chunks)
+    def _(chunk):
+        plgpu.barrier_wait(buffers.keys_empty.at[lax.rem(chunk, jnp.int32(CHUNK_STAGES))])
 
 
-def _score(items, q, sinks, buffers):
-    """Weighs tile after tile; of each item also the factors of its sums."""
-    none = (
-        plgpu.layout_cast(jnp.full((HEADS,), LOWEST, jnp.float32), _PER_HEAD),
-        plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD),
-    )
+def _score_items(items, q_gmem, sinks_gmem, buffers):
+    """Computes the weights of each item's tiles, and the final factors of its sums."""
 
-    def fetch(i):
+    def fetch_queries(i):
         @pl.when(i < items.count)
         def _():
-            token, heads = items.place(i)
-            plgpu.copy_gmem_to_smem(q.at[token, heads], buffers.queries.at[0], buffers.queries_ready)
+            token, heads = items.locate(i)
+            plgpu.copy_gmem_to_smem(q_gmem.at[token, heads], buffers.queries_smem.at[0], buffers.queries_full)
 
-    def item(i, n, tiles):
-        _, heads = items.place(i)
-        sink = plgpu.load(sinks.at[heads], layout=_PER_HEAD, optimized=False) * math.log2(math.e)
-        # What is in the L2 cache comes in half the time.
-        token, later = items.place(i + 1)
+    def score_item(i, first, tiles):
+        _, heads = items.locate(i)
+        sink = online_softmax.load_sink(sinks_gmem.at[heads])
+        # Prefetches the next item's queries to the L2 cache, from where they come in half the time.
+        next_token, next_heads = items.locate(i + 1)
         for half in range(2):
-            plgpu.async_prefetch(q.at[token, later, pl.ds(half * HALF, HALF)])
-        plgpu.barrier_wait(buffers.queries_ready)
+            plgpu.async_prefetch(q_gmem.at[next_token, next_heads, pl.ds(half * HALF, HALF)])
+        plgpu.barrier_wait(buffers.queries_full)
 
-        def tile(t, carry):
-            top, total = carry
-            stage = _stage(n + t)
-            scores = _scores(buffers, n + t)
+        def score_tile(t, stats):
+            stage = _stage(first + t)
+            products = _multiply_keys(buffers, first + t)
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
-            pl.when(t == tiles - 1)(lambda: fetch(i + 1))
-            bias = plgpu.load(_bias(buffers, n + t), layout=_PER_COLUMN, optimized=False)
-            scores = scores * SCALE + lax.broadcast_in_dim(bias, scores.shape, [1])
-            peak = jnp.maximum(top, scores.max(axis=1))
-            alpha = jnp.exp2(top - peak)
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(peak, scores.shape, [0]))
-            total = total * alpha + weights.sum(axis=1)
-            # Both adders are done with what was there: the tile would not be full otherwise.
-            wgmma.put_shared(buffers.weights.at[stage], weights.astype(jnp.bfloat16))
-            wgmma.put_shared(buffers.factors.at[stage], alpha)
+            pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
+            weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
+            # The stage is empty: the keys of this tile could not be full otherwise.
+            wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
+            wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()
-            plgpu.barrier_arrive(buffers.weighed.at[stage])
-            return peak, total
+            plgpu.barrier_arrive(buffers.weights_full.at[stage])
+            return tuple(stats)
 
-        top, total = lax.fori_loop(0, tiles, tile, none)
-        peak = jnp.maximum(top, sink)
-        scale = jnp.exp2(top - peak)
-        scale = scale / (total * scale + jnp.exp2(sink - peak))
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(buffers.scale_free))
-        buffers.factors[STAGES] = scale
-        plgpu.barrier_arrive(buffers.scaled)
+        stats = lax.fori_loop(0, tiles, score_tile, online_softmax.initial_stats())
+        scale = online_softmax.final_scale(sink, *stats)
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(buffers.scale_empty))
+        buffers.factors_smem[STAGES] = scale
+        plgpu.barrier_arrive(buffers.scale_full)
 
-    fetch(jnp.int32(0))
-    items.loop(item)
-    plgpu.barrier_wait(buffers.scale_free)
+    fetch_queries(jnp.int32(0))
+    items.loop(score_item)
+    plgpu.barrier_wait(buffers.scale_empty)
 
 
-def _scores(buffers, n):
-    """[64 heads, 64] float32 products of tile n's rows."""
+def _multiply_keys(buffers, tile):
+    """Returns the [64 heads, 64 rows] float32 products of the queries and a tile."""
     # Always 0. The compiler does not know that, and so does not keep 64 registers of addresses from tile to tile.
-    zero = lax.shift_right_logical(n, jnp.int32(30))
+    zero = lax.shift_right_logical(tile, jnp.int32(30))
 
-    def score(ref):
-        for part in range(PARTS):
-            slot = _slot(n, part)
-            plgpu.barrier_wait(buffers.full.at[slot])
-            columns = pl.ds(part * PART, PART)
-            plgpu.wgmma(ref, buffers.queries.at[zero, :, columns], buffers.keys.at[slot].transpose((1, 0)))
-        return ref[...]
+    def multiply(products_reg):
+        for chunk in range(CHUNKS):
+            stage = _chunk_stage(tile, chunk)
+            plgpu.barrier_wait(buffers.keys_full.at[stage])
+            queries_smem = buffers.queries_smem.at[zero, :, pl.ds(chunk * CHUNK, CHUNK)]
+            plgpu.wgmma(products_reg, queries_smem, buffers.keys_smem.at[stage].transpose((1, 0)))
+        return products_reg[...]
 
-    return pl.run_scoped(score, plgpu.ACC((HEADS, TILE), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((HEADS, TILE), jnp.float32))
 
 
-def _add(items, half, angles, out, buffers):
-    """Adds up half of the columns of each item's values, and stores them."""
-    own = range(half * PARTS // 2, (half + 1) * PARTS // 2)
-    nothing = plgpu.layout_cast(jnp.zeros((HEADS, PART), jnp.float32), _L)
+def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
+    """Adds up the values of each item in some chunks of the columns, and stores the result."""
+    has_last = CHUNKS - 1 in chunks
 
-    def free(n):
-        for part in own:
-            plgpu.barrier_arrive(buffers.free.at[_slot(n, part)])
+    def release_keys(tile):
+        for chunk in chunks:
+            plgpu.barrier_arrive(buffers.keys_empty.at[_chunk_stage(tile, chunk)])
 
-    def item(i, n, tiles):
-        def tile(t, sums):
-            stage = _stage(n + t)
-            plgpu.barrier_wait(buffers.weighed.at[stage])
-            alpha = plgpu.load(buffers.factors.at[stage], layout=_PER_HEAD, optimized=False)
-            sums = tuple(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in sums)
-            if half == 1:
-                pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(n + t + 1)]))
-            keys = tuple(buffers.keys.at[_slot(n + t, part)] for part in own)
-            # From registers: shared memory is read at its full rate, and both products want them.
-            weights = plgpu.load(buffers.weights.at[stage], layout=_L)
-            sums = wgmma.multiply_add_all(sums, weights, keys)
-            pl.when(t < tiles - 1)(lambda: free(n + t))
+    def add_item(i, first, tiles):
+        def add_tile(t, sums):
+            stage = _stage(first + t)
+            plgpu.barrier_wait(buffers.weights_full.at[stage])
+            rescale = load_per_head(buffers.factors_smem.at[stage])
+            sums = tuple(per_row(rescale, acc) for acc in sums)
+            if has_last:
+                pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
+            values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
+            # Both products need the weights. They are kept in registers, since the values take all of shared memory's
+            # bandwidth.
+            weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
+            sums = wgmma.multiply_add_all(sums, weights, values_smem)
+            pl.when(t < tiles - 1)(lambda: release_keys(first + t))
             return sums
 
-        sums = lax.fori_loop(0, tiles, tile, (nothing,) * len(own))
-        plgpu.barrier_wait(buffers.scaled)
-        scale = plgpu.load(buffers.factors.at[STAGES], layout=_PER_HEAD, optimized=False)
-        plgpu.barrier_arrive(buffers.scale_free)
-        token, heads = items.place(i)
-        last = n + tiles - 1
-        for part, acc in zip(own, sums, strict=True):
-            acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-            if angles is not None and part == PARTS - 1:
-                acc = turn_back(acc, angles, token)
-            buffers.keys[_slot(last, part)] = acc.astype(jnp.bfloat16)
+        sums = lax.fori_loop(0, tiles, add_tile, (online_softmax.zeros(CHUNK),) * len(chunks))
+        plgpu.barrier_wait(buffers.scale_full)
+        scale = load_per_head(buffers.factors_smem.at[STAGES])
+        plgpu.barrier_arrive(buffers.scale_empty)
+        token, heads = items.locate(i)
+        last = first + tiles - 1
+        for chunk, acc in zip(chunks, sums, strict=True):
+            acc = per_row(scale, acc)
+            if angles_gmem is not None and chunk == CHUNKS - 1:
+                acc = inverse_rope(acc, angles_gmem, token)
+            buffers.keys_smem[_chunk_stage(last, chunk)] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        for part in own:
-            source, columns = buffers.keys.at[_slot(last, part)], pl.ds(part * PART, PART)
-            plgpu.copy_smem_to_gmem(source, out.at[token, heads, columns])
+        for chunk in chunks:
+            result_smem, columns = buffers.keys_smem.at[_chunk_stage(last, chunk)], pl.ds(chunk * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(result_smem, out_gmem.at[token, heads, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        free(last)
+        release_keys(last)
 
-    items.loop(item)
+    items.loop(add_item)

@@ -88,12 +88,12 @@ def test_kernels_are_those_of_one_gpu(monkeypatch):
     """Two run 3 launches of 2 milliseconds each in a step."""
     manager = KVCacheManager(CONFIG, num_blocks=8, max_requests=1, max_context=256, mesh=make_mesh({"model": 2}))
     decoder = unittest.mock.MagicMock(StackDecoder, manager=manager, requests=1, tokens=1, drafts=0, step_text="")
-    found = [("all_reduce_mosaic_gpu_kernel_1", 2.0)] * (2 * 3 * STEPS // 4)
+    found = [("ncclDevKernel_AllReduce", 2.0)] * (2 * 3 * STEPS // 4)
     monkeypatch.setattr(timing, "kernels", lambda calls: found)
     monkeypatch.setattr(decode_steps, "floor_bytes", lambda *_: 1000)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     row = StepCase(decoder, 256).profile(dict(milliseconds=7.0), 1e9, None)
-    assert row["kernel_milliseconds"]["collectives"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
+    assert row["kernel_milliseconds"]["all_reduce"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
 
 
 def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
@@ -110,7 +110,7 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
     assert [row["floor_bytes"] - rows[0]["floor_bytes"] for row in rows] == [0, 0, 2 * block]
     rate = 2000 / rows[2]["milliseconds"] * (1 + 0.7 + 0.49)
     assert rows[2]["tokens_per_second"]["0.7"] == pytest.approx(rate, rel=1e-3)
-    assert "3 tokens take" in out and "50%, 70%, 90% of the drafts are right" in out
+    assert "3 tokens take" in out and "50%, 70%, 90% of the drafts are accepted" in out
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_as_many_layers_as_fit(monkeypatch):
     for memory in (80, 141, 192, 1000):
         device = unittest.mock.Mock(memory_stats=lambda: dict(bytes_limit=int(0.95 * memory * 1e9)))  # noqa: B023
         monkeypatch.setattr(jax, "devices", lambda: [device])  # noqa: B023
-        found[memory] = decode_steps._most_layers(config, kv_format("v4"), options)
+        found[memory] = decode_steps._max_layers(config, kv_format("v4"), options)
     # A layer has 3.4 to 3.6 GB, and 128 requests of 65,536 tokens 0.7 GB more in all but the first two.
     assert found == {80: 15, 141: 27, 192: 37, 1000: 43}
 

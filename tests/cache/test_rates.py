@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +70,7 @@ def test_windows_of_one_token_need_no_state():
     normed = np.asarray(kv, np.float64)
     normed *= np.asarray(weights.norm_weight) / np.sqrt((normed**2).mean(1, keepdims=True) + weights.eps)
     nope = config.nope_head_dim  # what RoPE leaves alone; float32 sums
-    np.testing.assert_allclose(np.asarray(entries)[4, :5, :nope], normed[:5, :nope], rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(np.asarray(entries)[4, :5, :nope], normed[:5, :nope], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kv_format", "dtype"), [("plain", jnp.float32), ("v4", jnp.bfloat16)])

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,13 +77,13 @@ class TestOnlyLiveBytesLeave:
             return raw[0] == 0xFF
 
         positions = length - schema.swa_ring + np.arange(schema.swa_ring)
-        np.testing.assert_array_equal(live(rows.swa.nope).all(1), positions >= max(0, min_length - window))
+        chex.assert_trees_all_equal(live(rows.swa.nope).all(1), positions >= max(0, min_length - window))
         positions = length - schema.state_ring("csa") + np.arange(schema.state_ring("csa"))
         first_half, second_half = np.split(live(rows.groups["csa"].state.gate), 2, axis=1)
-        np.testing.assert_array_equal(first_half.all(1), positions >= max(0, min_length // 4 * 4 - 4))
-        np.testing.assert_array_equal(second_half.any(1), positions >= min_length // 4 * 4)
+        chex.assert_trees_all_equal(first_half.all(1), positions >= max(0, min_length // 4 * 4 - 4))
+        chex.assert_trees_all_equal(second_half.any(1), positions >= min_length // 4 * 4)
         positions = length - schema.state_ring("hca") + np.arange(schema.state_ring("hca"))
-        np.testing.assert_array_equal(live(rows.groups["hca"].state.kv).all(1), positions >= min_length // 16 * 16)
+        chex.assert_trees_all_equal(live(rows.groups["hca"].state.kv).all(1), positions >= min_length // 16 * 16)
 
     def test_of_blocks(self):
         schema = make().schema

@@ -91,14 +91,14 @@ def test_one_routed_expert_in_the_spellings_of_transformers(hybrid, tmp_path):
         for path, value in flat(hybrid).items():
             first = value[:1] if ".gate." in path or ".mlp.experts." in path else value
             if not path.endswith("tid2eid"):
-                np.testing.assert_array_equal(loaded[path], first, err_msg=path)
+                chex.assert_trees_all_equal(loaded[path], first, custom_message=path)
 
 
 def test_every_tensor_lands_where_its_name_says(hybrid):
     stored, loaded = tensors(HF_TINY / "module_names"), flat(hybrid)
     assert stored.keys() == loaded.keys()
     for name, value in stored.items():
-        np.testing.assert_array_equal(np.asarray(loaded[name]).reshape(value.shape), value, err_msg=name)
+        chex.assert_trees_all_equal(np.asarray(loaded[name]).reshape(value.shape), value, custom_message=name)
 
 
 def test_the_packaged_checkpoint_holds_the_goldens_weights():
@@ -109,15 +109,15 @@ def test_the_packaged_checkpoint_holds_the_goldens_weights():
     for weight in table:
         expected = np.concatenate([golden[f"w:{source}"] for source in weight.sources]).reshape(weight.shape)
         got = np.asarray(loaded[weight.path])
-        np.testing.assert_array_equal(got.astype(np.float64), expected.astype(np.float64), err_msg=weight.path)
+        chex.assert_trees_all_equal(got.astype(np.float64), expected.astype(np.float64), custom_message=weight.path)
 
 
 def test_experts_are_stacked_gate_above_up(hybrid):
     stored, loaded = tensors(HF_TINY), flat(hybrid)["model.layers.2.mlp.experts.gate_up_proj"]
     for expert in (0, 5):
         prefix = f"model.layers.2.ffn.experts.{expert}"
-        np.testing.assert_array_equal(loaded[expert, 0], stored[f"{prefix}.w1.weight"])
-        np.testing.assert_array_equal(loaded[expert, 1], stored[f"{prefix}.w3.weight"])
+        chex.assert_trees_all_equal(loaded[expert, 0], stored[f"{prefix}.w1.weight"])
+        chex.assert_trees_all_equal(loaded[expert, 1], stored[f"{prefix}.w3.weight"])
 
 
 def test_shards(hybrid, tmp_path):
@@ -146,7 +146,7 @@ def test_the_module_decides_each_dtype():
 def test_casting_rounds_to_nearest_even():
     got = flat(load_checkpoint(HF_TINY))["lm_head.weight"]
     expected = tensors(HF_TINY)["head.weight"].astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
+    chex.assert_trees_all_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
 
 
 def test_the_model_does_not_depend_on_the_file_any_more(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
@@ -159,7 +160,7 @@ def test_each_piece_is_read_once():
         placed = staging.place([piece(i) for i in range(6)], values.shape, np.uint8, where)
         assert placed.sharding == where and reads == list(range(6))
         reads.clear()
-        np.testing.assert_array_equal(placed, values)
+        chex.assert_trees_all_equal(placed, values)
 
 
 @pytest.mark.parametrize("axes", [("vocab",), (None, "vocab"), (), None], ids=str)

@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import ml_dtypes
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_headers_that_do_not_align_the_data_are_read(tmp_path):
     data = np.arange(3, dtype=np.float32)
     for padding in range(4):
         header = json.dumps({"x": entry(0, 12)}).encode() + b" " * padding
-        np.testing.assert_array_equal(read_bytes(tmp_path, pack(header, data.tobytes()))["x"].load(), data)
+        chex.assert_trees_all_equal(read_bytes(tmp_path, pack(header, data.tobytes()))["x"].load(), data)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, np.int8])
@@ -154,7 +155,7 @@ def test_shards_are_read_together(tmp_path):
         "a": "model-0.safetensors",
         "b": "model-1.safetensors",
     }
-    np.testing.assert_array_equal(tensors["b"].load(), TWO["b"])
+    chex.assert_trees_all_equal(tensors["b"].load(), TWO["b"])
 
 
 @pytest.mark.parametrize(

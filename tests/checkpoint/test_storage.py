@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import chex
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -53,7 +54,7 @@ def test_what_was_read_is_written_back_unchanged(release, tmp_path, shard_bytes)
     old, new = flat(release), flat(again)
     assert old.keys() == new.keys()
     for name, value in old.items():
-        np.testing.assert_array_equal(new[name], value, err_msg=name)
+        chex.assert_trees_all_equal(new[name], value, custom_message=name)
     # The same names, dtypes and shapes as the release's own writer.
     theirs, ours = read_checkpoint(FP8), read_checkpoint(tmp_path / "new")
     assert {name: (t.dtype, t.shape) for name, t in ours.items()} == {
@@ -69,7 +70,9 @@ def test_a_random_model_can_be_shipped_small(tmp_path):
     again, old = flat(load_checkpoint(tmp_path, dtype=jnp.float32)), flat(model)
     for name, value in old.items():
         # The coarsest is e2m1, at its worst where a group's largest value is 5: halfway between 4 and 6.
-        np.testing.assert_allclose(again[name], value, rtol=0, atol=np.abs(value).max() / 5 + 1e-30, err_msg=name)
+        chex.assert_trees_all_close(
+            again[name], value, rtol=0, atol=np.abs(value).max() / 5 + 1e-30, custom_message=name
+        )
 
 
 def test_a_model_of_one_expert(tmp_path):
@@ -86,7 +89,7 @@ def test_a_model_of_one_expert(tmp_path):
     save_release(again, tmp_path / "again")
     values = flat(load_checkpoint(tmp_path / "again", dtype=jnp.float32))
     for name, value in flat(again).items():
-        np.testing.assert_array_equal(values[name], value, err_msg=name)
+        chex.assert_trees_all_equal(values[name], value, custom_message=name)
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(-100, 100), st.randoms(use_true_random=False))
@@ -204,7 +207,7 @@ def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
     save_release(model, tmp_path)
     again = flat(load_all(tmp_path))
     for name, value in flat(release).items():
-        np.testing.assert_array_equal(again[name], value, err_msg=name)
+        chex.assert_trees_all_equal(again[name], value, custom_message=name)
 
 
 def test_unknown_weights_are_refused():
@@ -251,7 +254,7 @@ def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path)
         outcomes["read"] += 1
         for name, tensor in found.items():
             if name in original and (tensor.dtype, tensor.shape) == original[name][:2]:
-                np.testing.assert_array_equal(tensor.load(), original[name][2], err_msg=f"{name} {bytes(content)}")
+                chex.assert_trees_all_equal(tensor.load(), original[name][2], custom_message=f"{name} {bytes(content)}")
     assert min(outcomes.values()) > 100, outcomes
 
 
@@ -301,5 +304,5 @@ def test_two_thousand_mutated_indexes_give_the_same_values_or_an_error(tmp_path)
         outcomes["read"] += 1
         assert found.keys() <= values.keys()
         for name, tensor in found.items():
-            np.testing.assert_array_equal(tensor.load(), values[name])
+            chex.assert_trees_all_equal(tensor.load(), values[name])
     assert min(outcomes.values()) > 100, outcomes

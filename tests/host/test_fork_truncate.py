@@ -1,6 +1,6 @@
 """Fork and truncate: states and block table. Their bytes are compared in tests/cache/test_life.py."""
 
-import numpy as np
+import chex
 import pytest
 
 from dsv4_jax.cache.request_rows import copy_request, write_request
@@ -20,7 +20,7 @@ class TestFork:
         slots, cache = manager.fork(cache, slot, 2)
         assert slots == [1, 2]
         assert manager.block_table[:3, :3].tolist() == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
-        np.testing.assert_array_equal(cache.block_table, manager.block_table)
+        chex.assert_trees_all_equal(cache.block_table, manager.block_table)
         assert cache.lengths.tolist() == [35, 35, 35, 0]
         assert [manager.length(s) for s in range(3)] == [35] * 3
         assert [manager.min_length(s) for s in range(3)] == [33] * 3
@@ -93,10 +93,10 @@ class TestTruncate:
         start, cache = manager.truncate(cache, slot, 32)
         assert (start, manager.length(slot), manager.min_length(slot)) == (32, 32, 32)
         assert manager.free_blocks == 10  # the third block is released
-        np.testing.assert_array_equal(cache.block_table, manager.block_table)
+        chex.assert_trees_all_equal(cache.block_table, manager.block_table)
         assert cache.lengths.tolist() == [32, 0, 0, 0]
         cache = step(manager, cache, slot, ids(5))
-        np.testing.assert_array_equal(cache.block_table, manager.block_table)
+        chex.assert_trees_all_equal(cache.block_table, manager.block_table)
 
     def test_further_back_without_snapshots_all_must_run_again(self):
         manager = make()
@@ -129,7 +129,7 @@ class TestTruncate:
         start, cache = manager.truncate(cache, child, 46)
         assert start == 46
         assert manager.block_table[:2, :3].tolist() == [[0, 1, 2], [0, 1, 3]]
-        np.testing.assert_array_equal(cache.block_table, manager.block_table)
+        chex.assert_trees_all_equal(cache.block_table, manager.block_table)
         manager.rewind(child, 0)
 
     def test_one_program_each(self):

@@ -2,6 +2,7 @@
 
 import copy
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -359,11 +360,11 @@ class TestReservation:
         manager.allocate(a, 100)
         for tokens, reserve in [({a: ids(20), b: [1]}, 0), ({b: ids(16)}, 33), ({a: [1]}, 0)]:
             cache = cache.begin_step(manager.prepare_forward(tokens, reserve=reserve))
-            np.testing.assert_array_equal(cache.block_table, manager.block_table)
+            chex.assert_trees_all_equal(cache.block_table, manager.block_table)
         manager.release(a)
         a = manager.admit()
         cache = cache.begin_step(manager.prepare_forward({a: [1]}))
-        np.testing.assert_array_equal(cache.block_table, manager.block_table)
+        chex.assert_trees_all_equal(cache.block_table, manager.block_table)
         assert cache.lengths.tolist() == [1, 17, 0, 0]
 
     def test_block_table_is_a_copy(self):

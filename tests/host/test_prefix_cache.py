@@ -1,5 +1,6 @@
 """The prefix cache's choices: what it finds, keeps and gives up; its bytes are compared in tests/cache/test_life.py."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ class TestFinding:
         slot, found = cached.admit(ids(50))
         assert (slot, found, manager.length(slot), manager.min_length(slot)) == (0, 48, 48, 48)
         assert manager.block_table[0].tolist() == [0, 1, 2, -1, -1, -1]
-        np.testing.assert_array_equal(cached.cache.block_table, manager.block_table)
+        chex.assert_trees_all_equal(cached.cache.block_table, manager.block_table)
         assert cached.cache.lengths.tolist() == [48, 0, 0, 0]
         assert [manager.requests.allocator.references(b) for b in range(4)] == [2, 2, 2, 1]
         with pytest.raises(ValueError, match="its rings reach back to 48"):

@@ -1,5 +1,6 @@
 """A hit, a fork, a cut and a restored request of the tiny model: the bytes and logits of one that ran cold."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +82,7 @@ def test_a_hit_is_as_if_it_had_run_cold(cold, runs):
     for prompt_length, hit in ((70, 64), (63, 48), (17, 16)):
         slot, found = runs.admit(IDS[:prompt_length])
         assert found == hit
-        np.testing.assert_array_equal(runs.feed({slot: IDS[hit:]})[slot], logits[hit:])
+        chex.assert_trees_all_equal(runs.feed({slot: IDS[hit:]})[slot], logits[hit:])
         same_bytes(runs.bytes(slot), want)
         runs.manager.release(slot)
 
@@ -92,11 +93,11 @@ def test_children_and_parent_do_not_see_each_other(cold, runs):
     runs.feed({parent: IDS[32:45]})
     (same, other), runs.cache = runs.manager.fork(runs.cache, parent, 2)
     out = runs.feed({same: IDS[45:], other: OTHER[45:], parent: IDS[45:60]})
-    np.testing.assert_array_equal(out[same], logits[45:])
-    np.testing.assert_array_equal(out[parent], logits[45:60])
+    chex.assert_trees_all_equal(out[same], logits[45:])
+    chex.assert_trees_all_equal(out[parent], logits[45:60])
     same_bytes(runs.bytes(same), want)
     assert (out[other] != logits[45:]).any()
-    np.testing.assert_array_equal(runs.feed({parent: IDS[60:]})[parent], logits[60:])
+    chex.assert_trees_all_equal(runs.feed({parent: IDS[60:]})[parent], logits[60:])
     same_bytes(runs.bytes(parent), want)
 
 
@@ -110,7 +111,7 @@ def test_a_cut_request_never_went_further(cold, runs, length, start):
     assert got == start
     runs.feed({slot: [*IDS[start:length], *OTHER[length:]]})
     got, runs.cache = runs.manager.truncate(runs.cache, slot, length)
-    np.testing.assert_array_equal(runs.feed({slot: IDS[got:]})[slot], logits[got:])
+    chex.assert_trees_all_equal(runs.feed({slot: IDS[got:]})[slot], logits[got:])
     same_bytes(runs.bytes(slot), want)
 
 
@@ -127,5 +128,5 @@ def test_a_request_goes_on_elsewhere(cold, runs, tmp_path):
     loaded, tokens, elsewhere.cache = load_request(tmp_path / "request", elsewhere.manager, elsewhere.cache, key="tiny")
     assert tokens.tolist() == IDS[:53]
     for place, number in ((runs, back), (elsewhere, loaded)):
-        np.testing.assert_array_equal(place.feed({number: IDS[53:]})[number], logits[53:])
+        chex.assert_trees_all_equal(place.feed({number: IDS[53:]})[number], logits[53:])
         same_bytes(place.bytes(number), want)

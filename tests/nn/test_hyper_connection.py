@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv4_jax.nn import HyperConnection, HyperHead, ResidualStreams, RMSNorm, expand_streams, sinkhorn
+from dsv4_jax.nn import HyperConnection, HyperHead, ResidualStreams, RMSNorm, apply_post, sinkhorn
 from tests.nn.reference import f64, rms_norm, sigmoid
 
 
@@ -56,7 +56,7 @@ def test_collapse_and_weights(small, draw):
 
 def test_expansion_mixes_over_combs_first_axis(small, draw):
     streams, y, post, comb = draw(4, 3, 24), draw(4, 24), draw(4, 3), draw(4, 3, 3)
-    new = expand_streams(*map(jnp.asarray, (streams, y, post, comb)))
+    new = apply_post(*map(jnp.asarray, (streams, y, post, comb)))
     for t in range(4):
         for k in range(3):
             expected = post[t, k] * f64(y[t]) + sum(comb[t, j, k] * f64(streams[t, j]) for j in range(3))
@@ -95,10 +95,10 @@ def test_joined_borders_are_the_separate_steps(small, draw):
 
     collapsed, post, comb = first(streams)
     np.testing.assert_allclose(x, norms[0](collapsed), **TOLERANCE)
-    streams = expand_streams(streams, y, post, comb)
+    streams = apply_post(streams, y, post, comb)
     collapsed, post, comb = second(streams)
     np.testing.assert_allclose(between, norms[1](collapsed), **TOLERANCE)
-    streams = expand_streams(streams, z, post, comb)
+    streams = apply_post(streams, z, post, comb)
     np.testing.assert_allclose(out, norms[2](head(streams)), **TOLERANCE)
     for mine in (left, merged):
         np.testing.assert_allclose(mine, streams, **TOLERANCE)
@@ -118,7 +118,7 @@ def test_bf16_streams_are_rounded_once(config, draw):
     assert [x.dtype for x in low] == [jnp.bfloat16, jnp.float32, jnp.float32]
     np.testing.assert_array_equal(np.asarray(low[0]), np.asarray(exact[0].astype(jnp.bfloat16)))
     np.testing.assert_array_equal(np.asarray(low[2]), np.asarray(exact[2]))
-    new = expand_streams(streams, y, *low[1:])
+    new = apply_post(streams, y, *low[1:])
     assert new.dtype == jnp.bfloat16
-    exact_new = expand_streams(streams.astype(jnp.float32), y.astype(jnp.float32), *low[1:])
+    exact_new = apply_post(streams.astype(jnp.float32), y.astype(jnp.float32), *low[1:])
     np.testing.assert_array_equal(np.asarray(new), np.asarray(exact_new.astype(jnp.bfloat16)))

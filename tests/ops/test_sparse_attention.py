@@ -41,7 +41,7 @@ def test_one_softmax_over_window_entries_and_sink(name, case):
     sinks = jnp.asarray([0.5, -1.0, 3.0, 200.0], jnp.float32)
     slots, positions = ints([2, -1, 1]), ints([39, -1, 0])
     window = dataclasses.replace(window, rows=jax.tree.map(lambda x: x.at[1, 1, 0].set(0), window.rows))
-    out = np.asarray(attention(q, sinks, window, compressed, indices, slots, positions))
+    out = np.asarray(attention(q, sinks, ops.AttentionKV(window, compressed, indices), slots, positions))
 
     rows, valid = ops.gather_swa_kv(window, slots, positions, dtype=dtype)
     rows = np.asarray(rows)[0]
@@ -62,7 +62,8 @@ def test_a_sink_far_below_does_not_divide_by_zero():
     fmt = FORMATS["v4"]
     q = jnp.ones((1, HEADS, DIM), jnp.bfloat16)
     sinks = jnp.full((HEADS,), -500.0)
-    out = attention(q, sinks, swa_view(fmt), classical_view(fmt), ints([[-1] * 4]), ints([-1]), ints([-1]))
+    kv = ops.AttentionKV(swa_view(fmt), classical_view(fmt), ints([[-1] * 4]))
+    out = attention(q, sinks, kv, ints([-1]), ints([-1]))
     assert not np.asarray(out).any()
 
 
@@ -74,11 +75,11 @@ def test_many_queries_equal_the_same_queries_alone():
     q = jnp.asarray(rng.standard_normal((70, HEADS, DIM)), jnp.bfloat16)
     sinks = jnp.zeros((HEADS,))
     slots, positions = ints([0] * 35 + [1] * 35), ints([*range(35), *range(35)])
-    both = attention(q, sinks, swa_view(fmt), compressed, None, slots, positions, new_kv=new_kv)
+    kv = ops.AttentionKV(swa_view(fmt), compressed, new_kv=new_kv)
+    both = attention(q, sinks, kv, slots, positions)
     for half in (slice(0, 35), slice(35, 70)):
-        alone = attention(
-            q[half], sinks, swa_view(fmt), compressed, None, slots[half], positions[half], new_kv=new_kv[half]
-        )
+        own = dataclasses.replace(kv, new_kv=new_kv[half])
+        alone = attention(q[half], sinks, own, slots[half], positions[half])
         # The same sums over the same rows; a block of another size may be summed in another order (float32, then
         # rounded to bfloat16: at most one step of values below 4).
         np.testing.assert_allclose(np.asarray(both[half], np.float32), np.asarray(alone, np.float32), atol=2**-7)

@@ -1,5 +1,6 @@
 """Float32 parity with transformers 5.23 (see the oracle's README): per layer, logits for every chunking, greedy."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,22 +42,22 @@ def manager(model, **sizes):
 def test_attention_layer(model, golden, layer):
     x = golden[f"attn_in_{layer}"]
     out, record, cache = run_layer(model, layer, x, [37, 1, 37], kv_format="plain", dtype=jnp.float32)
-    np.testing.assert_allclose(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
+    chex.assert_trees_all_close(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
     kind = model.config.layer_types[layer]
     if kind == SLIDING:
         return
     handle = reader(cache, layer)
     stored = entries(handle.read_classical_view(), golden[f"entries_{layer}"].shape[1])
     got = np.concatenate([stored.nope, stored.rope], axis=-1)
-    np.testing.assert_allclose(got, golden[f"entries_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
+    chex.assert_trees_all_close(got, golden[f"entries_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
     if kind == CSA:
         keys = entries(handle.read_indexer_view(), golden[f"index_entries_{layer}"].shape[1]).codes
-        np.testing.assert_allclose(keys, golden[f"index_entries_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
+        chex.assert_trees_all_close(keys, golden[f"index_entries_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
         scores = golden[f"index_score_{layer}"]
-        np.testing.assert_allclose(record["scores"][..., : scores.shape[2]], scores, rtol=0, atol=LAYER_TOLERANCE)
+        chex.assert_trees_all_close(record["scores"][..., : scores.shape[2]], scores, rtol=0, atol=LAYER_TOLERANCE)
         # The smallest gap between a selected and an unselected score is four times the tolerance: sets are equal.
         want = np.sort(golden[f"topk_{layer}"], axis=-1)
-        np.testing.assert_array_equal(np.sort(record["topk"], axis=-1), want)
+        chex.assert_trees_all_equal(np.sort(record["topk"], axis=-1), want)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -71,7 +72,7 @@ def test_logits_for_any_chunking(model, golden, plan):
         logits, cache = forward(model, cache, batch)
         parts.append(np.asarray(logits)[: 2 * n].reshape(2, n, -1))
         at += n
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(np.concatenate(parts, axis=1), golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
 
 
 @pytest.mark.parametrize("how", [stream, generate])
@@ -81,7 +82,7 @@ def test_greedy_tokens_equal_transformers(model, golden, how):
     if how is stream:
         pairs = list(made)
         made = [[token for i, token in pairs if i == row] for row in range(2)]
-    np.testing.assert_array_equal(made, want)
+    chex.assert_trees_all_equal(np.array(made), want)
 
 
 def test_drafts_are_verified_and_forgotten(model, golden):
@@ -101,4 +102,4 @@ def test_drafts_are_verified_and_forgotten(model, golden):
         logits.append(np.asarray(out).reshape(2, 4, -1)[:, 0])
         for slot in slots:
             host.rewind(slot, 3)
-    np.testing.assert_allclose(np.stack(logits, axis=1), golden["logits"][:, 21:72], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(np.stack(logits, axis=1), golden["logits"][:, 21:72], rtol=0, atol=LOGITS_TOLERANCE)

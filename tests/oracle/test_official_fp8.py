@@ -1,5 +1,6 @@
 """The release's quantised storage: every value exactly, and float32 parity of the model it makes (oracle's README)."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,16 +39,16 @@ def test_every_tensor_has_the_goldens_values(golden):
         w = tensors[name].load().astype(np.float64).reshape(-1)
         got = w.sum(), np.abs(w).sum(), (w * (np.arange(w.size) % 1009 + 1) / 1009).sum()
         # Sums of exact values in another order; relative to the sum of magnitudes.
-        np.testing.assert_allclose(got, sums, rtol=0, atol=1e-12 * sums[1], err_msg=name)
+        chex.assert_trees_all_close(np.array(got), sums, rtol=0, atol=1e-12 * sums[1], custom_message=name)
     for key in golden:
         if key.startswith("dequant:"):
-            np.testing.assert_array_equal(tensors[key.removeprefix("dequant:")].load(), golden[key], err_msg=key)
+            chex.assert_trees_all_equal(tensors[key.removeprefix("dequant:")].load(), golden[key], custom_message=key)
 
 
 @pytest.mark.parametrize("layer", range(4))
 def test_attention_layer(model, golden, layer):
     out, _, _ = run_layer(model, layer, golden[f"attn_in_{layer}"], [75], kv_format="plain", dtype=jnp.float32)
-    np.testing.assert_allclose(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
+    chex.assert_trees_all_close(out, golden[f"attn_out_{layer}"], rtol=0, atol=LAYER_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,9 @@ def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
     arguments += ["--dtype", "float32", "--weights", weights, "--cache-format", "plain", "--layers"]
     assert main([str(argument) for argument in arguments]) == 0
     scores = np.load(tmp_path / "scores.npz")
-    np.testing.assert_allclose(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+    chex.assert_trees_all_close(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
     for name in (f"attn_{side}_{layer}" for side in ("in", "out") for layer in range(4)):
-        np.testing.assert_allclose(scores[name], golden[name], rtol=0, atol=LAYER_TOLERANCE, err_msg=name)
+        chex.assert_trees_all_close(scores[name], golden[name], rtol=0, atol=LAYER_TOLERANCE, custom_message=name)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
@@ -88,7 +89,7 @@ def test_kernels_multiply_with_the_stored_weights(golden, implementation):
         inputs = np.asarray(given, np.float64).reshape(len(x), groups, -1)
         want = np.einsum("tgk,gmk->tgm", inputs, matrices).reshape(len(x), -1)
         # Rounded once to the 8 bits of a bfloat16, from sums of exact products in float32.
-        np.testing.assert_allclose(np.float64(found), want, rtol=2.0**-8, atol=1e-5, err_msg=name)
+        chex.assert_trees_all_close(np.float64(found), want, rtol=2.0**-8, atol=1e-5, custom_message=name)
 
 
 @pytest.mark.slow
@@ -105,4 +106,4 @@ def test_stored_weights_give_the_same_bits():
             outs.append(np.asarray(out))
         logits.append(outs)
     for plain, stored in zip(*logits, strict=True):
-        np.testing.assert_array_equal(stored, plain)
+        chex.assert_trees_all_equal(stored, plain)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,8 @@ from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
-from dsv4_jax.decode.drafts import draft, forward_for_drafts, newest_tokens
-from dsv4_jax.decode.step import last_tokens
+from dsv4_jax.decode.drafts import draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import Engine, MTPDrafter, generate, stream
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.nn import StepCarry
@@ -54,11 +55,11 @@ def step(model, cache, batch):
     """By slot: the streams and logits after the last token, and K greedy drafts with their logits."""
     hidden, streams, cache = forward_for_drafts(model, cache, batch)
     slots = cache.lengths.shape[0]
-    last = last_tokens(batch, slots)
+    last = last_token_indices(batch, slots)
     at = jnp.maximum(last, 0)
     logits = model.logits(hidden[at])
     choice = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    newest = newest_tokens(choice, jnp.where(last >= 0, batch.positions[at], -1))
+    newest = one_token_batch(choice, jnp.where(last >= 0, batch.positions[at], -1))
     seeds = jnp.zeros((slots,), jnp.uint32)
     tokens, draft_logits, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, count=K)
     return dict(streams=streams[at], logits=logits, draft_tokens=tokens, draft_logits=draft_logits), cache
@@ -79,9 +80,11 @@ def read(model, host, cache, tokens, count):
 
 def check(out, golden, slot, row, t):
     """What a step gave a slot that holds tokens 0 to t of a row."""
-    np.testing.assert_array_equal(out["draft_tokens"][slot], golden["draft_tokens"][row, t])
+    chex.assert_trees_all_equal(out["draft_tokens"][slot], golden["draft_tokens"][row, t])
     for name in ("logits", "draft_logits", "streams"):
-        np.testing.assert_allclose(out[name][slot], golden[name][row, t], rtol=0, atol=TOLERANCE, err_msg=f"{name} {t}")
+        chex.assert_trees_all_close(
+            out[name][slot], golden[name][row, t], rtol=0, atol=TOLERANCE, custom_message=f"{name} {t}"
+        )
 
 
 def ring(cache, slot, positions):
@@ -112,10 +115,12 @@ def test_the_block_on_true_tokens(model, golden):
     for name, value in out.items():
         value = np.asarray(value).reshape(2, T, *value.shape[1:])[:, 1:]
         tolerance = dict(mtp_logits=TOLERANCE, mtp_x=TOLERANCE, mtp_out=TOLERANCE)
-        np.testing.assert_allclose(value, golden[name], rtol=0, atol=tolerance.get(name, ROW_TOLERANCE), err_msg=name)
+        chex.assert_trees_all_close(
+            value, golden[name], rtol=0, atol=tolerance.get(name, ROW_TOLERANCE), custom_message=name
+        )
     for slot in slots:
         want, at = golden["mtp_ring"][slot], np.arange(T - 1 - WINDOW, T - 1)
-        np.testing.assert_allclose(ring(cache, slot, at), want[at % WINDOW], rtol=0, atol=ROW_TOLERANCE)
+        chex.assert_trees_all_close(ring(cache, slot, at), want[at % WINDOW], rtol=0, atol=ROW_TOLERANCE)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -132,7 +137,9 @@ def test_drafts_for_any_chunking(model, golden, plan):
         for name, end in dict(mtp_ring=T - 1, draft_ring=T + 2).items():
             positions = np.arange(end - WINDOW, end)
             want = golden[name][slot, positions % WINDOW]
-            np.testing.assert_allclose(ring(cache, slot, positions), want, rtol=0, atol=ROW_TOLERANCE, err_msg=name)
+            chex.assert_trees_all_close(
+                ring(cache, slot, positions), want, rtol=0, atol=ROW_TOLERANCE, custom_message=name
+            )
 
 
 def test_drafts_after_rewinds(model, golden):
@@ -197,10 +204,10 @@ def test_drafts_after_a_prefix_hit(model, golden):
         out, cache = run(model, host, cache, {slot: ids[t : t + 1]})
         check(out, golden, slot, 1, t)
         want, cold_cache = run(model, cold, cold_cache, {1: ids[t : t + 1]})
-        np.testing.assert_array_equal(out["draft_logits"][slot], want["draft_logits"][1])
+        chex.assert_trees_all_equal(out["draft_logits"][slot], want["draft_logits"][1])
         # Up to the rows that drafts made, as a window needs them.
         positions = np.arange(t - WINDOW + 1, t + K)
-        np.testing.assert_array_equal(ring(cache, slot, positions), ring(cold_cache, 1, positions))
+        chex.assert_trees_all_equal(ring(cache, slot, positions), ring(cold_cache, 1, positions))
 
 
 def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
@@ -210,10 +217,10 @@ def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
     arguments += ["--dtype", "float32", "--cache-format", "plain", "--drafts", K]
     assert main([str(argument) for argument in arguments]) == 0
     scores = np.load(tmp_path / "scores.npz")
-    np.testing.assert_array_equal(scores["draft_tokens"], golden["draft_tokens"])
+    chex.assert_trees_all_equal(scores["draft_tokens"], golden["draft_tokens"])
     for name in ("logits", "mtp_logits", "draft_logits"):
         assert scores[name].dtype == np.float32
-        np.testing.assert_allclose(scores[name], golden[name], rtol=0, atol=TOLERANCE, err_msg=name)
+        chex.assert_trees_all_close(scores[name], golden[name], rtol=0, atol=TOLERANCE, custom_message=name)
 
 
 def expected_steps(golden, row, tokens):
@@ -274,7 +281,7 @@ def test_guesses_follow_the_last_kept_draft(compiled, golden):
     assert requests[0].accepted[-1] and not requests[1].accepted[-1]
     positions = np.arange(len(prompt) + count - 1 - WINDOW, len(prompt) + count - 2 + K)
     with_drafts, without = (ring(engine.cache, slot, positions) for slot in slots)
-    np.testing.assert_array_equal(with_drafts, without)
+    chex.assert_trees_all_equal(with_drafts, without)
 
 
 def test_what_makes_no_drafts_is_refused(compiled):
@@ -358,8 +365,9 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
     steps = length_that_ends_with_drafts(golden, 0)
     batch = host.prepare_forward({slot: prompts[slot, -1:] for slot in slots}, reserve=steps - 1)
     seeds = jnp.zeros((3,), jnp.uint32)
-    tokens, accepted, cache = decode_loop(model, cache, batch, seeds, steps=steps, drafts=K)
-    np.testing.assert_array_equal(tokens[:2], want[:, :steps])
+    output, cache = decode_loop(model, cache, batch, seeds, steps=steps, drafts=K)
+    tokens, accepted = output.tokens, output.accepted
+    chex.assert_trees_all_equal(tokens[:2], want[:, :steps])
     assert (np.asarray(tokens[2]) == -1).all() and (np.asarray(accepted[2]) == -1).all()
     held = 21 + steps - 1
     assert cache.lengths.tolist() == [held, held, 0]
@@ -370,7 +378,7 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
     other, ids = manager_of(model), np.append(prompts[0], want[0, : steps - 1])
     other_cache = read(model, other, other.init_cache(), {other.admit(): ids}, held)
     positions = np.arange(held - WINDOW, held - 1 + K)
-    np.testing.assert_allclose(ring(cache, 0, positions), ring(other_cache, 0, positions), rtol=0, atol=ROW_TOLERANCE)
+    chex.assert_trees_all_close(ring(cache, 0, positions), ring(other_cache, 0, positions), rtol=0, atol=ROW_TOLERANCE)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """bfloat16 parity with the released code (see the oracle's README): format "v4", per layer, the golden's own inputs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,12 +110,12 @@ def test_states(model, golden, outcome, run, layer):
             ring = array.shape[1]
             for p in range(opened, 75):
                 row = (rate if kind == CSA else 0) + p % rate
-                np.testing.assert_allclose(array[:, p % ring], want[:, row], rtol=0, atol=5e-6)
+                chex.assert_trees_all_close(array[:, p % ring], want[:, row], rtol=0, atol=5e-6)
             if kind == CSA:
                 half = array.shape[2] // 2
                 for p in range(opened - rate, opened):
                     got = array[:, p % ring, :half]
-                    np.testing.assert_allclose(got, want[:, p % rate, :half], rtol=0, atol=5e-6)
+                    chex.assert_trees_all_close(got, want[:, p % rate, :half], rtol=0, atol=5e-6)
 
 
 @cases

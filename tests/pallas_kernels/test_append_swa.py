@@ -74,13 +74,13 @@ def test_compiles_for_h100_in_place_and_without_spills():
     used = registers("""
 import jax, jax.numpy as jnp
 from dsv4_jax import ops
-from pallas_kernels.append_swa import append_swa
+from pallas_kernels import Rings, append_swa
 from tests.pallas_kernels.kernels import LAYOUTS
 S = jax.ShapeDtypeStruct
 for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 128, 1), jnp.float32)).items():
     pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), scale
-    def append(*args):
-        return append_swa(*args, layout=LAYOUTS[name])
+    def append(kv, slots, positions, layer, *pools):
+        return append_swa(kv, slots, positions, Rings(layer, pools, 128, LAYOUTS[name]))
     for T in (1, 8192):
         ints = S((T,), jnp.int32)
         args = S((T, 512), jnp.bfloat16), ints, ints, S((), jnp.int32), *pools
@@ -96,12 +96,12 @@ def test_a_slice_of_a_larger_array_is_not_fused_with_the_write():
     """XLA would fuse it at T=1, and forget that the kernel writes in place."""
     compile_in_process("""
 import jax, jax.numpy as jnp
-from pallas_kernels.append_swa import append_swa
+from pallas_kernels import Rings, append_swa
 from tests.pallas_kernels.kernels import LAYOUTS
 S, ints = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1,), jnp.int32)
 pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), S((3, 64, 128, 8), jnp.uint8)
-def append(x, *args):
-    return append_swa(x[:, 512:1024], *args, layout=LAYOUTS["v4"])
+def append(x, slots, positions, layer, *pools):
+    return append_swa(x[:, 512:1024], slots, positions, Rings(layer, pools, 128, LAYOUTS["v4"]))
 args = S((1, 2048), jnp.bfloat16), ints, ints, S((), jnp.int32), *pools
 text = compile_for_h100("sliced", append, *args, donate_argnums=(4, 5, 6)).as_text()
 (write,) = [line for line in text[text.index("ENTRY") :].splitlines() if 'custom_call_target="mosaic_gpu' in line]

@@ -29,15 +29,15 @@ def random_experts(seed, number, rows, columns, kind="FP4"):
     return QuantizedWeight(codes, scale, "FP4", jnp.dtype(jnp.bfloat16))
 
 
-def operands(tokens, chosen, number, depth, inner, kind="FP4", *, shared=None):
+def operands(tokens, top_k, number, depth, inner, kind="FP4", *, shared=None):
     """Arguments of `ops.experts`; every token has the expert `shared`, if there is one."""
     rng = np.random.default_rng(tokens)
-    selected = np.stack([rng.permutation(number)[:chosen] for _ in range(tokens)])
+    selected = np.stack([rng.permutation(number)[:top_k] for _ in range(tokens)])
     if shared is not None:
         selected[:, 0] = shared
         selected[:, 1:] = np.where(selected[:, 1:] == shared, (shared + 1) % number, selected[:, 1:])
     x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
-    weights = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+    weights = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
     matrices = random_experts(1, number, 2 * inner, depth, kind), random_experts(2, number, depth, inner, kind)
     return x, jnp.asarray(selected, jnp.int32), weights, *matrices
 
@@ -68,7 +68,7 @@ def check(implementation, *args, **kwargs):
     compare(implementation, *operands(*args, **kwargs))
 
 
-def compare(implementation, *arrays):
+def compare(implementation, *arrays, run=run):
     got, want = np.float64(run(*arrays, implementation=implementation)), reference(*arrays[:5])
     # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are. See also
     # `test_quantized_linear` for single sums.
@@ -76,9 +76,9 @@ def compare(implementation, *arrays):
     np.testing.assert_allclose(got, want, atol=2.0**-6 * np.abs(want).max())
 
 
-def check_shared(implementation, tokens, chosen, number, depth, inner, shared):
+def check_shared(implementation, tokens, top_k, number, depth, inner, shared):
     """Beside the others, in one launch, the expert that all tokens have."""
-    arrays, rng = operands(tokens, chosen, number, depth, inner), np.random.default_rng(0)
+    arrays, rng = operands(tokens, top_k, number, depth, inner), np.random.default_rng(0)
     gate_up, down = (random_weight(rng, *shape, scales=(113, 118)) for shape in ((2 * shared, depth), (depth, shared)))
     got = np.float64(run(*arrays, None, (gate_up[0], down[0]), implementation=implementation))
     alone = np.float64(run(*arrays, implementation=implementation))
@@ -145,12 +145,12 @@ def test_pairs_grouped_by_the_router(implementation):
     x, _, _, *matrices = operands(2, 1, 128, 512, 256)
     keys = jax.random.split(jax.random.key(0))
     weight, bias = jax.random.normal(keys[0], (128, 512)), jax.random.normal(keys[1], (128,))
-    routing = ops.router(x, weight, bias, chosen=1, factor=1.0, implementation=implementation)
-    assert routing.grouped is not None
+    routing = ops.router(x, weight, bias, top_k=1, scaling_factor=1.0, implementation=implementation)
+    assert routing.permutation is not None
     arrays = x, routing.experts, routing.weights, *matrices
-    compare(implementation, *arrays, routing.grouped)
+    compare(implementation, *arrays, routing.permutation)
     # Not grouped once more: the table counts.
-    table, counts = routing.grouped
+    table, counts = routing.permutation
     other = table.at[0].set((table[0] + 1) % 128), counts
     with pytest.raises(AssertionError):
         compare(implementation, *arrays, other)

@@ -145,7 +145,7 @@ def test_under_vmap_on_gpu():
 def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
-from pallas_kernels import gather as g
+from pallas_kernels import Paged, Rings, gather as g
 from tests.pallas_kernels.kernels import LAYOUTS
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
@@ -153,13 +153,12 @@ for name, scale in dict(v4=(8, jnp.uint8), per_entry=(1, jnp.float32)).items():
     def pools(a, b):
         return S((3, a, b, 448), jnp.uint8), S((3, a, b, 64), jnp.bfloat16), S((3, a, b, scale[0]), scale[1])
     def run(f, *args, **options):
-        f = functools.partial(f, layout=LAYOUTS[name], **options)
-        compiled = compile_for_h100(f"{name}-{f.func.__name__}", f, *args)
+        compiled = compile_for_h100(f"{name}-{f.__name__}", functools.partial(f, **options), *args)
         assert compiled.memory_analysis().temp_size_in_bytes < 1024
-    paged = ints(), ints(64, 256), *pools(8192, 32)
-    run(g.gather_compressed_kv, ints(64, 512), ints(64), *paged)
-    run(g.gather_all_compressed_kv, ints(32), ints(32), *paged, compress_rate=4, only_visible=True)
-    run(g.gather_swa_kv, ints(256), ints(256), ints(), *pools(256, 128), window=128)
+    paged, layout = (ints(), ints(64, 256), pools(8192, 32)), LAYOUTS[name]
+    run(g.gather_compressed_kv, ints(64), Paged(*paged, ints(64, 512), 4, layout))
+    run(g.gather_all_compressed_kv, ints(32), ints(32), Paged(*paged, None, 4, layout), only_visible=True)
+    run(g.gather_swa_kv, ints(256), ints(256), Rings(ints(), pools(256, 128), 128, layout))
 """)
     assert len(used) == 6 and max(used.values()) <= 128, used
 

@@ -117,7 +117,7 @@ def test_its_gradient_is_that_of_the_reference():
 def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
-from pallas_kernels import norm_rope, norm_rope_append
+from pallas_kernels import Rings, norm_rope, norm_rope_append
 from tests.pallas_kernels.kernels import LAYOUTS
 S = jax.ShapeDtypeStruct
 args = S((8, 64, 512), jnp.bfloat16), S((8, 512), jnp.bfloat16), S((512,), jnp.float32), S((8,), jnp.int32)
@@ -125,7 +125,9 @@ compile_for_h100("norm_rope", functools.partial(norm_rope, eps=1e-6), *args, S((
 q, kv, weight, ints = args
 for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 128, 1), jnp.float32)).items():
     pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), scale
-    append = functools.partial(norm_rope_append, layout=LAYOUTS[name], eps=1e-6)
+    def append(q, kv, weight, slots, positions, inv_freq, layer, *pools):
+        rings = Rings(layer, pools, 128, LAYOUTS[name])
+        return norm_rope_append(q, kv, weight, slots, positions, inv_freq, rings, eps=1e-6)
     args = q, kv, weight, ints, ints, S((32,), jnp.float32), S((), jnp.int32), *pools
     compiled = compile_for_h100(name, append, *args, donate_argnums=(7, 8, 9))
     assert compiled.memory_analysis().temp_size_in_bytes < 1024

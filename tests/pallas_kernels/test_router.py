@@ -11,7 +11,7 @@ from dsv4_jax import ops
 from tests.pallas_kernels.kernels import registers
 
 
-CHOSEN = 6
+TOP_K = 6
 
 
 def operands(tokens, depth, experts, *, hashed=False):
@@ -21,13 +21,13 @@ def operands(tokens, depth, experts, *, hashed=False):
     weight = jnp.asarray(rng.standard_normal((experts, depth)) * depth**-0.5, jnp.float32)
     if not hashed:
         return x, weight, jnp.asarray(rng.standard_normal(experts) * 0.1, jnp.float32), None, None
-    table = np.stack([rng.permutation(experts)[:CHOSEN] for _ in range(50)])
+    table = np.stack([rng.permutation(experts)[:TOP_K] for _ in range(50)])
     ids = np.where(np.arange(tokens) == 0, -1, rng.integers(0, 60, tokens))
     return x, weight, None, jnp.asarray(table, jnp.int32), jnp.asarray(ids, jnp.int32)
 
 
 def run(implementation, *arrays):
-    call = functools.partial(ops.router, chosen=CHOSEN, factor=1.5, implementation=implementation)
+    call = functools.partial(ops.router, top_k=TOP_K, scaling_factor=1.5, implementation=implementation)
     return jax.jit(call)(*arrays)
 
 
@@ -43,10 +43,10 @@ def check_groups(experts, table, counts):
 
 
 def check(implementation, *arrays):
-    (experts, weights, grouped), (wanted, expected, _) = run(implementation, *arrays), run("xla", *arrays)
-    assert (grouped is None) == (experts.shape[0] > 8)
-    if grouped is not None:
-        check_groups(experts, *grouped)
+    (experts, weights, permutation), (wanted, expected, _) = run(implementation, *arrays), run("xla", *arrays)
+    assert (permutation is None) == (experts.shape[0] > 8)
+    if permutation is not None:
+        check_groups(experts, *permutation)
     assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
     # Sums of float32 in another order: scores agree to 1e-5, and so the order of two that are further apart.
     x, weight, bias, *_ = arrays
@@ -54,7 +54,7 @@ def check(implementation, *arrays):
     rank = scores if bias is None else scores + np.float64(bias)
     mine, other = (np.take_along_axis(rank, np.asarray(e), axis=1) for e in (experts, wanted))
     np.testing.assert_allclose(mine, other, rtol=1e-5)
-    assert all(len(set(row)) == CHOSEN for row in np.asarray(experts))
+    assert all(len(set(row)) == TOP_K for row in np.asarray(experts))
     if bias is None:
         np.testing.assert_array_equal(experts, wanted)
     own = np.take_along_axis(scores, np.asarray(experts), axis=1)
@@ -73,7 +73,7 @@ def test_of_equal_scores_the_first_experts_are_selected(implementation):
     bias = jnp.zeros_like(bias).at[jnp.array([7, 100])].set(-1.0).at[jnp.array([90, 31])].set(1.0)
     experts, weights, _ = run(implementation, x, jnp.zeros_like(weight), bias)
     np.testing.assert_array_equal(experts, [[31, 90, 0, 1, 2, 3]] * 2)
-    np.testing.assert_allclose(weights, np.full((2, CHOSEN), 0.25), rtol=1e-6)
+    np.testing.assert_allclose(weights, np.full((2, TOP_K), 0.25), rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
@@ -119,7 +119,7 @@ def test_compiles_for_h100_without_spills():
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import router
 S, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-call = functools.partial(router, chosen=6, factor=1.5)
+call = functools.partial(router, top_k=6, scaling_factor=1.5)
 flash = 4096, 256
 pro = 7168, 384
 for name, tokens, depth, experts in ("one", 1, *flash), ("few", 7, *flash), ("some", 32, *flash), ("pro", 256, *pro):
@@ -133,7 +133,7 @@ for name, tokens, depth, experts in ("one", 1, *flash), ("few", 7, *flash), ("so
 
 def test_what_the_kernel_does_not_take_is_refused():
     x, weight, bias, *_ = operands(2, 512, 128)
-    call = functools.partial(ops.router, chosen=CHOSEN, factor=1.0, implementation="interpret")
+    call = functools.partial(ops.router, top_k=TOP_K, scaling_factor=1.0, implementation="interpret")
     with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
         call(x.astype(jnp.float32), weight, bias)
     with pytest.raises(NotImplementedError, match="128, 256, .. or 1024 experts, got 100"):

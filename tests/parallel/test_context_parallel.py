@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +12,21 @@ import pytest
 from dsv4_jax.host import BlockAllocator
 from dsv4_jax.nn import shardings
 from dsv4_jax.ops import indexer_topk, sparse_attention
-from dsv4_jax.ops.context_parallel import select_of_parts
-from dsv4_jax.ops.views import ClassicalView, SWAView
+from dsv4_jax.ops.context_parallel import topk_of_shards
+from dsv4_jax.ops.sparse_attention import PrefillConfig
+from dsv4_jax.ops.views import AttentionKV, ClassicalView, SWAView
 from dsv4_jax.parallel.local_ids import to_local_ids
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import kv_format
 from tests.host.managers import make
 from tests.pallas_kernels.kernels import FORMATS
-from tests.pallas_kernels.sparse_attention.test_sparse_attention import INV_FREQ, SMALL, TOLERANCE, call
+from tests.pallas_kernels.sparse_attention.test_sparse_attention import (
+    INV_FREQ,
+    SMALL,
+    assert_close,
+    call,
+    with_new_rows,
+)
 from tests.parallel.conftest import run_engine
 
 
@@ -42,12 +50,12 @@ def test_the_selection_is_that_of_one_device(k):
     parts = jnp.where(np.arange(4)[:, None, None] == owner, scores, -jnp.inf)
 
     def local(part, lengths):
-        return select_of_parts(part[0], lengths, k)[None]
+        return topk_of_shards(part[0], lengths, k)[None]
 
     found = sharded_step(FOUR, local, (jax.P("model"), jax.P()), jax.P("model"), parts, jnp.asarray(lengths))
     want = np.asarray(indexer_topk(jnp.asarray(scores), jnp.asarray(lengths), k))
     for device in np.asarray(found):
-        np.testing.assert_array_equal(device, want)
+        chex.assert_trees_all_equal(device, want)
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -68,16 +76,17 @@ def test_attention_is_that_of_one_device(selected, prefill):
     new_kv = new_kv if prefill else None
     indices = jnp.asarray(np.sort(rng.permuted(np.tile(np.arange(11), (T, 1)), axis=1)[:, :5]), jnp.int32)
     indices = indices.at[:, -1].set(-1) if selected else None
-    want = sparse_attention(q, sinks, window, compressed, indices, slots, positions, new_kv=new_kv)
+    want = sparse_attention(q, sinks, AttentionKV(window, compressed, indices, new_kv), slots, positions)
 
     def local(q, sinks, pool):
         own = ClassicalView(pool, 0, to_local_ids(table, "context", 2), 4, codec)
-        return sparse_attention(q, sinks, window, own, indices, slots, positions, new_kv=new_kv, context_parallel=True)
+        kv = AttentionKV(window, own, indices, new_kv)
+        return sparse_attention(q, sinks, kv, slots, positions, context_parallel=True)
 
     specs = jax.P(None, "model"), jax.P("model"), jax.P(None, "model")
     out = sharded_step(FOUR, local, specs, specs[0], q, sinks, compressed.rows)
     # float32 sums of up to 32 products of values near 1, in another order.
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(out, want, rtol=0, atol=1e-5)
     assert np.abs(np.asarray(want)[:5]).max(axis=(1, 2)).min() > 0.1 and not np.asarray(out)[5].any()
 
 
@@ -89,28 +98,23 @@ def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, mo
     attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
     rng, tokens, sizes = np.random.default_rng(3), 3, SMALL | dict(heads=16)
     args = call(FORMATS["v4"], rng, [2, 2, 0], [100, 101, 33], rate=4, count=None if many else 20, **sizes)
-    q, sinks, window, compressed, indices, slots, positions = args
-    new_kv = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16) if many else None
-    options = dict(new_kv=new_kv, inv_freq=INV_FREQ)
-    want = sparse_attention(*args, implementation="xla", **options)
-    monkeypatch.setattr(attention, "MANY_TOKENS", tokens)
-    monkeypatch.setattr(attention, "DENSE_ROWS_A_TOKEN", 1 << 10)
+    if many:
+        args = with_new_rows(args, jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16))
+    q, sinks, kv, slots, positions = args
+    prefill = PrefillConfig(min_tokens=tokens, max_rows_per_token=1 << 10)
+    want = sparse_attention(*args, inv_freq=INV_FREQ, implementation="xla")
     calls, kernel = [], attention.prefill_attention
     monkeypatch.setattr(attention, "prefill_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
 
     def local(q, sinks, pool):
-        table = to_local_ids(compressed.block_table, "context", pool.nope.shape[1])
-        own = dataclasses.replace(compressed, rows=pool, block_table=table)
-        return sparse_attention(
-            *(q, sinks, window, own, indices, slots, positions),
-            context_parallel=True,
-            implementation=implementation,
-            **options,
-        )
+        table = to_local_ids(kv.compressed.block_table, "context", pool.nope.shape[1])
+        own = dataclasses.replace(kv.compressed, rows=pool, block_table=table)
+        options = dict(inv_freq=INV_FREQ, context_parallel=True, prefill=prefill, implementation=implementation)
+        return sparse_attention(q, sinks, dataclasses.replace(kv, compressed=own), slots, positions, **options)
 
     specs = jax.P(None, "model"), jax.P("model"), jax.P(None, "model")
-    out = sharded_step({"model": devices}, local, specs, specs[0], q, sinks, compressed.rows)
-    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), **TOLERANCE)
+    out = sharded_step({"model": devices}, local, specs, specs[0], q, sinks, kv.compressed.rows)
+    assert_close(out, want)
     assert calls == [1] * many
 
 

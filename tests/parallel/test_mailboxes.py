@@ -1,4 +1,4 @@
-"""GPUs that cannot reach each other's memory."""
+"""GPUs that cannot access each other's memory."""
 
 import ctypes
 import logging
@@ -27,5 +27,5 @@ def test_without_peer_access_sums_are_left_to_xla(monkeypatch, caplog, error, an
         assert make_mailboxes(mesh) is None
     (record,) = caplog.records
     one, two = (str(device) for device in mesh.devices)
-    assert f"{one} and {two} cannot reach each other's memory" in record.getMessage()
+    assert f"{one} and {two} cannot access each other's memory" in record.getMessage()
     assert not mailboxes._mailboxes

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +80,7 @@ def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
     for name, group in one.groups.items():
         # float32 sums in other orders are 1e-6 apart. Where that takes a value of a row that is read again to the next
         # FP8 code, that value, one of 96 in one of 8 rows and more, changes by a sixteenth.
-        np.testing.assert_allclose(cache.groups[name].state.kv, group.state.kv, rtol=0, atol=1e-3)
+        chex.assert_trees_all_close(cache.groups[name].state.kv, group.state.kv, rtol=0, atol=1e-3)
         different = np.asarray(cache.groups[name].entries.nope) != group.entries.nope
         assert np.mean(different) < 0.01
 
@@ -99,10 +100,10 @@ def test_a_reduction_is_rounded_once_and_equal_everywhere():
     assert all(part.tobytes() == total[0].tobytes() for part in total)
     # bfloat16 of a float32 sum in any order: next to that of the float64 sum, where that lies between two.
     want = x.astype(np.float64).sum(axis=0)
-    np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=2**-8, atol=1e-6)
+    chex.assert_trees_all_close(total[0].astype(np.float64), want, rtol=2**-8, atol=1e-6)
     assert np.mean(total[0] == want.astype(jnp.bfloat16)) > 0.99
-    np.testing.assert_array_equal(fused, np.concatenate(x, axis=1))
-    np.testing.assert_array_equal(index, np.arange(8))
+    chex.assert_trees_all_equal(fused, np.concatenate(x, axis=1))
+    chex.assert_trees_all_equal(index, np.arange(8))
 
 
 def test_without_a_mesh_nothing_is_added():
@@ -118,7 +119,7 @@ def test_a_step_takes_no_transfers_and_keeps_the_cache_in_place():
         batch, old = manager.prepare_forward({slot: [3]}), cache
         with jax.transfer_guard("disallow"):
             logits, cache = forward(model, cache, batch)
-        np.testing.assert_array_equal(logits[0], BIGRAM.table[3])
+        chex.assert_trees_all_equal(logits[0], BIGRAM.table[3])
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
         assert jax.tree.map(lambda x: x.sharding, cache) == cache.shardings(mesh)
 
@@ -148,7 +149,7 @@ def test_maps_that_are_cut_alike_are_joined(model):
         want = getattr(own, name).weight.get_value()
         found = both.matrix(name)
         assert found.sharding == want.sharding
-        np.testing.assert_array_equal(found, want)
+        chex.assert_trees_all_equal(found, want)
     queries = [own.parts for own in fused.model.layers[1].self_attn.latent_projections.fused]
     assert sorted(path for ((path, *_),) in queries) == ["compressor.indexer.q_b_proj", "q_b_proj"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
@@ -165,7 +166,7 @@ def test_maps_that_are_cut_alike_are_joined(model):
         )(mlp, x)
 
     # float32 products of other shapes may add in another order.
-    np.testing.assert_allclose(apply(mlp, x), apply(own, x), rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(apply(mlp, x), apply(own, x), rtol=0, atol=1e-6)
 
 
 def test_joined_maps_are_not_cut(model):
@@ -176,7 +177,7 @@ def test_joined_maps_are_not_cut(model):
 def test_sizes_that_a_mesh_does_not_divide():
     config = DSV4Config.from_hf(PACKAGED)
     check_shardable(config, {"model": 2})
-    with pytest.raises(ValueError, match=r"model=4 does not divide o_groups=2, vocab_size=258; .* cut in 1, 2$"):
+    with pytest.raises(ValueError, match=r"model=4 does not divide o_groups=2, vocab_size=258; this model takes 1, 2$"):
         check_shardable(config, {"model": 4})
     with pytest.raises(ValueError, match="model=8 does not divide num_attention_heads=4"):
         KVCacheManager(config, num_blocks=4, max_context=128, mesh=make_mesh({"model": 8}))
@@ -274,13 +275,13 @@ def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
     cache, slot = manager.init_cache(), manager.admit()
     for _ in range(2):
         logits, cache = forward(model, cache, manager.prepare_forward({slot: [3]}))
-        np.testing.assert_array_equal(logits[0], BIGRAM.table[3])
+        chex.assert_trees_all_equal(logits[0], BIGRAM.table[3])
     assert jax.tree.map(lambda x: x.sharding, cache) == cache.shardings(mesh)
     # Addresses of one process are nothing to store.
     data = serialization.to_bytes(dataclasses.replace(cache, mailboxes=None))
     assert serialization.to_bytes(cache) == data
     back = serialization.from_bytes(cache, data)
-    np.testing.assert_array_equal(back.mailboxes, table)
+    chex.assert_trees_all_equal(back.mailboxes, table)
     same_bytes(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, cache))
 
 

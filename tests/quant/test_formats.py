@@ -122,7 +122,7 @@ def test_v4_rows_are_a_fixed_point(kv):
 
     codes = np.asarray(first.nope).reshape(3, -1, 64)
     settled = ((codes & 0x7F).max(axis=-1) != 0x76) | (np.asarray(first.scale)[:, : NOPE // 64] == minimal_scale())
-    np.testing.assert_array_equal(codes[settled], np.asarray(second.nope).reshape(3, -1, 64)[settled])
+    chex.assert_trees_all_equal(codes[settled], np.asarray(second.nope).reshape(3, -1, 64)[settled])
 
 
 def minimal_scale() -> int:
@@ -148,7 +148,7 @@ def test_signs_of_zeros_are_kept(format):
     assert_same_bits(codec.decode(codec.encode(kv), jnp.float32), kv)
     tiny = kv.at[0].set(1.0).at[2].set(-1e-20).at[3].set(1e-20)  # round to zero beside a one
     signs = jnp.signbit(codec.decode(codec.encode(tiny), jnp.float32))
-    np.testing.assert_array_equal(signs, jnp.signbit(tiny))
+    chex.assert_trees_all_equal(signs, jnp.signbit(tiny))
 
 
 @pytest.mark.parametrize("format", QUANTISED, ids=repr)
@@ -163,24 +163,24 @@ def test_largest_values_saturate(format):
 
 def test_per_entry_scale_has_a_floor():
     rows = PerEntryFormat().entries(NOPE, ROPE).encode(jnp.zeros(NOPE + ROPE, jnp.float32))
-    np.testing.assert_array_equal(rows.scale, np.float32([1e-12]))
+    chex.assert_trees_all_equal(rows.scale, np.float32([1e-12]))
 
 
 def test_unused_v4_scale_bytes_are_zero():
     rows = V4Format().entries(448, 64).encode(normal(2, 448 + 64))
     assert rows.scale.shape == (2, 8)
-    np.testing.assert_array_equal(rows.scale[:, 7], 0)
+    chex.assert_trees_all_equal(rows.scale[:, 7], 0)
     assert (np.asarray(rows.scale[:, :7]) > 0).all()
 
 
 def test_plain_keeps_values():
     kv = normal(4, NOPE + ROPE)
     rows, keys = codecs(PlainFormat(jnp.float32), index=NOPE + ROPE)
-    np.testing.assert_array_equal(rows.decode(rows.encode(kv), jnp.float32), kv)
-    np.testing.assert_array_equal(keys.decode(keys.encode(kv)), kv)
+    chex.assert_trees_all_equal(rows.decode(rows.encode(kv), jnp.float32), kv)
+    chex.assert_trees_all_equal(keys.decode(keys.encode(kv)), kv)
     half, _ = codecs(PlainFormat(jnp.bfloat16))
     expected = kv.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(half.decode(half.encode(kv), jnp.bfloat16), expected)
+    chex.assert_trees_all_equal(half.decode(half.encode(kv), jnp.bfloat16), expected)
 
 
 @pytest.mark.parametrize(
@@ -241,4 +241,4 @@ def test_formats_are_static_arguments():
 
 def assert_same_bits(got: jax.Array, expected: jax.Array):
     """Equality that also tells -0 from 0."""
-    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), np.asarray(expected).view(np.uint32))
+    chex.assert_trees_all_equal(np.asarray(got).view(np.uint32), np.asarray(expected).view(np.uint32))

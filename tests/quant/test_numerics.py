@@ -34,13 +34,13 @@ def test_round_to_survives_compilation():
     x = jnp.asarray(float32_of_every_exponent(4096))
     expected = np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
     got = jax.jit(lambda x: round_to(x, jnp.bfloat16).astype(jnp.float32))(x)
-    np.testing.assert_array_equal(got, expected)
+    chex.assert_trees_all_equal(got, expected)
     assert "reduce-precision" in jax.jit(lambda x: round_to(x, jnp.bfloat16)).lower(x).as_text("hlo")
 
 
 def test_round_to_leaves_the_right_type_alone():
     x = jnp.asarray([1.0000001, -0.0], jnp.float32)
-    np.testing.assert_array_equal(round_to(x, jnp.float32), x)
+    chex.assert_trees_all_equal(round_to(x, jnp.float32), x)
     y = x.astype(jnp.bfloat16)
     assert round_to(y, jnp.bfloat16).dtype == jnp.bfloat16
     assert round_to(y, jnp.float32).dtype == jnp.float32
@@ -54,7 +54,7 @@ def test_hadamard_is_sylvesters_matrix(size):
     # Small integers: every sum is exact, so the only rounding is the last product's.
     x = np.random.default_rng(size).integers(-8, 9, (3, size)).astype(np.float32)
     expected = (x @ matrix.T).astype(np.float32) * np.float32(size**-0.5)
-    np.testing.assert_array_equal(hadamard(jnp.asarray(x)), expected)
+    chex.assert_trees_all_equal(hadamard(jnp.asarray(x)), expected)
 
 
 @pytest.mark.parametrize("size", [0, 3, 24])
@@ -82,9 +82,9 @@ def test_every_e4m3_code_decodes():
     bits = np.arange(256, dtype=np.uint8)
     expected = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     values = np.asarray(decode_e4m3(jnp.asarray(bits)))
-    np.testing.assert_array_equal(values, expected)
+    chex.assert_trees_all_equal(values, expected)
     number = ~np.isnan(expected)  # a NaN's sign means nothing, and a GPU drops it
-    np.testing.assert_array_equal(np.signbit(values[number]), np.signbit(expected[number]))
+    chex.assert_trees_all_equal(np.signbit(values[number]), np.signbit(expected[number]))
 
 
 def test_no_cast_pair_that_a_gpu_could_delete():
@@ -114,7 +114,7 @@ class TestAgainstDefinitions(chex.TestCase):
         missing = {1: 0, 2: 0, 3: 1, 8: 0, 13: 3}[length]
         padded = np.concatenate([terms, np.zeros((missing, *terms.shape[1:]), np.float32)])
         total = self.variant(ordered_sum, static_argnames="axis")
-        np.testing.assert_array_equal(total(jnp.asarray(x), axis=axis), tree(padded))
+        chex.assert_trees_all_equal(total(jnp.asarray(x), axis=axis), tree(padded))
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_e4m3_matches_ml_dtypes_and_saturates(self):
@@ -123,7 +123,7 @@ class TestAgainstDefinitions(chex.TestCase):
             [x, np.linspace(-500, 500, 4001, dtype=np.float32), np.float32([0.0, -0.0, np.inf, -np.inf])]
         )
         expected = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        np.testing.assert_array_equal(self.variant(encode_e4m3)(jnp.asarray(x)), expected.view(np.uint8))
+        chex.assert_trees_all_equal(self.variant(encode_e4m3)(jnp.asarray(x)), expected.view(np.uint8))
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_e2m1_matches_ml_dtypes_on_ties_signs_and_saturation(self):
@@ -134,12 +134,12 @@ class TestAgainstDefinitions(chex.TestCase):
         x = np.concatenate([x, float32_of_every_exponent(5000)])
         expected = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn)
         codes = self.variant(encode_e2m1)(jnp.asarray(x))
-        np.testing.assert_array_equal(codes, expected.view(np.uint8) & 15)
+        chex.assert_trees_all_equal(codes, expected.view(np.uint8) & 15)
         values = np.asarray(decode_e2m1(codes))
-        np.testing.assert_array_equal(values.view(np.uint32), expected.astype(np.float32).view(np.uint32))
+        chex.assert_trees_all_equal(values.view(np.uint32), expected.astype(np.float32).view(np.uint32))
 
 
 def test_packed_fp4_holds_the_even_index_in_the_low_nibble():
     codes = jnp.asarray([[1, 2, 15, 0]], jnp.uint8)
-    np.testing.assert_array_equal(pack_fp4(codes), [[0x21, 0x0F]])
-    np.testing.assert_array_equal(unpack_fp4(pack_fp4(codes)), codes)
+    chex.assert_trees_all_equal(pack_fp4(codes), np.array([[0x21, 0x0F]]))
+    chex.assert_trees_all_equal(unpack_fp4(pack_fp4(codes)), codes)

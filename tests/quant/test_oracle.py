@@ -46,14 +46,14 @@ def assert_same_bits(got, expected: np.ndarray):
     if got.dtype == jnp.bfloat16:
         got = got.astype(np.float32)
     assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), expected.view(f"u{got.itemsize}"))
+    chex.assert_trees_all_equal(got.view(f"u{got.itemsize}"), expected.view(f"u{got.itemsize}"))
 
 
 def assert_neighbours(got: np.ndarray, expected: np.ndarray, robust: np.ndarray):
     """Bit-equal where `robust`; elsewhere one float32 rounding decides, so a neighbouring code is right too."""
-    np.testing.assert_array_equal(got[robust], expected[robust])
+    chex.assert_trees_all_equal(got[robust], expected[robust])
     sign = 0x80 if expected.max() >= 16 else 8
-    np.testing.assert_array_equal(got & sign, expected & sign)
+    chex.assert_trees_all_equal(got & sign, expected & sign)
     step = np.abs((got & ~np.uint8(sign)).astype(int) - (expected & ~np.uint8(sign)).astype(int))
     assert step.max() <= 1
 
@@ -84,7 +84,7 @@ def test_indexer_keys_are_rotated_then_mxfp4(compiled, size):
     golden = load(f"fp4_mx_hadamard{size}")
     x = jnp.asarray(golden["x"])
     rotated = compiled(lambda x: round_to(hadamard(x), jnp.bfloat16))(x)
-    np.testing.assert_array_equal(rotated.astype(jnp.float32), golden["rotated"])
+    chex.assert_trees_all_equal(rotated.astype(jnp.float32), golden["rotated"])
     codec = V4Format().keys(size)
     for keys in (x, x.astype(jnp.bfloat16)):
         rows = compiled(codec.encode)(keys)

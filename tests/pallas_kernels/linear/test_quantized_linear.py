@@ -1,7 +1,7 @@
 """The linear kernel of FP8 and bfloat16 weights against float64: interpreted, on a GPU, and compiled for one."""
 
+import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import QuantizedWeight
-from pallas_kernels.matmul.quantized_weights import FP8
+from pallas_kernels.linear.quantized_linear import Config, quantized_linear
 from tests.pallas_kernels.kernels import registers
 
 
@@ -36,7 +36,10 @@ def random_weight(rng, rows, depth, scales=(110, 124)):
 
 
 def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), plain=0):
-    """Compares `ops.linear` with float64; the last `plain` outputs are of a second weight, in bfloat16."""
+    """Compares `ops.linear` or another implementation of it with float64.
+
+    `plain`: number of outputs, the last ones, of a second weight, in bfloat16.
+    """
     rng = np.random.default_rng(tokens)
     rows = sum(size for size, _ in outputs)
     x = jnp.asarray(rng.standard_normal((tokens, groups * depth)), jnp.bfloat16)
@@ -45,8 +48,9 @@ def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), p
     if plain:
         bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
         weight, values = (weight, jnp.asarray(bfloat16)), np.concatenate([values, bfloat16.astype(np.float64)])
-    call = functools.partial(ops.linear, spec=make_spec(outputs, groups), implementation=implementation)
-    found = jax.jit(call)(x, weight)
+    is_name = isinstance(implementation, str)
+    linear = functools.partial(ops.linear, implementation=implementation) if is_name else implementation
+    found = jax.jit(functools.partial(linear, spec=make_spec(outputs, groups)))(x, weight)
     inputs = np.asarray(x, np.float64).reshape(tokens, groups, depth).swapaxes(0, 1)
     matrices = values.reshape(groups, -1, depth).swapaxes(1, 2)
     want = (inputs @ matrices).swapaxes(0, 1).reshape(tokens, -1)
@@ -134,22 +138,18 @@ def test_swiglu_on_gpu(tokens, inner, depth):
     check_swiglu("mosaic_gpu", tokens, inner, depth)
 
 
-# Where there is no room for the sums of all warpgroups they add to one place, in turn; where there is less, tokens are
-# halved. Two tiles a block: each place is used again.
-@pytest.mark.parametrize(("kilobytes", "places"), [(80, 1), (70, None)])
-def test_less_room_interpreted(kilobytes, places, monkeypatch):
-    module = sys.modules["pallas_kernels.linear.quantized_linear"]
-    monkeypatch.setattr(module, "CLUSTERS", {1: 2})
-    monkeypatch.setattr(module.skinny_gemm, "SHARED_BYTES", kilobytes << 10)
-    outputs = ((192, BF16), (64, F32)) if places else ((192, F32), (64, BF16))
-    problem = module._problem(25, ((FP8, 256),), 512, 1, make_spec(outputs).outputs(256), None, 0.0, True)
-    assert (problem and problem.stream.places) == places
-    check("interpret", 25, outputs, 512)
+# Warpgroups add to one place, in turn; more tokens than a launch takes; blocks of a cluster that add up. Several tiles
+# a block, of more stages than there are.
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [(25, Config(32, places=1, max_stages=8)), (9, Config(8, max_stages=8)), (8, Config(8, splits=2))],
+)
+def test_configs_interpreted(tokens, config):
+    def linear(x, weight, spec):
+        own = dataclasses.replace(config, workers=2)
+        return quantized_linear(x, ((weight.codes, weight.scale),), spec=spec, config=own, interpret=True)
 
-
-def test_blocks_of_a_cluster_add_up_interpreted(monkeypatch):
-    monkeypatch.setattr(sys.modules["pallas_kernels.linear.quantized_linear"], "MIN_STAGES", 24)
-    check("interpret", 8, ((192, F32),), 512)
+    check(linear, tokens, ((192, BF16), (64, F32)), 512)
 
 
 @pytest.mark.gpu

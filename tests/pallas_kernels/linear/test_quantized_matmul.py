@@ -1,17 +1,13 @@
 """The kernel of FP8 weights with many tokens against float64: interpreted, on a GPU, and compiled for one."""
 
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from pallas_kernels.linear.quantized_matmul import Config, quantized_matmul
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_quantized_linear import BF16, F32, check, check_swiglu, random_weight
-
-
-MODULE = sys.modules["pallas_kernels.linear.quantized_matmul"]
 
 
 # Tiles with fewer rows and tokens than others, outputs of two dtypes; several tiles a block, not all in one batch
@@ -20,16 +16,16 @@ MODULE = sys.modules["pallas_kernels.linear.quantized_matmul"]
     ("tokens", "outputs", "depth", "groups"),
     [(5, ((64, BF16), (128, F32)), 256, 1), (70, ((128, BF16), (128, F32)), 128, 2)],
 )
-def test_interpreted(monkeypatch, tokens, outputs, depth, groups):
-    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MAX_STORED_TOKENS", 0)
-    for name, value in dict(MAX_INPUTS=32, MIN_INPUTS=32, TOGETHER=2).items():
-        monkeypatch.setattr(MODULE, name, value)
-    check("interpret", tokens, outputs, depth, groups)
+def test_interpreted(tokens, outputs, depth, groups):
+    def linear(x, weight, spec):
+        config = Config(tile_tokens=32, batch_tiles=2)
+        return quantized_matmul(x, weight.codes, weight.scale, spec=spec, config=config, interpret=True)
+
+    check(linear, tokens, outputs, depth, groups)
 
 
-def test_swiglu_interpreted(monkeypatch):
-    monkeypatch.setattr(sys.modules["dsv4_jax.ops.linear"], "MAX_STORED_TOKENS", 0)
-    check_swiglu("interpret", 5, 128, 256)
+def test_swiglu_interpreted():
+    check_swiglu("interpret", 33, 128, 256)
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ def test_kept_kernels_write_in_place(tmp_path):
     compile_in_process(f"""
 import jax, jax.numpy as jnp
 from dsv4_jax.quant import kv_format
-from pallas_kernels import append_swa
+from pallas_kernels import Rings, append_swa
 jax.config.update("jax_enable_compilation_cache", True)
 jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # this host cannot load a GPU's programs
@@ -110,7 +110,7 @@ ints = S((4,), jnp.int32)
 
 def twice(kv, slots, positions, *pools):
     for layer in (0, 1):
-        pools = append_swa(kv, slots, positions, jnp.int32(layer), *pools, layout=layout)
+        pools = append_swa(kv, slots, positions, Rings(jnp.int32(layer), pools, 128, layout))
     return pools
 
 for name in ("lowered", "kept"):

@@ -6,15 +6,19 @@ import importlib
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from dsv4_jax.ops.dense_rows import dense_rows
-from pallas_kernels.sparse_attention import Paged, attention_sums, prefill_attention, sparse_attention
+from dsv4_jax.ops.dense_rows import dense_rows, max_runs
+from dsv4_jax.ops.sparse_attention import PrefillConfig
+from pallas_kernels.sparse_attention import attention_sums, prefill_attention, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
+from pallas_kernels.sparse_attention.decode_attention import Config as DecodeConfig
+from pallas_kernels.sparse_attention.prefill_attention import Config as PrefillKernelConfig
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
 
@@ -24,6 +28,7 @@ from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
 TOLERANCE = dict(rtol=2**-6, atol=2**-7)
 
 
+DEFAULT = PrefillConfig()
 INV_FREQ = jnp.asarray(1e4 ** -(np.arange(32) / 32), jnp.float32)
 
 
@@ -66,26 +71,44 @@ def call(
     return (
         values(rng, len(slots), heads, DIM),
         jnp.asarray(rng.standard_normal(heads), jnp.float32),
-        ops.SWAView(fill(rings, ring_at), ints(last), window, codec),
-        ops.ClassicalView(fill(pools, pool_at), ints(last), ints(table), rate, codec),
-        indices,
+        ops.AttentionKV(
+            ops.SWAView(fill(rings, ring_at), ints(last), window, codec),
+            ops.ClassicalView(fill(pools, pool_at), ints(last), ints(table), rate, codec),
+            indices,
+        ),
         ints(slots),
         ints(positions),
     )
 
 
+def window_alone(args):
+    """The same call without compressed entries."""
+    q, sinks, kv, *tokens = args
+    return q, sinks, ops.AttentionKV(kv.window), *tokens
+
+
+def with_new_rows(args, new_kv):
+    """The same call, whose window rows the rings do not hold yet."""
+    q, sinks, kv, *tokens = args
+    return q, sinks, dataclasses.replace(kv, new_kv=new_kv), *tokens
+
+
 @functools.cache
-def jitted(implementation):
-    return jax.jit(functools.partial(ops.sparse_attention, implementation=implementation))
+def jitted(implementation, prefill=DEFAULT):
+    return jax.jit(functools.partial(ops.sparse_attention, prefill=prefill, implementation=implementation))
 
 
-def check(implementation, *args, **new):
-    """The kernel's result, after comparing it with the reference's."""
+def assert_close(got, expected):
+    chex.assert_trees_all_close(*(np.asarray(x, np.float32) for x in (got, expected)), **TOLERANCE)
+
+
+def check(implementation, *args, prefill=DEFAULT, inv_freq=None):
+    """Compares the kernel's result with the reference's and returns it."""
     cpu = jax.devices("cpu")[0]
-    expected = jitted("xla")(*jax.device_put(args, cpu), **jax.device_put(new, cpu))
-    got = jitted(implementation)(*args, **new)
+    expected = jitted("xla")(*jax.device_put(args, cpu), inv_freq=jax.device_put(inv_freq, cpu))
+    got = jitted(implementation, prefill)(*args, inv_freq=inv_freq)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+    assert_close(got, expected)
     padding = (np.asarray(args[-2]) < 0) | (np.asarray(args[-1]) < 0)
     assert not np.asarray(got, np.float32)[padding].any()
     return got
@@ -93,13 +116,13 @@ def check(implementation, *args, **new):
 
 def with_other_rows(args, rng, keep):
     """The same call where every token but one belongs to another request and asks something else."""
-    q, sinks, window, compressed, indices, slots, positions = args
-    mine = np.arange(slots.shape[0]) == keep
-    q = jnp.where(mine[:, None, None], q, values(rng, *q.shape))
-    slots = jnp.where(mine, slots, -1)
-    if indices is not None:
-        indices = jnp.where(mine[:, None], indices, -1)
-    return q, sinks, window, compressed, indices, slots, positions
+    q, sinks, kv, slots, positions = args
+    kept = np.arange(slots.shape[0]) == keep
+    q = jnp.where(kept[:, None, None], q, values(rng, *q.shape))
+    slots = jnp.where(kept, slots, -1)
+    if kv.indices is not None:
+        kv = dataclasses.replace(kv, indices=jnp.where(kept[:, None], kv.indices, -1))
+    return q, sinks, kv, slots, positions
 
 
 SMALL = dict(heads=64, window=64, ring=67, per_block=2, max_blocks=32)
@@ -122,20 +145,19 @@ def test_other_widths_interpreted():
     check("interpret", *args)
 
 
-def test_one_part_interpreted():
-    """Not split, as where tokens are many; a token's bits do not change when its neighbours do."""
+def test_one_split_interpreted():
+    """A single KV split, as for many tokens; a token's bits do not change when its neighbours do."""
     rng = np.random.default_rng(2)
     args = call(FORMATS["v4"], rng, [1, 1], [100, 101], rate=4, count=70, **SMALL | {"heads": 32})
 
     @jax.jit
-    def attend(q, sinks, window, compressed, indices, slots, positions):
-        rings, pools = ((v.rows.nope, v.rows.rope, v.rows.scale) for v in (window, compressed))
-        paged = Paged(compressed.layer, compressed.block_table, pools, indices, 4, compressed.layout)
-        options = dict(window=64, layout=window.layout, splits=1, interpret=True)
-        return sparse_attention(q, sinks, slots, positions, window.layer, rings, paged, INV_FREQ, **options)
+    def attend(q, sinks, kv, slots, positions):
+        rows = kv.window.for_kernels(), kv.compressed.for_kernels(kv.indices)
+        options = dict(config=DecodeConfig(splits=1), interpret=True)
+        return sparse_attention(q, sinks, slots, positions, *rows, INV_FREQ, **options)
 
-    got, expected = attend(*args), jitted("xla")(*args, inv_freq=INV_FREQ)
-    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+    got = attend(*args)
+    assert_close(got, jitted("xla")(*args, inv_freq=INV_FREQ))
     alone = attend(*with_other_rows(args, rng, 0))
     same_bytes(alone[0], got[0])
     assert not np.asarray(alone[1], np.float32).any(), "padding gives zeros"
@@ -145,16 +167,14 @@ def test_rows_of_this_call_interpreted():
     """Two requests, one of them new, and padding; what the rings hold of this call's positions is not read."""
     rng = np.random.default_rng(4)
     args = call(FORMATS["v4"], rng, [2, 2, -1, 0], [70, 71, -1, 0], rate=4, count=8, **SMALL)
-    check("interpret", *args, new_kv=values(rng, 4, DIM))
+    check("interpret", *with_new_rows(args, values(rng, 4, DIM)))
 
 
-def attend_many(args, new_kv, implementation):
-    """The kernel for many tokens, of however many there are."""
-    q, sinks, window, compressed, indices, slots, positions = args
-    rows = dense_rows(window, compressed, indices, slots, positions, new_kv, implementation=implementation)
-    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * INV_FREQ[None, :]
-    angles = jnp.cos(angle), jnp.sin(angle)
-    return prefill_attention(q, sinks, rows, angles, blocks=2, interpret=implementation == "interpret")
+@jax.jit
+def prefill_interpreted(q, sinks, kv, slots, positions):
+    """The prefill kernel, for any number of tokens."""
+    rows = dense_rows(kv, slots, positions, implementation="interpret")
+    return prefill_attention(q, sinks, rows, INV_FREQ, config=PrefillKernelConfig(blocks=2), interpret=True)
 
 
 @pytest.mark.parametrize("count", [70, None, 0])
@@ -164,37 +184,33 @@ def test_many_tokens_interpreted(count):
     slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
     args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
     if count == 0:
-        args = *args[:3], None, None, *args[5:]
-    new_kv = values(rng, 6, DIM)
-    expected = jitted("xla")(*args, new_kv=new_kv, inv_freq=INV_FREQ)
-    run = jax.jit(functools.partial(attend_many, implementation="interpret"))
-    got = run(args, new_kv)
-    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+        args = window_alone(args)
+    args = with_new_rows(args, values(rng, 6, DIM))
+    got = prefill_interpreted(*args)
+    assert_close(got, jitted("xla")(*args, inv_freq=INV_FREQ))
     assert not np.asarray(got, np.float32)[3].any(), "padding gives zeros"
 
 
 @pytest.mark.parametrize("spare", [0, -1])
 def test_a_call_whose_rows_could_be_too_many_reads_the_pools(spare, monkeypatch):
-    """At the limit rows are dequantised for all tokens, one row beyond it they are not: the same attention."""
+    """Up to the limit a prefill dequantises rows for all tokens, beyond it it does not: the same attention."""
     attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
-    rng, dense = np.random.default_rng(4), []
+    rng, calls = np.random.default_rng(4), []
     slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
     args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=70, **SMALL | {"max_blocks": 64})
-    window, compressed = args[2:4]
-    monkeypatch.setattr(attention, "MANY_TOKENS", len(slots))
-    rows = attention.max_runs(window, len(slots)) * compressed.max_entries
-    monkeypatch.setattr(attention, "MAX_DENSE_ROWS", rows + spare)
+    kv = args[2]
+    rows = max_runs(kv.window, len(slots)) * kv.compressed.max_entries
+    config = PrefillConfig(min_tokens=len(slots), max_rows=rows + spare)
     kernel = attention.prefill_attention
-    monkeypatch.setattr(attention, "prefill_attention", lambda *a, **k: dense.append(1) or kernel(*a, **k))
-    jitted.cache_clear()
-    check("interpret", *args, new_kv=values(rng, len(slots), DIM), inv_freq=INV_FREQ)
-    jitted.cache_clear()
-    assert len(dense) == 1 + spare
+    monkeypatch.setattr(attention, "prefill_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
+    args = with_new_rows(args, values(rng, len(slots), DIM))
+    check("interpret", *args, prefill=config, inv_freq=INV_FREQ)
+    assert len(calls) == 1 + spare
 
 
 @pytest.mark.parametrize("splits", [3, 17])
-def test_parts_are_added_up(splits):
-    """Parts without rows hold NaN; a token all of whose parts are empty gives zeros."""
+def test_splits_are_combined(splits):
+    """Splits without rows hold NaN; a token all of whose splits are empty gives zeros."""
     rng = np.random.default_rng(splits)
     sums = rng.standard_normal((2, splits, 1, DIM), np.float32)
     top = rng.uniform(-30, 30, (2, splits, 1)).astype(np.float32)
@@ -202,12 +218,12 @@ def test_parts_are_added_up(splits):
     weight[0, 0], weight[1] = 1, 0
     sums[weight == 0] = np.nan
     sinks, positions = np.asarray([0.5], np.float32), np.asarray([123456, -1], np.int32)
-    given = [jnp.asarray(x) for x in (sums, np.stack([top, weight], 2), sinks)]
-    got = combine(*given, interpret=True)
-    turned = combine(*given, jnp.asarray(positions), INV_FREQ, interpret=True)
-    back = ops.apply_rope(got, jnp.maximum(jnp.asarray(positions), 0), INV_FREQ, inverse=True)
-    # Cosines of 2e-7, and products that one of them adds without rounding: some values round the other way.
-    difference = np.abs(np.float32(turned) - np.float32(back))
+    args = [jnp.asarray(x) for x in (sums, np.stack([top, weight], 2), sinks)]
+    got = combine(*args, interpret=True)
+    rotated = combine(*args, jnp.asarray(positions), INV_FREQ, interpret=True)
+    want = ops.apply_rope(got, jnp.maximum(jnp.asarray(positions), 0), INV_FREQ, inverse=True)
+    # Cosines differ by 2e-7, and one of the two adds products without rounding: some values round the other way.
+    difference = np.abs(np.float32(rotated) - np.float32(want))
     assert np.mean(difference > 0) < 0.01 and difference.max() <= 2**-7 * np.abs(np.float32(got)).max()
     factor = np.where(weight > 0, np.exp2(top.astype(np.float64)), 0)
     total = (factor * weight).sum(1) + np.exp(sinks)
@@ -216,32 +232,31 @@ def test_parts_are_added_up(splits):
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2**-8, atol=1e-6)
 
 
-def check_divisible(implementation, args):
-    """Two devices hold the entries' blocks between them, the first of them the windows: what both add up, combined."""
-    q, sinks, window, compressed, indices, slots, positions = args
-    rings, pools = ((v.rows.nope, v.rows.rope, v.rows.scale) for v in (window, compressed))
-    options = dict(window=window.window, layout=window.layout, interpret=implementation == "interpret")
+def check_sharded(implementation, args):
+    """Two devices share the entries' blocks, the first has the windows: the splits of both, combined."""
+    q, sinks, kv, slots, positions = args
+    interpret = implementation == "interpret"
+    rings, entries = kv.window.for_kernels(), kv.compressed.for_kernels(kv.indices)
 
     @jax.jit
-    def attend(q, slots, positions, rings, pools, tables, layers):
-        parts = []
+    def attend(q, slots, positions, rings, entries, tables, layers):
+        shards = []
         for table, layer in zip(tables, layers, strict=True):
-            paged = Paged(compressed.layer, table, pools, indices, compressed.compress_rate, compressed.layout)
-            parts.append(attention_sums(q, slots, positions, layer, rings, paged, **options))
-        sums, stats = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-        return combine(sums, stats, sinks, interpret=options["interpret"])
+            own = dataclasses.replace(rings, layer=layer), dataclasses.replace(entries, block_table=table)
+            shards.append(attention_sums(q, slots, positions, *own, interpret=interpret))
+        sums, stats = (jnp.concatenate(x, axis=1) for x in zip(*shards, strict=True))
+        return combine(sums, stats, sinks, interpret=interpret)
 
-    table = np.asarray(compressed.block_table)
+    table = np.asarray(entries.block_table)
     tables = [ints(np.where(table % 2 == device, table, -1)) for device in range(2)]
-    got = attend(q, slots, positions, rings, pools, tables, [window.layer, ints(-1)])
-    expected = jitted("xla")(*jax.device_put(args, jax.devices("cpu")[0]))
-    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), **TOLERANCE)
+    got = attend(q, slots, positions, rings, entries, tables, [rings.layer, ints(-1)])
+    assert_close(got, jitted("xla")(*jax.device_put(args, jax.devices("cpu")[0])))
 
 
 @pytest.mark.parametrize("count", [40, None])
-def test_parts_of_two_devices_interpreted(count):
+def test_shards_of_two_devices_interpreted(count):
     args = call(FORMATS["v4"], np.random.default_rng(8), [2, -1], [101, -1], rate=4, count=count, **SMALL)
-    check_divisible("interpret", args)
+    check_sharded("interpret", args)
 
 
 REAL = dict(window=128, ring=135, per_block=32, max_blocks=64)
@@ -292,11 +307,11 @@ def test_all_entries_on_gpu(fmt, tokens, rate, heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize(("tokens", "count"), [(1, 512), (9, 512), (140, 64), (1, None), (6, None)])
-def test_parts_of_two_devices_on_gpu(tokens, count, heads):
+def test_shards_of_two_devices_on_gpu(tokens, count, heads):
     rng = np.random.default_rng(tokens)
     positions = [int(p) for p in rng.integers(-1, 8000, tokens)]
     slots = list(range(tokens))
-    check_divisible("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=heads, rate=4, count=count, **REAL))
+    check_sharded("mosaic_gpu", call(FORMATS["v4"], rng, slots, positions, heads=heads, rate=4, count=count, **REAL))
 
 
 @pytest.mark.gpu
@@ -308,7 +323,7 @@ def test_rows_of_this_call_on_gpu(fmt):
     slots = np.repeat([4, 0, 2], counts).tolist() + [-1] * 7
     positions = np.concatenate([s + np.arange(n) for n, s in zip(counts, starts, strict=True)]).tolist() + [-1] * 7
     args = call(fmt, rng, slots, positions, heads=64, rate=4, count=512, layers=3, **REAL)
-    check("mosaic_gpu", *args, new_kv=values(rng, len(slots), DIM), inv_freq=INV_FREQ)
+    check("mosaic_gpu", *with_new_rows(args, values(rng, len(slots), DIM)), inv_freq=INV_FREQ)
 
 
 @pytest.mark.gpu
@@ -316,10 +331,10 @@ def test_chunks_of_many_tokens_on_gpu():
     """A token's bits do not depend on where its call begins: its window lies among the call's rows, or before."""
     rng = np.random.default_rng(13)
     args = call(FORMATS["v4"], rng, [1] * 512, [*range(3000, 3512)], heads=64, rate=4, count=512, **REAL)
-    new_kv, run = values(rng, 512, DIM), jitted("mosaic_gpu")
-    whole = run(*args, new_kv=new_kv)
-    q, sinks, window, compressed, indices, slots, positions = args
-    part = run(q[200:], sinks, window, compressed, indices[200:], slots[200:], positions[200:], new_kv=new_kv[200:])
+    q, sinks, kv, slots, positions = with_new_rows(args, values(rng, 512, DIM))
+    whole = jitted("mosaic_gpu")(q, sinks, kv, slots, positions)
+    later = dataclasses.replace(kv, indices=kv.indices[200:], new_kv=kv.new_kv[200:])
+    part = jitted("mosaic_gpu")(q[200:], sinks, later, slots[200:], positions[200:])
     # The rings hold other rows before token 200 than the first call's.
     same_bytes(part[127:], whole[327:])
 
@@ -337,7 +352,7 @@ def test_other_widths_on_gpu(fmt, heads):
 def test_window_alone_on_gpu(heads):
     rng = np.random.default_rng(7)
     args = call(FORMATS["v4"], rng, [0, 3, 1, -1], [0, 127, 4000, -1], heads=heads, rate=4, count=8, **REAL)
-    check("mosaic_gpu", *args[:3], None, None, *args[5:])
+    check("mosaic_gpu", *window_alone(args))
 
 
 @pytest.mark.aot
@@ -345,9 +360,9 @@ def test_compiles_for_h100_with_hardly_a_spill():
     printed = compile_in_process("""
 import jax, jax.numpy as jnp
 from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.formats.pools import Paged, Rings
+from pallas_kernels.sparse_attention import DenseRows, prefill_attention, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
-from dsv4_jax.ops.dense_rows import dense_rows
-from pallas_kernels.sparse_attention import DenseRows, Paged, prefill_attention, sparse_attention
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jnp.float32)):
@@ -356,9 +371,8 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
         return S((3, a, b, 448), jnp.uint8), S((3, a, b, 64), jnp.bfloat16), S((3, a, b, scale[0]), scale[1])
     def run(label, tokens, rate, indices, heads=64):
         def attend(q, sinks, slots, positions, layer, rings, table, pools, indices, inv_freq):
-            paged = Paged(layer, table, pools, indices, rate, layout)
-            options = dict(window=128, layout=layout)
-            return sparse_attention(q, sinks, slots, positions, layer, rings, paged, inv_freq, **options)
+            rows = Rings(layer, rings, 128, layout), Paged(layer, table, pools, indices, rate, layout)
+            return sparse_attention(q, sinks, slots, positions, *rows, inv_freq)
         args = S((tokens, heads, 512), jnp.bfloat16), S((heads,), jnp.float32), ints(tokens), ints(tokens), ints()
         args += pools(64, 128), ints(64, 8192), pools(8192, 128 // rate), indices
         args += (S((32,), jnp.float32),)
@@ -367,17 +381,15 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
     run("lists-split", 1, 4, ints(1, 512))
     run("lists-pairs", 128, 4, ints(128, 1024), heads=128)
     run("all-split", 8, 128, None)
-    def prefill(q, sinks, slots, positions, layer, rings, places):
-        options = dict(window=128, places=places, layout=layout)
-        return sparse_attention(q, sinks, slots, positions, layer, rings, None, **options)
+    def prefill(q, sinks, slots, positions, layer, rings, own_rows):
+        return sparse_attention(q, sinks, slots, positions, Rings(layer, rings, 128, layout, own_rows), None)
     args = S((2048, 64, 512), jnp.bfloat16), S((64,), jnp.float32), ints(2048), ints(2048), ints()
     compile_for_h100(f"{name}-prefill", prefill, *args, pools(1, 4000), ints(2048))
 def bfloats(*shape): return S(shape, jnp.bfloat16)
 rows = DenseRows(bfloats(2175, 512), bfloats(16384, 512), ints(2048, 512), ints(2048, 4), ints(2048), 128)
-angles = S((2048, 32), jnp.float32), S((2048, 32), jnp.float32)
 sums = S((1, 40, 64, 512), jnp.float32), S((1, 40, 2, 64), jnp.float32), S((64,), jnp.float32)
 compile_for_h100("combine", combine, *sums, ints(1), S((32,), jnp.float32))
-compile_for_h100("many", prefill_attention, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, angles)
+compile_for_h100("many", prefill_attention, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, S((32,), jnp.float32))
 """)
     spills = dict.fromkeys(re.findall(r"^kernel (\S+)", printed, re.MULTILINE), 0)
     name = None
@@ -394,15 +406,14 @@ compile_for_h100("many", prefill_attention, bfloats(2048, 64, 512), S((64,), jnp
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():
     rng = np.random.default_rng(3)
-    q, sinks, *rest = call(FORMATS["v4"], rng, [0], [9], rate=4, count=8, **SMALL)
+    q, sinks, kv, *tokens = call(FORMATS["v4"], rng, [0], [9], rate=4, count=8, **SMALL)
     attend = functools.partial(ops.sparse_attention, implementation="interpret")
     with pytest.raises(NotImplementedError, match="q as bfloat16.*got float32"):
-        attend(q.astype(jnp.float32), sinks, *rest)
-    window, *others = rest
+        attend(q.astype(jnp.float32), sinks, kv, *tokens)
     with pytest.raises(NotImplementedError, match="windows of a multiple of 64 rows, got 60"):
-        attend(q, sinks, dataclasses.replace(window, window=60), *others)
+        attend(q, sinks, dataclasses.replace(kv, window=dataclasses.replace(kv.window, window=60)), *tokens)
     with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 16"):
-        attend(q, sinks, swa_view(FORMATS["v4"]), *others)
-    _, _, _, entries, *_ = call(FORMATS["per_entry"], rng, [0], [9], rate=4, count=8, **SMALL)
+        attend(q, sinks, dataclasses.replace(kv, window=swa_view(FORMATS["v4"])), *tokens)
+    _, _, other, *_ = call(FORMATS["per_entry"], rng, [0], [9], rate=4, count=8, **SMALL)
     with pytest.raises(NotImplementedError, match="takes one layout, got .*scale_block=64.* and .*scale_block=None"):
-        attend(q, sinks, window, entries, *others[1:])
+        attend(q, sinks, dataclasses.replace(kv, compressed=other.compressed), *tokens)

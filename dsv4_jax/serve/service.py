@@ -1,0 +1,57 @@
+"""The state that all requests to the server share."""
+
+import dataclasses
+import time
+
+from tokenizers import Tokenizer
+
+from dsv4_jax.serve.async_engine import AsyncEngine
+from dsv4_jax.serve.chat import ChatTemplate
+from dsv4_jax.serve.choices import TokenNames
+from dsv4_jax.serve.errors import unavailable
+from dsv4_jax.serve.server_metrics import ServerMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server, besides its engine.
+
+    Attributes:
+      model_name: name of the model in the API.
+      end_tokens: ids that end an answer, unless the client sends `ignore_eos`.
+      api_key: key that clients must send as `Authorization: Bearer KEY`; None for no key.
+      request_seconds: time limit of a request, waiting included.
+    """
+
+    model_name: str
+    end_tokens: tuple[int, ...] = ()
+    api_key: str | None = None
+    request_seconds: float = 600.0
+
+
+class Service:
+    """The engine, the tokenizer and everything else that endpoints use.
+
+    Attributes:
+      engine, tokenizer, options: arguments of `create_app`.
+      chat: renders messages as a prompt; None without a tokenizer.
+      names: names of tokens in log-probabilities.
+      metrics: metrics of the server.
+      max_body_bytes: maximum size of a body.
+      created: time when the server was made, in seconds since 1970.
+      stopping: whether new requests are refused because the server is shutting down.
+    """
+
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
+        self.engine, self.tokenizer, self.options = engine, tokenizer, options
+        self.chat = None if tokenizer is None else ChatTemplate(tokenizer)
+        self.names = TokenNames(tokenizer)
+        self.metrics = ServerMetrics(engine)
+        # Room for a prompt of the longest context, even if each token is several escaped characters.
+        self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
+        self.created = int(time.time())
+        self.stopping = False
+
+    def abort_all(self) -> None:
+        """Ends all running requests with an error."""
+        self.engine.fail_all(unavailable("the server is stopping, and this request took too long"))

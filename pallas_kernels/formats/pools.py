@@ -1,0 +1,87 @@
+"""The quantised rows of one layer, as kernels take them: arrays, and within a kernel references to them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats.kv_rows import check_row_pools
+from pallas_kernels.formats.layouts import RowLayout
+from pallas_kernels.runtime.checks import check_array
+
+
+def _static():
+    return dataclasses.field(metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """Window rows of requests: position p of a request is row `p % ring` of its slot's ring.
+
+    Attributes:
+      layer: int32 scalar, index on axis 0 of the pools.
+      pools: (nope [layers, slots, ring, N] uint8, rope [.., R] bfloat16, scale [.., 8] uint8, an E8M0 scale for each 64
+        values of nope and zeros, or [.., 1] float32, an inverse scale).
+      window: number of rows that a token sees, itself included; at most the ring.
+      layout: byte layout of a row; N + R = 512, both multiples of 64, a scale for 64 values or one for the row.
+      own_rows: [T] int32, for attention to more tokens than a ring has room for: row of each token in the ring of slot
+        0, behind the rows of its window. None: the row of its position in its own slot's ring.
+    """
+
+    layer: Any
+    pools: tuple[Any, Any, Any]
+    window: int = _static()
+    layout: RowLayout = _static()
+    own_rows: Any = None
+
+    def check(self) -> None:
+        """Raises NotImplementedError unless kernels take the pools."""
+        check_row_pools(self.layout, *self.pools)
+
+    def mutable_pools(self) -> list[jax.Ref]:
+        """Copies of the pools [rows, width] for a kernel to write to; XLA drops the copies of donated pools."""
+        return [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in self.pools]
+
+    def freeze(self, refs: Sequence[jax.Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The pools after a kernel wrote to `mutable_pools`."""
+        nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, self.pools, strict=True))
+        return nope, rope, scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Compressed entries of requests, behind a block table.
+
+    Attributes:
+      layer: int32 scalar, index on axis 0 of the pools.
+      block_table: [slots, max_blocks] int32 block ids; -1 = none.
+      pools: (nope [layers, blocks, entries per block, N], rope [.., R], scale), as in `Rings`.
+      indices: [T, K] int32 entries of each token; -1 = none. None: all visible entries.
+      compress_rate: tokens per entry; entry e is visible from position (e + 1) * rate - 1 on.
+      layout: byte layout of a row, as in `Rings`.
+    """
+
+    layer: Any
+    block_table: Any
+    pools: tuple[Any, Any, Any]
+    indices: Any
+    compress_rate: int = _static()
+    layout: RowLayout = _static()
+
+    @property
+    def count(self) -> int:
+        """The maximum number of entries of a token."""
+        if self.indices is None:
+            return self.block_table.shape[1] * self.pools[0].shape[2]
+        return self.indices.shape[1]
+
+    def check(self, tokens: int) -> None:
+        """Raises NotImplementedError unless kernels take the arrays."""
+        check_row_pools(self.layout, *self.pools)
+        check_array("block_table", self.block_table, jnp.int32, None, None)
+        if self.indices is not None:
+            check_array("indices", self.indices, jnp.int32, tokens, None)

@@ -1,0 +1,137 @@
+"""First launch for up to 4 tokens: new streams, and sums for the logits, by float32 FMAs.
+
+The grid has a block of one warpgroup for each 32 channels. A warp has a stream and a lane a channel, whose column of fn
+stays in registers. If y is to be summed over GPUs, a block first exchanges its channels of y with the same block of the
+other GPUs, see `mgpu.mailbox`.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs, add_channels
+from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir, thread_ops
+from pallas_kernels.mgpu.mailbox import UNIT
+from pallas_kernels.mgpu.mlir import WARP
+from pallas_kernels.mgpu.thread_ops import U32, fma
+from pallas_kernels.runtime.launch import primitive
+
+
+CHANNELS = WARP  # channels of a slice
+MAX_TOKENS = 4  # one for each warp
+TOKENS = MAX_TOKENS  # tokens of a tile
+
+
+def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
+    """Returns the scratch of `update_slice`."""
+    scratch = dict(inbox_smem=plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32))
+    if fuses_all_reduce:
+        scratch["total_smem"] = plgpu.SMEM((tokens * CHANNELS // 2,), jnp.uint32)
+    return scratch
+
+
+@primitive
+def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem, total_smem=None) -> None:
+    """Writes a slice of the new streams, and its sums, for all tokens; `tile` is 0."""
+    add_channels(refs, index, CHANNELS)
+
+
+@update_slice.mosaic
+def _update_slice_mosaic(index, tile, refs, inbox_smem, total_smem=None):
+    def emit(index, *operands):
+        *operands, inbox, total = operands if total_smem is not None else (*operands, None)
+        refs = StreamRefs(*operands)
+        thread = _Thread(U32(mlir.scalar(index)), refs, total)
+        tokens, inbox = ir.MemRefType(refs.streams.type).shape[0], thread_ops.shared(inbox)
+        fn_column = thread.load_fn()
+        loaded = [thread.load_streams(U32(token)) for token in range(tokens)]
+        if total is not None:
+            thread.sum_over_gpus(tokens)
+        terms = [None if refs.y is None else thread.load_y(U32(token)) for token in range(tokens)]
+        for token, ((values, factors), term) in enumerate(zip(loaded, terms, strict=True)):
+            value = values[0] if term is None else thread.update_stream(U32(token), values, factors, term)
+            products = [arith.mulf(value, weight) for weight in fn_column]
+            products += [None] * (SQUARES - len(products)) + [arith.mulf(value, value)]
+            address = inbox + (((U32(token) * STREAMS + thread.warp) << 5) + thread.lane << 2)
+            thread_ops.store(address, thread_ops.lane_sums(products))
+        mgpu.utils.warpgroup_barrier()
+        with thread_ops.when(thread.warp < tokens):
+            thread.store_partials(inbox)
+
+    present = [ref for ref in refs if ref is not None]
+    mlir.inline(emit, index, *present, inbox_smem, *([] if total_smem is None else [total_smem]))
+
+
+class _Thread:
+    """Emits code of one thread, which has a channel of one stream."""
+
+    def __init__(self, index, refs, total):
+        self.thread, self.index, self.refs, self.total = U32(mlir.thread()), index, refs, total
+        self.warp, self.lane = self.thread >> 5, self.thread & 31
+        self.column = index * CHANNELS + self.lane
+        self.width = ir.MemRefType(refs.streams.type).shape[2]
+        self.f32, self.bf16 = mlir.f32_type(), ir.BF16Type.get()
+        self.streams, self.fn, self.partials = map(mlir.global_pointer, (refs.streams, refs.fn, refs.partials))
+
+    def address(self, pointer, index, kind):
+        return mlir.at(pointer, mlir.to_i64(index.value), kind)
+
+    def load_bf16(self, pointer):
+        return arith.extf(self.f32, llvm.load(self.bf16, pointer))
+
+    def load_fn(self):
+        own = self.address(self.fn, self.warp * self.width + self.column, self.f32)
+        rows = ir.MemRefType(self.refs.fn.type).shape[0]
+        return [llvm.load(self.f32, mlir.at(own, 4 * STREAMS * self.width * r)) for r in range(rows)]
+
+    def load_streams(self, token):
+        """Returns this thread's stream, or all streams and the factors of them and y."""
+        first = token * (STREAMS * self.width) + self.column
+        if self.refs.y is None:
+            return [self.load_bf16(self.address(self.streams, first + self.warp * self.width, self.bf16))], []
+        start = self.address(self.streams, first, self.bf16)
+        values = [self.load_bf16(mlir.at(start, 2 * self.width * j)) for j in range(STREAMS)]
+        factors = self.address(mlir.global_pointer(self.refs.mixing), token * MIXING + self.warp, self.f32)
+        return values, [llvm.load(self.f32, mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
+
+    def sum_over_gpus(self, tokens):
+        """Leaves the sums of this block's channels of y in shared memory."""
+        units = CHANNELS // UNIT
+        first = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
+        unit = mailbox.Unit(
+            active=self.thread < tokens * units,
+            load=lambda: words.load_four(self.address(mlir.global_pointer(self.refs.y), first, self.bf16)),
+            store=lambda four: words.store_shared(thread_ops.shared(self.total) + (self.thread << 4), four),
+        )
+        table = self.refs.table
+        mailbox.exchange(self.index, table, [unit], ranks=ir.MemRefType(table.type).shape[0] // 2 - mailbox.PEERS)
+        mgpu.utils.warpgroup_barrier()
+
+    def load_y(self, token):
+        if self.total is None:
+            return self.load_bf16(
+                self.address(mlir.global_pointer(self.refs.y), token * self.width + self.column, self.bf16)
+            )
+        word = thread_ops.load(thread_ops.shared(self.total) + ((token * CHANNELS + self.lane) >> 1 << 2))
+        return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
+
+    def update_stream(self, token, values, factors, term):
+        """Stores and returns the new stream's value."""
+        value = arith.mulf(term, factors[0])
+        for x, factor in zip(values, factors[1:], strict=True):
+            value = fma(x, factor, value)
+        low = arith.truncf(self.bf16, value)
+        place = token * (STREAMS * self.width) + self.warp * self.width + self.column
+        llvm.store(low, self.address(mlir.global_pointer(self.refs.new), place, self.bf16), alignment=2)
+        return arith.extf(self.f32, low)
+
+    def store_partials(self, inbox):
+        """Adds up the streams' sums of the token that has this warp's number."""
+        sums = [thread_ops.load(inbox + (((self.warp * STREAMS + j) << 5) + self.lane << 2)) for j in range(STREAMS)]
+        low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
+        index = (self.warp * (self.width // CHANNELS) + self.index) * SUMS + self.lane
+        place = self.address(self.partials, index, self.f32)
+        llvm.store(arith.addf(low, high), place, alignment=4)

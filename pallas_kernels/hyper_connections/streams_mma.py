@@ -1,0 +1,154 @@
+"""First launch for some tokens: new streams, and sums for the logits, by `mma`.
+
+The grid has a block of one warpgroup for each 32 channels and 32 tokens. A thread computes 8 channels of a token's new
+streams and leaves them in shared memory. Then a warp multiplies one stream with its columns of fn. float32 weights are
+sums of three bfloat16, so products are as exact as those of float32. Last, the warps' sums are added up.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.hyper_connections.mixing import (
+    MIXING,
+    SQUARES,
+    STREAMS,
+    SUMS,
+    StreamRefs,
+    add_channels,
+    load_factors,
+    mixed_words,
+    store_and_square,
+)
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
+from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.mgpu.thread_ops import U32, element
+from pallas_kernels.runtime.launch import primitive
+
+
+CHANNELS = 32  # channels of a slice
+TOKENS = 32  # tokens of a tile
+STEP = 16  # columns of an `mma`
+STEPS = CHANNELS // STEP
+HALVES = TOKENS // 16
+
+
+def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
+    """Returns the scratch of `update_slice`; this launch sums nothing over GPUs."""
+    return dict(
+        sums_smem=plgpu.SMEM((STREAMS * HALVES * -(-rows // 8) * THREADS,), jnp.float32),
+        values_smem=plgpu.SMEM((STREAMS * TOKENS, CHANNELS), jnp.bfloat16),
+    )
+
+
+@primitive
+def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_smem, sums_smem) -> None:
+    """Writes a slice of the new streams, and its sums, for a tile of tokens."""
+    # Tests that are interpreted have few tokens: this is all tiles at once.
+    pl.when(tile == 0)(lambda: add_channels(refs, index, CHANNELS))
+
+
+@update_slice.mosaic
+def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
+    tokens, _, width = refs.streams.shape
+    rows, slices = refs.fn.shape[0], width // CHANNELS
+    groups = -(-rows // 8)
+
+    def emit(index, tile, values, sums, *refs):
+        refs = StreamRefs(*refs)
+        thread, index, tile = U32(mlir.thread()), U32(mlir.scalar(index)), U32(mlir.scalar(tile)) * TOKENS
+        warp, lane = thread >> 5, thread & 31
+        values, sums = thread_ops.shared(values), thread_ops.shared(sums)
+        # Clamped: the last token may be written several times, with the same values.
+        row, eight = thread >> 2, thread & 3
+        token, own = (tile + row).minimum(tokens - 1), index * CHANNELS + eight * 8
+        loaded, factors = _load_streams(refs, token, own, width)
+        weights = _load_fn(refs.fn, warp * width + index * CHANNELS, rows, width)
+        if refs.y is not None:
+            loaded = list(zip(*(mixed_words(four, factors) for four in zip(*loaded, strict=True)), strict=True))
+            first = token * (STREAMS * width) + own
+            for k in range(STREAMS):
+                words.store_four(mlir.at(element(refs.new, first, 2), 2 * width * k), loaded[k])
+        addresses = (_address(values, U32(k), row, eight) for k in range(STREAMS))
+        squares = thread_ops.sum_lanes(store_and_square(loaded[:STREAMS], addresses), 4)
+        with thread_ops.when(eight.equals(0)):
+            llvm.store(squares, element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
+        mgpu.utils.warpgroup_barrier()
+
+        # A warp's sums, four of each lane, then those of all warps.
+        count = HALVES * groups
+        for (half, group), acc in _multiply(values, warp, weights, groups).items():
+            number = (warp * count + half * groups + group) * WARP + lane
+            words.store_shared(sums + (number << 4), [thread_ops.bits(x) for x in acc])
+        mgpu.utils.warpgroup_barrier()
+
+        def store_sums(number):
+            terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
+            totals = [_tree([thread_ops.as_float(x) for x in four]) for four in zip(*terms, strict=True)]
+            lane, part = number & 31, number >> 5
+            token, logit = tile + (part // groups) * 16 + (lane >> 2), (part % groups) * 8 + (lane & 3) * 2
+            for i in range(2):
+                with thread_ops.when(token + 8 * i < tokens):
+                    there = element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
+                    llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), there, alignment=8)
+
+        thread_ops.for_each(count * WARP, store_sums)
+
+    mlir.inline(emit, index, tile, values_smem, sums_smem, *(ref for ref in refs if ref is not None))
+
+
+def _load_streams(refs, token, own, width):
+    """Returns 8 channels of a token's streams and of y, four words each, and the factors to mix them."""
+    first = element(refs.streams, token * (STREAMS * width) + own, 2)
+    loaded = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+    if refs.y is None:
+        return loaded, []
+    loaded.append(words.load_four(element(refs.y, token * width + own, 2)))
+    return loaded, load_factors(element(refs.mixing, token * MIXING, 4))
+
+
+def _load_fn(fn, column, rows, width):
+    """Returns {(group of 8 rows, step): a lane's four columns} of fn; a lane has 4 of every 16 columns, of one row."""
+    lane, weights = U32(mlir.thread()) & 31, {}
+    for group in range(-(-rows // 8)):
+        for step in range(STEPS):
+            row = ((lane >> 2) + 8 * group).minimum(rows - 1)
+            index = row * (STREAMS * width) + column + step * STEP + (lane & 3) * 4
+            weights[group, step] = words.load_four(element(fn, index, 4))
+    return weights
+
+
+def _multiply(values, warp, weights, groups):
+    """Returns {(half of the tokens, group of rows): a lane's four sums} of a warp's stream."""
+    lane = U32(mlir.thread()) & 31
+    products: dict[tuple[int, int], Any] = {}
+    for step in range(STEPS):
+        for half in range(HALVES):
+            pairs = []
+            for line in (16 * half, 16 * half + 8):
+                inner = lane & 3
+                there = _address(values, warp, (lane >> 2) + line, (inner >> 1) + 2 * step) + ((inner & 1) << 3)
+                code = "ld.shared.v2.b32 {$0, $1}, [$2];"
+                pairs.append([U32(x) for x in mlir.ptx(code, there.value, results=[mlir.int_type()] * 2)])
+            operand = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
+            for group in range(groups):
+                acc = products.get((half, group), [mlir.f32(0.0)] * 4)
+                for piece in words.split(weights[group, step]):
+                    acc = words.multiply_add(acc, operand, piece)
+                products[half, group] = acc
+    return products
+
+
+def _address(values, stream, row, eight):
+    """Returns the address of 8 channels of a token; neither stores nor loads have bank conflicts."""
+    return values + ((stream * TOKENS + row) << 6) + ((eight ^ (row & 2)) << 4)
+
+
+def _tree(terms):
+    low, high = (arith.addf(*pair) for pair in (terms[:2], terms[2:]))
+    return arith.addf(low, high)

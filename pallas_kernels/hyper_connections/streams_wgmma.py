@@ -1,0 +1,365 @@
+"""First launch for many tokens: new streams, and sums for the logits, by `wgmma`.
+
+The grid has slices of 128 channels times groups of tiles of 64 tokens; a block has three warpgroups, which take tiles
+in turns. All three first split the slice's columns of fn into sums of three bfloat16 in shared memory, so products with
+bfloat16 streams are as exact as those of float32, and meet at `weights_ready`. For each tile and each 64 channels a
+warpgroup then computes the new streams, writes them to global memory and to shared memory (`mix_chunk`), where `wgmma`
+reads them (`multiply_add`). It loads the rows that it needs next ahead.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.formats.exact_math import round_bfloat16
+from pallas_kernels.hyper_connections.collapse import WARPS
+from pallas_kernels.hyper_connections.mixing import (
+    MIXING,
+    SQUARES,
+    STREAMS,
+    SUMS,
+    StreamRefs,
+    load_factors,
+    mixed_streams,
+    mixed_words,
+    store_and_square,
+)
+from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
+from pallas_kernels.mgpu.bfloat16_words import PARTS
+from pallas_kernels.mgpu.mlir import THREADS
+from pallas_kernels.mgpu.thread_ops import U32, element
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel, primitive
+
+
+CHANNELS = 128  # channels of a slice
+CHUNK = 64  # channels that are multiplied at a time
+CHUNKS = CHANNELS // CHUNK
+TOKENS = 64  # tokens of a tile
+WARPGROUPS = 3
+ROWS = 4  # rows of a tile that a thread computes
+AHEAD = 2  # rows that it loads ahead
+
+
+def launch(streams, fn, added, interpret):
+    """Returns the new streams and [slices, T * 32] partial sums; `added` is () or (y, mixing)."""
+    tokens, _, width = streams.shape
+    slices, tiles = width // CHANNELS, -(-tokens // TOKENS)
+    warpgroups, columns = 1 if interpret else WARPGROUPS, PARTS * (-(-fn.shape[0] // 8) * 8)
+    groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
+
+    def body(streams_gmem, fn_gmem, *others, operand_smem, weights_smem, weights_ready):
+        added_gmem, (*new_gmem, partials_gmem) = others[: len(added)], others[len(added) :]
+        index, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
+        refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], *new_gmem, *added_gmem)
+        _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_ready)
+
+    # The second launch takes groups of four tokens; sums beyond the last token are never written.
+    padded = -(-tokens // WARPS) * WARPS
+    weights = (CHUNKS * STREAMS, columns, CHUNK)
+    operand = (warpgroups, STREAMS, TOKENS, CHUNK)
+    new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
+    run = kernel(
+        body,
+        out_type=[*new, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)],
+        kernel_name="hyper_connections_many",
+        grid=(slices, groups),
+        grid_names=("slice", "group"),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            operand_smem=plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
+            weights_smem=plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
+            weights_ready=plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        interpret=interpret,
+    )
+    *new, partials = run(streams, fn, *added)
+    return new[0] if new else streams, partials.reshape(slices, -1)
+
+
+def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_ready):
+    split_weight(weights_smem, refs.fn, index, warpgroup)
+    barriers.sync_block(weights_ready)
+    tokens, groups = refs.streams.shape[0], lax.axis_size("group")
+    tiles, share = -(-tokens // TOKENS), groups * operand_smem.shape[0]
+    first_tile = warpgroup * groups + group
+
+    def chunk_at(i, chunk):
+        """Returns (first token, first channel); behind the last chunk of a tile comes the next tile's first."""
+        i, chunk = i + lax.div(chunk, jnp.int32(CHUNKS)), lax.rem(chunk, jnp.int32(CHUNKS))
+        # The last tile begins earlier if it would be cut: the same values are written twice.
+        start = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
+        return start, index * CHANNELS + chunk * CHUNK
+
+    def visit_tile(i, ahead):
+        def visit_chunk(chunk, carry):
+            acc, squares, ahead = carry
+            own = operand_smem.at[again(warpgroup)]
+            places = chunk_at(i, chunk), chunk_at(i, chunk + 1)
+            found, ahead = mix_chunk(own, ahead, *places, refs)
+            return multiply_add(acc, own, weights_smem, chunk), squares + found, ahead
+
+        acc = plgpu.layout_cast(jnp.zeros((TOKENS, weights_smem.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
+        squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
+        acc, squares, ahead = lax.fori_loop(0, CHUNKS, visit_chunk, (acc, squares, ahead))
+        store_sums(refs.partials, chunk_at(i, jnp.int32(0))[0], acc, squares)
+        return ahead
+
+    ahead = load_rows(*chunk_at(jnp.int32(0), jnp.int32(0)), refs)
+    lax.fori_loop(0, lax.div(tiles - first_tile + share - 1, jnp.int32(share)), visit_tile, ahead)
+
+
+@primitive
+def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
+    """Writes a slice of fn [R, 4 * D] to shared memory; all warpgroups run it, and a barrier has to follow.
+
+    `target` [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS has, for each chunk and stream, the high, middle and low parts
+    of N rows: R of fn, then zeros.
+    """
+    rows, width = fn.shape[0], fn.shape[1] // STREAMS
+    padded = target.shape[1] // PARTS
+
+    @pl.when(warpgroup == 0)
+    def _():
+        for chunk in range(CHUNKS):
+            for j in range(STREAMS):
+                rest = fn[:, pl.ds(j * width + index * CHANNELS + chunk * CHUNK, CHUNK)]
+                for i in range(PARTS):
+                    piece = round_bfloat16(rest)
+                    rest = rest - piece
+                    piece = jnp.pad(piece, ((0, padded - rows), (0, 0))).astype(jnp.bfloat16)
+                    target[chunk * STREAMS + j, pl.ds(i * padded, padded)] = piece
+
+
+@split_weight.mosaic
+def _split_weight_mosaic(target, fn, index, warpgroup):
+    rows, width = fn.shape[0], fn.shape[1] // STREAMS
+    padded = target.shape[1] // PARTS
+    eights = CHANNELS // 8  # of a row and stream
+    units = padded * STREAMS * eights
+
+    def emit(target, fn, index, warpgroup):
+        thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * THREADS
+        base = thread_ops.shared(target)
+        column = U32(mlir.scalar(index)) * CHANNELS
+
+        def visit(unit):
+            row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
+            own = row.minimum(rows - 1)
+            start = element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
+            values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
+            chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
+            halves = [words.split(values[n : n + 4]) for n in (0, 4)]
+            for i, (low, high) in enumerate(zip(*halves, strict=True)):
+                line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
+                words.store_shared(_swizzled(base, line, inner), [*low, *high])
+
+        share = WARPGROUPS * THREADS
+        for first in range(0, units, share):
+            with thread_ops.when(thread + first < units):
+                visit(thread + first)
+        mlir.ptx("fence.proxy.async.shared::cta;")
+
+    mlir.inline(emit, (target, plgpu.RefType(TRANSFORMS)), fn, index, warpgroup)
+
+
+@primitive
+def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Array:
+    """Starts to load a thread's first rows of a chunk, for `mix_chunk`; does nothing when interpreted.
+
+    Args:
+      start: the chunk's first token.
+      column: the chunk's first channel.
+      refs: references in global memory.
+
+    Returns:
+      int32 [512 * 2 * n] words of n = 4 streams, or 5 with y.
+    """
+    return jnp.zeros(_ahead_shape(refs), jnp.int32)
+
+
+@load_rows.mosaic
+def _load_rows_mosaic(start, column, refs):
+    def emit(start, column, streams, y=None):
+        start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
+        rows = [_load(start + _row_of(U32(i)), column, streams, y) for i in range(AHEAD)]
+        return [word.value for row in rows for word in row]
+
+    operands = [start, column, refs.streams] + ([] if refs.y is None else [refs.y])
+    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct(_ahead_shape(refs), jnp.int32))
+
+
+@primitive
+def mix_chunk(
+    operand, ahead: jax.Array, here: tuple, following: tuple, refs: StreamRefs
+) -> tuple[jax.Array, jax.Array]:
+    """Writes new streams of 64 tokens and 64 channels to global memory and to `operand`, which `wgmma` reads next.
+
+    Args:
+      operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, this warpgroup's own.
+      ahead: rows of this chunk from `load_rows` or the chunk before.
+      here: (first token, first channel) of this chunk.
+      following: the same of the chunk whose rows are loaded ahead.
+      refs: references in global memory.
+
+    Returns:
+      [128] float32 sums of squares over these channels, for `store_sums`; `ahead` of the following chunk.
+    """
+    tokens, columns = pl.ds(here[0], TOKENS), pl.ds(here[1], CHUNK)
+    values = refs.streams[tokens, :, columns].astype(jnp.float32)
+    if refs.y is not None:
+        values = mixed_streams(values, refs.y[tokens, columns], refs.mixing[tokens, :])
+        refs.new[tokens, :, columns] = values.astype(jnp.bfloat16)
+    for j in range(STREAMS):
+        operand[j] = values[:, j].astype(jnp.bfloat16)
+    squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, lane % 8
+    return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
+
+
+@mix_chunk.mosaic
+def _mix_chunk_mosaic(operand, ahead, here, following, refs):
+    width = refs.streams.shape[2]
+
+    def emit(operand, ahead, start, column, next_start, next_column, streams, *added):
+        new, y, mixing = added or (None, None, None)
+        eight = U32(mlir.thread()) & 7
+        base = thread_ops.shared(operand)
+        start, column, next_start, next_column = (U32(mlir.scalar(x)) for x in (start, column, next_start, next_column))
+        # `wgmma` has read what was here.
+        mgpu.utils.warpgroup_barrier()
+
+        def mix_row(i, squares, *loaded):
+            token, factors = start + _row_of(i), None
+            if y is not None:
+                factors = load_factors(element(mixing, token * MIXING, 4))
+            inside = i < ROWS - AHEAD
+            token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
+            last = _load(token_ahead, inside.where(column, next_column), streams, y)
+            loaded, later = loaded[: len(last)], loaded[len(last) :]
+            out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
+            if factors is not None:
+                out = list(zip(*(mixed_words(four, factors) for four in zip(*out, strict=True)), strict=True))
+                place = element(new, token * (STREAMS * width) + column + eight * 8, 2)
+                for k in range(STREAMS):
+                    words.store_four(mlir.at(place, 2 * width * k), out[k])
+            addresses = (_swizzled(base, _row_of(i) + k * TOKENS, eight) for k in range(STREAMS))
+            total = thread_ops.sum_lanes(store_and_square(out, addresses), 8)
+            return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
+
+        squares, *rows = thread_ops.loop(ROWS, mix_row, U32(0), *map(U32, mlir.values(ahead)))
+        mlir.ptx("fence.proxy.async.shared::cta;")
+        mgpu.utils.warpgroup_barrier()
+        return [thread_ops.as_float(squares)], [word.value for word in rows]
+
+    added = [] if refs.y is None else [refs.new, refs.y, refs.mixing]
+    layout = _fours(ahead.shape)
+    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, layout), *here, *following, refs.streams, *added
+    squares = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
+    return mlir.inline(emit, *operands, returns=(squares, plgpu.ShapeDtypeStruct(ahead.shape, jnp.int32, layout)))
+
+
+@primitive
+def again(x: jax.Array) -> jax.Array:
+    """Returns the int32 scalar x, but keeps values computed from it within a loop out of registers across the loop."""
+    return x
+
+
+@again.mosaic
+def _(x):
+    def emit(x):
+        return thread_ops.ptx("mov.b32 $0, $1;", U32(mlir.scalar(x))).value
+
+    return mlir.inline(emit, x, returns=x)
+
+
+def _ahead_shape(refs):
+    return (AHEAD * 4 * THREADS * (STREAMS if refs.y is None else STREAMS + 1),)
+
+
+def _fours(shape):
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+
+
+def _row_of(i):
+    """Returns a thread's i-th row of a tile; a warp has the 16 rows that it multiplies."""
+    thread = U32(mlir.thread())
+    return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
+
+
+def _load(token, column, streams, y):
+    """Loads 16 bytes of each stream, and of y, as words."""
+    width = ir.MemRefType(streams.type).shape[2]
+    own = column + ((U32(mlir.thread()) & 7) << 3)
+    first = element(streams, token * (STREAMS * width) + own, 2)
+    fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+    if y is not None:
+        fours.append(words.load_four(element(y, token * width + own, 2)))
+    return [word for four in fours for word in four]
+
+
+@primitive
+def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Array:
+    """Adds the products of `operand` with a chunk of `weights`, of all streams, to acc [64, 3 * N]."""
+    for j in range(STREAMS):
+        pair = operand[j], weights[chunk * STREAMS + j]
+        a, b = (x.astype(jnp.float32) for x in pair)
+        acc = acc + jnp.dot(a, b.T, precision="highest")
+    return acc
+
+
+@multiply_add.mosaic
+def _(acc, operand, weights, chunk):
+    def add(ref):
+        for j in range(STREAMS):
+            plgpu.wgmma(ref, operand.at[j], weights.at[chunk * STREAMS + j].transpose((1, 0)))
+
+    run: Any = pl.run_state(add)
+    return run(plgpu.ACC.init(acc))
+
+
+@primitive
+def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -> None:
+    """Writes a tile's products, acc [64, 3 * N], and the squares of `mix_chunk` to `partials` [T, 32] float32."""
+    tokens, rows = pl.ds(start, TOKENS), acc.shape[1] // PARTS
+    partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
+    found = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
+    partials[tokens, pl.ds(SQUARES, 1)] = found
+
+
+@store_sums.mosaic
+def _store_sums_mosaic(partials, start, acc, squares):
+    def emit(partials, start, acc, squares):
+        thread = U32(mlir.thread())
+        warp, lane = thread >> 5, thread & 31
+        first = U32(mlir.scalar(start)) + (warp << 4)
+        base = mlir.global_pointer(partials)
+
+        def place(row, column):
+            return mlir.at(base, mlir.to_i64(((row << 5) + column).value), mlir.f32_type())
+
+        # Of each 8 columns a thread has two in row lane // 4 and two in the row 8 further on.
+        registers = list(acc.registers.flat)
+        share = len(registers) // PARTS
+        for i in range(share):
+            total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
+            row = first + (lane >> 2) + 8 * (i % 2)
+            llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
+        with thread_ops.when((lane & 7) < ROWS):
+            row = first + ((lane & 7) << 2) + (lane >> 3)
+            llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
+
+    mlir.inline(emit, partials, start, (acc, plgpu.Layout.WGMMA), (squares, vectors.layout(THREADS)))
+
+
+def _swizzled(base, line, eight):
+    """Returns the address of 16 bytes of a 128-byte line in the 128-byte swizzle."""
+    return base + (line << 7) + ((eight ^ (line & 7)) << 4)

@@ -1,0 +1,203 @@
+"""Linear maps of few tokens with bfloat16 weights: y[t, r] = sum_k W[r, k] * x[t, k].
+
+The time is that of reading W once. A persistent grid of clusters walks over tiles of 64 rows of W, which are the rows
+of `wgmma`, the tokens its columns. Weights and inputs come in stages of 256 columns, over the borders of tiles. Where W
+has few rows, the blocks of a cluster share the columns of one tile, and add up their sums (`sum_exchange`).
+
+    warpgroup   role        does                                    waits for       signals
+    0           multiply    runs `wgmma`, stores tiles              stage_full      stage_empty
+    1           load        copies stages to shared memory          stage_empty     stage_full
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.linear.outputs import Outputs, checked_outputs, store_tile
+from pallas_kernels.linear.spec import LinearSpec
+from pallas_kernels.linear.sum_exchange import SumExchange
+from pallas_kernels.matmul.quantized_weights import ROWS
+from pallas_kernels.mgpu import barriers, wgmma
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.lowering_cache import cached_trace
+
+
+STEP = 256  # columns of a stage
+MAX_TOKENS = 64
+TOKENS = 8  # `wgmma` has multiples of so many columns
+SHARED_BYTES = 208 << 10
+MAX_SPLITS = 8  # blocks of a cluster that every device runs
+MULTIPLY, LOAD = 0, 1  # numbers of warpgroups
+
+
+@cached_trace("spec")
+def bfloat16_linear(
+    x: jax.Array, weight: jax.Array, *, spec: LinearSpec, interpret: bool = False
+) -> tuple[jax.Array, ...]:
+    """Computes `x @ weight.T` and splits it into the spec's outputs.
+
+    Args:
+      x: [T, num_groups * K] bfloat16, T a multiple of 8 up to 64.
+      weight: [num_groups * M, K] bfloat16, K a multiple of 256; M too of 64.
+      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      [T, size] of each output: float32 sums, in an order that depends on the weight's shape alone.
+
+    Raises:
+      NotImplementedError: a shape or dtype is not one of these.
+    """
+    tokens, (rows, depth), groups = x.shape[0], weight.shape, spec.num_groups
+    check_array("x", x, jnp.bfloat16, tokens, groups * depth)
+    check_array("weight", weight, jnp.bfloat16, rows, depth)
+    outputs = checked_outputs(spec, rows)
+    rules = {
+        f"columns in multiples of {STEP}, got {depth}": depth % STEP == 0,
+        f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}": tokens in range(TOKENS, 65, TOKENS),
+    }
+    check_rules(rules)
+    tiles = rows // ROWS
+    splits = _splits(tiles, depth // STEP)
+    workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
+    p = Bfloat16LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
+    stages = (SHARED_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
+    inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
+    run = kernel(
+        functools.partial(_body, p),
+        out_type=[jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs] + inbox_out,
+        kernel_name="linear",
+        grid=(workers,),
+        grid_names=("worker",),
+        cluster=(splits,),
+        cluster_names=("split",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=dict(
+            inbox=inbox,
+            stages=Stages(
+                plgpu.SMEM((stages, tokens, STEP), jnp.bfloat16, transforms=TRANSFORMS),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                plgpu.SMEM((stages, ROWS, STEP), jnp.bfloat16, transforms=TRANSFORMS),
+            ),
+        ),
+        interpret=interpret,
+    )
+    return tuple(run(x, weight)[: len(outputs)])
+
+
+def _splits(tiles, steps):
+    """Returns how many blocks share a tile: as many as run at once, a power of two. Three took longer than two."""
+    most = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
+    return 1 << (most.bit_length() - 1) if most else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Bfloat16LinearProblem:
+    """Static description of a launch.
+
+    Attributes:
+      tokens: number of inputs.
+      depth: number of columns of W.
+      group_tiles: number of tiles of a group.
+      tiles: number of tiles.
+      splits: number of blocks of a cluster.
+      workers: number of clusters; each takes every `workers`-th tile, or one if it has several blocks.
+      outputs: size and dtype of each part of the product.
+    """
+
+    tokens: int
+    depth: int
+    group_tiles: int
+    tiles: int
+    splits: int
+    workers: int
+    outputs: Outputs
+
+    @property
+    def exchange(self) -> SumExchange:
+        """The addition of the sums of a cluster's blocks."""
+        return SumExchange(self.splits, 1, (ROWS, self.tokens))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Stages of operands, a barrier for each: the types to allocate, and within the kernel the references."""
+
+    inputs_smem: Any
+    empty: Any
+    full: Any
+    weights_smem: Any
+
+
+def _body(p, x_gmem, weight_gmem, *outs_gmem, inbox, stages):
+    worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
+    # A block's steps over the columns.
+    first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), jnp.int32(p.splits)) for n in range(2))
+    steps, tiles = end - first, lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
+    exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
+    store = functools.partial(store_tile, outs_gmem, p.outputs)
+
+    @pl.when(warpgroup == LOAD)
+    def _():
+        with jax.named_scope("load"):
+            load = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first, steps)
+            pl.loop(0, tiles * steps)(load)
+            if exchange is not None:
+                barriers.wait_cluster(None)
+            barriers.wait_for_last(stages.empty, tiles * steps)
+
+    @pl.when(warpgroup == MULTIPLY)
+    def _():
+        with jax.named_scope("multiply"):
+
+            @pl.loop(0, tiles)
+            def multiply_tile(i):
+                sums = lax.fori_loop(i * steps, (i + 1) * steps, functools.partial(_add_stage, stages), _zeros(p))
+                tile = worker + i * p.workers
+                if exchange is None:
+                    store(tile, sums)
+                else:
+                    exchange.send(i, sums)
+                    exchange.add_up(tiles, lambda _, total: store(tile, total))
+
+
+def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
+    """Copies the operands of a block's step `i`, counted over all its tiles."""
+    stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
+    tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
+    column = (first + lax.rem(i, steps)) * STEP
+
+    @pl.when(i >= stages.full.shape[0])
+    def _():
+        plgpu.barrier_wait(stages.empty.at[stage])
+
+    place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
+    plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
+    columns = pl.ds(lax.div(tile, jnp.int32(p.group_tiles)) * p.depth + column, STEP)
+    plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], stages.inputs_smem.at[stage], stages.full.at[stage])
+
+
+def _zeros(p):
+    return plgpu.layout_cast(jnp.zeros((ROWS, p.tokens), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _add_stage(stages, i, acc):
+    stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
+    plgpu.barrier_wait(stages.full.at[stage])
+    acc = wgmma.multiply_add(acc, stages.weights_smem.at[stage], stages.inputs_smem.at[stage].transpose((1, 0)))
+    # Shared memory was read; bulk copies write it next.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(stages.empty.at[stage])
+    return acc

@@ -1,0 +1,217 @@
+"""Products of a few inputs with weights in shared memory: the instruction `mma`, [64 rows, 8 inputs] at a time.
+
+A warp multiplies 16 rows, of which a thread has two. Four threads share a row: each takes 16 bytes of 64, so that it
+holds whole scale blocks of FP4. `mma` wants other columns in that thread, but a sum does not depend on the numbering of
+its terms: `skinny_prologue` reorders the inputs instead. bfloat16 weights are read in the order of unpacked FP8, so
+that the same inputs serve both.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.matmul.quantized_weights import (
+    HALF,
+    ROWS,
+    SCALE_BYTES,
+    SCALED,
+    SEGMENT,
+    SHIFT,
+    WeightLayout,
+    decode,
+    decode_scales,
+    interleave_halves,
+    power_pair,
+)
+from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.unpack import e2m1_pairs, e4m3_pairs, fp8_pairs, multiply
+from pallas_kernels.runtime.launch import primitive
+
+
+UNIT = 32  # columns of two `mma`, for which a thread reads 16 bytes of inputs
+COLUMNS = 8  # inputs of an `mma`
+MULTIPLIERS = 4  # warpgroups that multiply
+
+
+@primitive
+def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax.Array:
+    """Loads FP8's scales of a tile for `multiply_add`.
+
+    Args:
+      scales_gmem: [R / 128, blocks] uint8.
+      rows: row of the tile's scales, or one for each of its halves.
+      first: number of the first scale needed, which is even; up to 64 of a row are.
+
+    Returns:
+      [128] int32, four scales for each lane.
+    """
+    blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
+    count, found = scales_gmem.shape[1], jnp.zeros(mlir.THREADS, jnp.int32)
+    for place, (row, i) in enumerate(itertools.product(rows, range(2))):
+        scale = jnp.where(blocks + i < count, scales_gmem[row][jnp.minimum(blocks + i, count - 1)], 0)
+        found |= scale.astype(jnp.int32) << 8 * place
+    return found
+
+
+@load_scales.mosaic
+def _load_scales_mosaic(scales_gmem, rows, first):
+    def emit(scales, first, *rows):
+        blocks = ir.MemRefType(scales.type).shape[1]
+        block = first + (thread_ops.lane() << 1)
+        found = U32(0)
+        for place, (row, i) in enumerate(itertools.product(rows, range(2))):
+            at = row * blocks + (block + i).minimum(blocks - 1)
+            pointer = mlir.at(mlir.global_pointer(scales), arith.extui(mlir.int_type(64), at.value))
+            code = "{ .reg .u16 s; ld.global.nc.u8 s, [$1]; cvt.u32.u16 $0, s; }"
+            found = found | U32(mlir.ptx(code, pointer, results=mlir.int_type())) << 8 * place
+        return found
+
+    return thread_ops.inline(emit, scales_gmem, first, *rows, returns=jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32))
+
+
+@primitive
+def multiply_add(
+    acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, layout: WeightLayout, gated: bool
+) -> jax.Array:
+    """Returns acc + weights @ inputs over the columns of a step; products of FP8 and FP4 count 2**-32.
+
+    Args:
+      acc: [64, N] float32 in layout WGMMA.
+      codes_smem: [64, elements] of the layout's dtype, with its transforms: up to 256 bytes a row, a multiple of the
+        layout's `min_segments`.
+      scales: FP4: [64, 16] uint8 in shared memory, those of up to 256 bytes among which the step's are, or [32, 16]
+        where a row has 8; FP8: the result of `load_scales` for all steps; bfloat16: unused.
+      inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
+      step: number of the step, counted from the first column of the inputs.
+      layout: storage of the weights.
+      gated: whether rows i and 32 + i of the weights meet in a thread, see `interleave_halves`.
+    """
+    values = decode(codes_smem[...], layout)
+    size = values.shape[1]
+    if layout.bits == 4:
+        table = scales[...].reshape(ROWS, -1)
+        first = lax.rem(step * (size // 32), jnp.int32(table.shape[1]))
+        exponents = lax.dynamic_slice_in_dim(table, first, size // 32, axis=1).astype(jnp.int32)
+        values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
+    elif layout.bits == 8:
+        block = (step * size + lax.iota(jnp.int32, size)) // SCALED
+        place = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
+        values *= decode_scales(scales[block // 2][None, :] >> place & 255)
+    x = inputs_smem[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
+    x = x.transpose(0, 2, 1, 3).reshape(-1, size)
+    products = jnp.dot(values, x.T, precision="highest")
+    return acc + (interleave_halves(products) if gated else products)
+
+
+@multiply_add.mosaic
+def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gated):
+    segments = codes_smem.shape[1] // layout.elements(layout.segment)
+    tiles, units, _, _ = inputs_smem.shape
+    segment_units, together = layout.segment // UNIT, layout.min_segments
+
+    def emit(acc, codes, scales, inputs, step):
+        thread, step = U32(mlir.thread()), U32(mlir.scalar(step))
+        inner, line = thread & 3, thread % 32 >> 2
+        # A tile's halves of 32 rows, of each segment after segment: a thread's two rows.
+        if layout.bits == 16:
+            # FP8's order: 32 bytes for each of four threads. Two of these begin with the second 16 bytes, so that the
+            # four read from different banks.
+            late = inner >> 1
+            start = thread_ops.shared(codes) + late * (HALF * SEGMENT) + ((inner & 1) << 5)
+            weights = functools.partial(_weights_bf16, late)
+        else:
+            start = thread_ops.shared(codes) + (inner << 4)
+            factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
+            weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
+        if gated:
+            begin = start + ((thread >> 5 << 3) + line) * SEGMENT
+            rows = [begin, begin + segments * HALF * SEGMENT]
+        else:
+            begin = start + (thread >> 6) * (segments * HALF * SEGMENT)
+            begin = begin + (((thread >> 5 & 1) << 4) + line) * SEGMENT
+            rows = [begin, begin + 8 * SEGMENT]
+        fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * segment_units) << 9)
+
+        def add_segments(i, *sums):
+            """In a loop: less code is fetched sooner."""
+            sums, segment = [x.value for x in sums], i * together
+            own = fragments + segment * (segment_units << 9)
+            for unit, pairs in weights(segment, [row + segment * (HALF * SEGMENT) for row in rows]):
+                operands = [thread_ops.load_vector(own + (unit + tile * units << 9)) for tile in range(tiles)]
+                for i in (0, 2):
+                    a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
+                    for tile, b in enumerate(operands):
+                        sums[4 * tile : 4 * tile + 4] = _mma(sums[4 * tile : 4 * tile + 4], a, b[i : i + 2])
+            return [U32(x) for x in sums]
+
+        return [x.value for x in thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))]
+
+    layouts = codes_smem, plgpu.RefType(layout.transforms())
+    operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
+    kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
+    return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, step, returns=kind)
+
+
+def _weights_fp(layout, factors, segment, places):
+    """Yields the units of a segment, with pairs of bfloat16 of both of a thread's rows."""
+    scale = factors(segment)
+    words = [thread_ops.load_vector(place) for place in places]
+    for unit in range(layout.segment // UNIT):
+        if layout.bits == 4:
+            pairs = [e2m1_pairs(words[half][unit]) for half in range(2)]
+        else:
+            pairs = [[x for i in range(2) for x in e4m3_pairs(words[half][2 * unit + i])] for half in range(2)]
+        yield U32(unit), [[multiply(pair, scale[half]) for pair in pairs[half]] for half in range(2)]
+
+
+def _weights_bf16(late, segment, places):
+    """Yields the units of two segments as `_weights_fp` does; a thread whose `late` is 1 begins with the second."""
+    for unit in range(2):
+        own = late ^ unit
+        yield own, [fp8_pairs(thread_ops.load_vector(place + (own << 4))) for place in places]
+
+
+def _factors_fp4(scales, thread, step, segments, gated):
+    line, inner = thread % 32 >> 2, thread & 3
+    row, size = (thread >> 5) * (8 if gated else 16) + line, ir.MemRefType(scales.type).shape[0] * SCALE_BYTES // ROWS
+    place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)
+    code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
+
+    def factors(segment):
+        found = []
+        for half in range(2):
+            below = half * size * (HALF if gated else 8)
+            found.append(power_pair(thread_ops.ptx(code, place + (segment << 2) + below) + (126 - SHIFT)))
+        return found
+
+    return factors
+
+
+def _factors_fp8(scales, thread, step, segments, gated):
+    word = U32(mlir.scalar(scales))
+
+    def factors(segment):
+        # A scale for two segments.
+        block = (step * segments + segment) >> 1
+        found = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
+        found = found >> ((block & 1) << 3)
+        halves = [power_pair((found >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
+        return [halves[0], halves[-1]]
+
+    return factors
+
+
+def _mma(sums, a, b):
+    code = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9},
+        {$10, $11, $12, $13};"""
+    operands = *(x.value for x in (*a, *b)), *sums
+    return mlir.ptx(code, *operands, results=[mlir.f32_type()] * 4, pure=True, convergent=True)

@@ -1,0 +1,89 @@
+"""The inverse rotation (RoPE) of attention results, in the layout of `wgmma` accumulators and in that of vectors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
+from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
+from pallas_kernels.runtime.launch import primitive
+
+
+def rope_angles(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (cos, sin) [T, P] float32 of the tokens' angles; negative positions count as 0."""
+    angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+@primitive
+def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
+    """Rounds the last columns of a `wgmma` accumulator to bfloat16 and rotates them back.
+
+    Args:
+      values: [64, columns] float32.
+      angles_gmem: (cos, sin) [T, P] float32; the last 2 * P columns are P interleaved pairs.
+      token: int32 row of the angles.
+    """
+    cos, sin = (x[token][None] for x in angles_gmem)
+    head, tail = jnp.split(values, [values.shape[1] - 2 * cos.shape[1]], axis=1)
+    even, odd = (tail[:, i::2].astype(jnp.bfloat16).astype(jnp.float32) for i in range(2))
+    rotated = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=2).reshape(tail.shape)
+    return jnp.concatenate([head, rotated], axis=1)
+
+
+@inverse_rope.mosaic
+def _inverse_rope_mosaic(values, angles_gmem, token):
+    def emit(values, cos, sin, token):
+        layout, width, pairs = values.layout, values.shape[1], cos.type.shape[1]
+        _, column = next(layout.thread_idxs(values.shape))
+        offset = arith.muli(mlir.to_i64(mlir.scalar(token)), mlir.i64(4 * pairs))
+        offset = arith.addi(offset, mlir.to_i64(arith.muli(column, mlir.index(2))))
+        own = [mlir.at(mlir.global_pointer(x), offset) for x in (cos, sin)]
+        steps = layout.tiling.tile_strides((width, 1))
+        factors: dict[int, list[Any]] = {}
+        for index in np.ndindex(values.registers.shape):
+            # The distance from a thread's first register is the same in every thread.
+            right = sum(i * step for i, step in zip(index, steps, strict=False)) % width - (width - 2 * pairs)
+            pair = values.registers[index]
+            if right < 0:
+                yield pair
+                continue
+            if right not in factors:
+                factors[right] = [llvm.load(mlir.f32_type(), mlir.at(x, 2 * right), alignment=4) for x in own]
+            yield _rotate_pair(pair, *factors[right])
+
+    operands = values, *angles_gmem, token
+    return mlir.inline(emit, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=values)
+
+
+def _rotate_pair(pair, cos, sin):
+    even, odd = bfloat16_words.unpack(bfloat16_words.pack(*mlir.values(pair)))
+    rotated_even = arith.addf(arith.mulf(even, cos), arith.mulf(odd, sin))
+    return mlir.pack([rotated_even, arith.subf(arith.mulf(odd, cos), arith.mulf(even, sin))])
+
+
+def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that rounds a vector of channels to bfloat16 and rotates it back by the token's position.
+
+    What it needs from memory is loaded here, so that the loads overlap with what comes before the rotation.
+
+    Args:
+      positions_gmem: [T] int32; negative positions count as 0.
+      inv_freq_gmem: [P] float32.
+      token: int32 index of the token.
+      channels: int32 channel numbers, in the layout of `vectors`; channel 0 is the first that is rotated.
+    """
+    frequency = vectors.take(inv_freq_gmem, channels >> 1)
+    position = jnp.maximum(positions_gmem[token], 0).astype(jnp.float32)
+
+    def rotate(values):
+        values, (cos, sin) = round_bfloat16(values), cos_sin(frequency * position)
+        other = vectors.exchange(values, 1, None) * jnp.where(channels & 1 == 0, sin, -sin)
+        return jnp.where(channels >= 0, values * cos + other, values)
+
+    return rotate

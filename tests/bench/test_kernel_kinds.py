@@ -1,0 +1,77 @@
+"""Kernels are classified by the scopes in a compiled program's text."""
+
+import pytest
+
+from dsv4_jax.bench.kernel_kinds import KINDS, REST, Kernel, by_kind, classify, kinds_by_name, longest
+from tests.pallas_kernels.kernels import compile_in_process
+
+
+# Lines of a compiled step, shortened.
+TEXT = """
+%fused_computation (p: f32[8]) -> f32[8] {
+  ROOT %add.7 = f32[8]{0} add(%p, %p), metadata={op_name="jit(step)/router/add"}
+}
+ENTRY %main.69 (p: f32[8]) -> f32[8] {
+  %mpmd_map.1 = bf16[1]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/projections/jit(quantized_linear)/quantized_linear/mpmd_map"}
+  %loop_add_fusion.2 = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused_computation, metadata={op_name="jit(step)/router/add" stack_frame_id=3}
+  %mpmd_map.2 = bf16[1]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shared_expert/projections/jit(quantized_linear)/call_exported/jit(flat)/quantized_linear/mpmd_map"}
+  %mpmd_map.3 = bf16[1]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/projections/jit(all_reduce)/all_reduce/mpmd_map"}
+  ROOT %input_reduce_fusion = f32[8]{0} fusion(%p), kind=kInput, calls=%other, metadata={op_name="jit(step)/lm_head/dot_general"}
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_in_two_scopes_follows_the_order_of_the_schedule():
+    assert kinds_by_name(TEXT) == {
+        "quantized_linear": ["projections", "shared_expert"],
+        "loop_add_fusion_2": ["router"],
+        "all_reduce": ["all_reduce"],
+        "input_reduce_fusion": [REST],
+    }
+    call = ["quantized_linear_mosaic_gpu_kernel", "loop_add_fusion_2", "quantized_linear_mosaic_gpu_kernel_1"]
+    call += ["all_reduce_mosaic_gpu_kernel", "input_reduce_fusion", "nvjet_tst_128x8", "ncclDevKernel_AllGather", "x_3"]
+    kernels = classify([(name, 2.0**i) for i, name in enumerate(2 * call)], TEXT)
+    kinds = ["projections", "router", "shared_expert", "all_reduce", REST, "projections", "all_reduce", REST]
+    assert [kernel.kind for kernel in kernels] == 2 * kinds
+    assert [kernel.name for kernel in kernels[1:4]] == [
+        "loop_add_fusion", "quantized_linear_mosaic_gpu_kernel", "all_reduce_mosaic_gpu_kernel",
+    ]  # fmt: skip
+    sums = by_kind(kernels)
+    assert list(sums) == [*KINDS, REST]
+    assert sums["shared_expert"] == 2**2 + 2**10 and sum(sums.values()) == 2**16 - 1
+
+
+def test_the_longest_kernels_come_first():
+    kernels = [Kernel("a", "router", 1.0), Kernel("b", "attention", 5.0), Kernel("a", "router", 2.0)]
+    assert longest(kernels, calls=2) == [
+        dict(name="b", kind="attention", launches=0.5, milliseconds=5.0),
+        dict(name="a", kind="router", launches=1.0, milliseconds=3.0),
+    ]
+
+
+@pytest.mark.aot
+def test_scopes_survive_compilation():
+    """Lowered in place, and as an exported module from the lowering cache."""
+    compile_in_process("""
+import tempfile
+import jax, jax.numpy as jnp
+from dsv4_jax import ops
+from dsv4_jax.bench.kernel_kinds import kinds_by_name
+
+def step(scores, lengths):
+    with jax.named_scope("indexer"):
+        scores = 2 * jnp.sin(scores)
+    with jax.named_scope("topk"), ops.use_implementation("mosaic_gpu"):
+        return ops.indexer_topk(scores, lengths, 64)
+
+shapes = jax.ShapeDtypeStruct((8, 1024), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+for folder in None, tempfile.mkdtemp():
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.clear_caches()
+    text = compile_for_h100("step", step, *shapes).as_text()
+    assert ("call_exported" in text) == (folder is not None)
+    kinds = kinds_by_name(text)
+    assert kinds.pop("indexer_topk") == ["topk"], kinds
+    assert {kind for calls in kinds.values() for kind in calls} <= {"indexer", "topk"} and kinds, kinds
+""")
