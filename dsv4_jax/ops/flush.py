@@ -19,10 +19,10 @@ from dsv4_jax.quant import ordered_sum, round_to
 from pallas_kernels.flush import flush as flush_kernel
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats.exact_math import (
+    CHUNKS,
     LOWEST,
-    PARTS,
+    MAX_SHORT,
     SLICE,
-    WHOLE,
     exp_negative,
     inverse_sqrt,
     product,
@@ -270,7 +270,7 @@ def _pool_windows(state, kv, gate, closing, slot, position, first):
 def _softmax_pool(logits, values):
     """Pools [n, rows, D] to [n, D] in the kernel's order: the rows of each chunk, then the chunks."""
     n, rows, dim = logits.shape
-    chunks = PARTS if rows > WHOLE else 1
+    chunks = CHUNKS if rows > MAX_SHORT else 1
     padding = [(0, 0), (0, -rows % chunks), (0, 0)]
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, chunks, -1, dim)
     values = jnp.pad(values, padding).reshape(n, chunks, -1, dim)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.formats.exact_math import PARTS as CHUNKS
+from pallas_kernels.formats.exact_math import CHUNKS
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 

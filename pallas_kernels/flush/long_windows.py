@@ -26,7 +26,7 @@ from pallas_kernels.flush.config import FlushCall, LongWindowPlan
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, scan
-from pallas_kernels.formats.exact_math import PARTS as CHUNKS, SLICE, tree_sum
+from pallas_kernels.formats.exact_math import CHUNKS, SLICE, tree_sum
 from pallas_kernels.mgpu import barriers, copies, transaction_barriers, vectors
 from pallas_kernels.runtime.launch import kernel
 

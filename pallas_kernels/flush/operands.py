@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.exact_math import WHOLE as MAX_SHORT
+from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools
 from pallas_kernels.runtime.checks import check_array, check_rules
 
