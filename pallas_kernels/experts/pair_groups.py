@@ -61,7 +61,7 @@ def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
 
 
 @load_groups.mosaic
-def _(table_gmem, first, groups_smem):
+def _load_groups_mosaic(table_gmem, first, groups_smem):
     size, last = groups_smem.shape[0], table_gmem.shape[0] - 1
 
     def emit(table_gmem, first, groups_smem):
@@ -90,7 +90,7 @@ def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
 
 
 @load_weights.mosaic
-def _(weights_gmem, groups_smem, weights_smem):
+def _load_weights_mosaic(weights_gmem, groups_smem, weights_smem):
     size, last = weights_smem.shape[0], weights_gmem.shape[0] - 1
 
     def emit(weights_gmem, groups_smem, weights_smem):

@@ -23,7 +23,7 @@ def signal_tile(counts_gmem, group: jax.Array) -> None:
 
 
 @signal_tile.mosaic
-def _(counts_gmem, group):
+def _signal_tile_mosaic(counts_gmem, group):
     def emit(counts_gmem, group):
         mgpu.utils.warpgroup_barrier()
         with ops.when(U32(mlir.thread()).equals(0)):
@@ -39,7 +39,7 @@ def wait_for_tiles(counts_gmem, group: jax.Array, tiles: int) -> None:
 
 
 @wait_for_tiles.mosaic
-def _(counts_gmem, group, tiles):
+def _wait_for_tiles_mosaic(counts_gmem, group, tiles):
     def emit(counts_gmem, group):
         counter = _counter(counts_gmem, U32(mlir.scalar(group)) + 1)
         with ops.when(ops.lane().equals(0)):
@@ -75,7 +75,9 @@ def reduce_if_last(
 
 
 @reduce_if_last.mosaic
-def _(total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first, tile, experts, flag_smem):
+def _reduce_if_last_mosaic(
+    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first, tile, experts, flag_smem
+):
     (tokens, width), top_k = total_gmem.shape, terms_gmem.shape[0] // total_gmem.shape[0]
     words_per_tile = ROWS // 2
 

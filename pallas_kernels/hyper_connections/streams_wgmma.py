@@ -346,7 +346,7 @@ def _store_sums_mosaic(partials, start, acc, squares):
         def place(row, column):
             return mlir.at(base, mlir.to_i64(((row << 5) + column).value), mlir.f32_type())
 
-        # Of each 8 columns a thread has two in row lane // 4 and two in the row 8 further on.
+        # A thread has two of each 8 columns in row lane // 4, and two in the row 8 further on.
         registers = list(acc.registers.flat)
         share = len(registers) // PARTS
         for i in range(share):
