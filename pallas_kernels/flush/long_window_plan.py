@@ -5,7 +5,7 @@ import dataclasses
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats.exact_math import PARTS
 from pallas_kernels.mgpu import vectors
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 
 
 # (windows that may close, blocks of a cluster that share one): more blocks finish a window sooner.
@@ -16,7 +16,6 @@ AT_ONCE = MULTIPROCESSORS
 # longer to start than they save; where requests bring whole windows, more loads are under way.
 WARPGROUPS_OF_A_STEP, WARPGROUPS = 2, 4
 DEPTH = 2  # parts that are copied at once, in a block that pools so many of a window and has room for them
-SHARED_BYTES = 226 << 10
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -34,7 +34,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 STEP = 256  # columns of a stage
 MAX_TOKENS = 64
 TOKENS = 8  # `wgmma` has multiples of so many columns
-SHARED_BYTES = 208 << 10
+STAGING_BYTES = SHARED_BYTES - (18 << 10)
 MAX_SPLITS = 8  # blocks of a cluster that every device runs
 MULTIPLY, LOAD = 0, 1  # numbers of warpgroups
 
@@ -70,7 +70,7 @@ def bfloat16_linear(
     splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
     p = Bfloat16LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
-    stages = (SHARED_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
+    stages = (STAGING_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
     inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
     run = kernel(
         functools.partial(_body, p),

@@ -30,10 +30,11 @@ from pallas_kernels.matmul.dequant_wgmma import code_transforms
 from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import interpreting
 
 
-SHARED_BYTES = 225 << 10  # of stages, scales and the epilogue's staging
+STAGING_BYTES = SHARED_BYTES - (1 << 10)  # of stages, scales and the epilogue's staging
 MAX_STAGES = 8
 MAX_WIDE = 80  # inputs with which three stages of 128 bytes a row fit
 SCALES_STAGES = 3
@@ -178,7 +179,7 @@ class DequantGemm:
                 scales_empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
             )
         stage_bytes = self.rows * self.step_bytes + 2 * self.step_columns * self.inputs
-        stages = min((SHARED_BYTES - other) // stage_bytes, MAX_STAGES)
+        stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
         empty: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
         if self.blocks > 1:
             empty = plgpu.ClusterBarrier(collective_axes=("block",), **empty)

@@ -30,12 +30,13 @@ from pallas_kernels.matmul import skinny_mma, skinny_prologue
 from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SCALED, SEGMENT, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import barriers, wgmma
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import primitive
 
 
 LOAD, EPILOGUE = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2
-SHARED_BYTES = 224 << 10
+STAGING_BYTES = SHARED_BYTES - (2 << 10)
 MAX_STAGES = 32
 
 
@@ -164,7 +165,7 @@ class SkinnyGemm:
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
         together = MULTIPLIERS * self.stages_per_step
-        return min((SHARED_BYTES - used) // stage, self.max_stages) // together * together
+        return min((STAGING_BYTES - used) // stage, self.max_stages) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
         """Returns the types of scratch for `run`; a block uses `other_bytes` of shared memory for more."""
