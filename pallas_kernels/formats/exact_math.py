@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-# A softmax over more than WHOLE rows is summed over PARTS chunks of consecutive rows, then over the chunks.
-WHOLE = 16
-PARTS = 8
+# A softmax over more than MAX_SHORT rows sums CHUNKS chunks of consecutive rows, then adds up the chunks.
+MAX_SHORT = 16
+CHUNKS = 8
 # A sum over channels is taken over each SLICE of consecutive channels, then over the slices.
 SLICE = 64
 
