@@ -170,11 +170,7 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
         return kv_rows.load_rows(ref_gmem, jnp.maximum(row, 0), shape).astype(jnp.float32)
 
     def rotation(token):
-        position = jnp.maximum(kv_rows.load_rows(positions_gmem, token, token.shape), 0).astype(jnp.float32)
-        # Channels before the rotated ones have frequency 0, and an angle of 0 changes nothing.
-        frequency = _take(inv_freq_gmem, pair)
-        angle = kv_rows.product(frequency, lax.broadcast_in_dim(position, frequency.shape, (0,)))
-        return cos_sin(angle, kv_rows.product)
+        return _rotation(kv_rows.load_rows(positions_gmem, token, token.shape), inv_freq_gmem, pair)
 
     def norm_and_rotate(x, weight, cos, sin):
         x = _norm(x, eps)
@@ -221,6 +217,15 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
         pl.loop(first + 1, end)(lambda step: store_heads(load_heads(step), angles))
+
+
+def _rotation(positions, inv_freq_gmem, pair):
+    """Returns (cos, sin) [4, 8, 64] of the angles by which four rows are rotated."""
+    positions = jnp.maximum(positions, 0).astype(jnp.float32)
+    # Channels before the rotated ones have frequency 0, and an angle of 0 changes nothing.
+    frequency = _take(inv_freq_gmem, pair)
+    angle = kv_rows.product(frequency, lax.broadcast_in_dim(positions, frequency.shape, (0,)))
+    return cos_sin(angle, kv_rows.product)
 
 
 def _norm(x, eps):

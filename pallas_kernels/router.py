@@ -153,7 +153,7 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
 
 
 @multiply_slice.mosaic
-def _(part, group, tile, x_gmem, weight_gmem, out_gmem):
+def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
     (tokens, depth), experts = x_gmem.shape, weight_gmem.shape[0]
     halves, steps = (1 if tokens <= 16 else 2), SLICE // STEP
 
@@ -281,7 +281,7 @@ def select(
 
 
 @select.mosaic
-def _(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
+def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
     number = scores_smem.shape[0]
 
     def look_up(token, lane, table, token_ids):

@@ -1,4 +1,4 @@
-"""What quantising the cache costs a model: `python scripts/cache_cost.py --help`."""
+"""Measures what quantising the cache costs a model: `python scripts/cache_cost.py --help`."""
 
 import dataclasses
 import json
@@ -31,9 +31,9 @@ FORMATS = ("plain", "v4", "per_entry")
 class CacheCost:
     """Measures bits per byte of held-out text, and facts retrieved from it, by cache format and attended entries.
 
-    Everything goes through the paged cache, a chunk at a time, as prompts do. For each format: all compressed entries,
-    the indexer's top-k (the model's own, a half and a quarter of it), and the window alone. Writes OUT.json, OUT.md
-    and OUT.png.
+    All text runs through the paged cache in chunks, like a prompt. Each format is measured with all compressed entries,
+    with the indexer's top-k (the model's own, a half and a quarter of it), and with the window alone. Writes OUT.json,
+    OUT.md and OUT.png.
 
     For example:
       python scripts/cache_cost.py --checkpoint dsv4_jax/data/king_james --text kjv/usr/lib/bible.data --out cost
@@ -45,17 +45,17 @@ class CacheCost:
     Attributes:
       text: the text that the models were trained on; only the held-out books are read.
       out: path of the files to write, without their endings.
-      checkpoint: a model that scripts/train_tiny.py made, to read the text.
-      window_model: a model of the same size that was trained without compressed entries, to compare with.
-      needle_model: a model that was fine-tuned to retrieve facts, for that measurement.
-      rows: held-out excerpts, spread evenly.
-      length: bytes of an excerpt.
-      distances: bytes between a fact and the question about it.
-      pairs: facts at each distance.
-      needle_rows: rows with facts.
-      chunk: bytes of every row that go through the model at once.
-      dtype: of weights and activations.
-      implementation: of the cache's operations: the device's best, or XLA's.
+      checkpoint: a model from scripts/train_tiny.py, to score the text.
+      window_model: a model of the same size, trained without compressed entries, to compare with.
+      needle_model: a model that was fine-tuned to retrieve facts.
+      rows: number of held-out excerpts, spread evenly.
+      length: number of bytes in an excerpt.
+      distances: numbers of bytes between a fact and the question about it.
+      pairs: number of facts at each distance in a row.
+      needle_rows: number of rows with facts.
+      chunk: number of bytes of each row in a prefill step.
+      dtype: dtype of weights and activations.
+      implementation: implementation of the cache's operations: the device's best, or XLA's.
     """
 
     text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
@@ -73,7 +73,7 @@ class CacheCost:
     implementation: Literal["best", "xla"] = "best"
 
     def run(self) -> dict[str, Any]:
-        """Measures; returns what OUT.json holds."""
+        """Measures, and returns the content of OUT.json."""
         with use_implementation(None if self.implementation == "best" else self.implementation):
             return self._run()
 
@@ -113,7 +113,7 @@ class CacheCost:
         return report
 
     def _write(self, report: dict[str, Any]) -> None:
-        """Called after every measurement, because each takes long."""
+        """Writes the files; called after every measurement, because each takes long."""
         self.out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
         self.out.with_suffix(".md").write_text(tables(report))
         plot(self.out.with_suffix(".png"), report)
@@ -139,7 +139,7 @@ class CacheCost:
         return dict(format=form, attended=attended, accuracy=accuracy, questions=len(rows) * len(rows[0].answers))
 
     def _read(self, model, ids, form, topk, window_only) -> tuple[np.ndarray, np.ndarray]:
-        """([rows, n - 1] bits of each id but the first, [rows, n - 1] the likeliest id at its place)."""
+        """Returns bits of each id but the first, and the likeliest id in its place, both [rows, n - 1]."""
         config = dataclasses.replace(model.config, index_topk=topk)
         steps = ids.shape[1] - 1
         manager = make_manager(config, len(ids), steps, form, self.dtype)
@@ -160,7 +160,7 @@ _OWN, _WINDOW = "top-k", "window"
 
 
 def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str, int, bool]]:
-    """(format, what is attended to, index_topk, window only) of each measurement."""
+    """Yields the format, a label, index_topk and window_only of each measurement."""
     own = model.config.index_topk
     rate = min(spec.compress_rate for spec in model.config.layers if spec.selection is not None)
     for form in FORMATS:
@@ -171,7 +171,7 @@ def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str
 
 
 def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """[rows, length + 1] int32: evenly spread excerpts, each behind BOS."""
+    """Returns evenly spread excerpts, each after BOS, int32 [rows, length + 1]."""
     starts = np.linspace(0, len(text) - length, rows, dtype=int)
     ids = np.full((rows, length + 1), kjv.BOS, np.int32)
     ids[:, 1:] = text[starts[:, None] + np.arange(length)[None, :]]
@@ -179,13 +179,13 @@ def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report in Markdown."""
+    """Returns the report in Markdown."""
     parts = []
     if rows := report["text"]:
-        of = f"{report['rows']} excerpts of {report['length']} bytes, {report['dtype']}"
+        sample = f"{report['rows']} excerpts of {report['length']} bytes, {report['dtype']}"
         values = [[f"{value:.4f}" for value in (row["bits"], *row["by_place"].values())] for row in rows]
         columns = ["all", *(f"from {place}" for place in rows[0]["by_place"])]
-        parts.append(f"Bits per byte of held-out text, {of}:\n\n" + _table(rows, columns, values))
+        parts.append(f"Bits per byte of held-out text, {sample}:\n\n" + _table(rows, columns, values))
     if rows := report["needles"]:
         values = [[f"{value:.0%}" for value in row["accuracy"].values()] for row in rows]
         title = f"Facts found again ({rows[0]['questions']} questions), by bytes back:\n\n"
@@ -200,9 +200,9 @@ def _table(rows, columns, values):
 
 
 def plot(path: Path, report: dict[str, Any]) -> None:
-    """Bars: what a quantised cache costs, what attending to less costs, and which share of facts was found.
+    """Plots the cost of a quantised cache, the cost of attending to less, and the share of facts found.
 
-    Draws what the report, which may be partial, can show; nothing, if that is nothing.
+    The report may be partial.
     """
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -227,7 +227,7 @@ def plot(path: Path, report: dict[str, Any]) -> None:
 
 
 def _plot_formats(ax, rows):
-    """Thousandths of a bit more than with the plain cache, for each of what is attended to."""
+    """Plots thousandths of a bit more than with the plain cache, for each number of attended entries."""
     bits = {(row["attended"], row["format"]): row["bits"] for row in rows}
     names = list(dict.fromkeys(row["attended"] for row in rows if row["format"] != "plain"))
     for i, form in enumerate(name for name in FORMATS if name != "plain"):
@@ -243,7 +243,7 @@ def _plot_formats(ax, rows):
 
 
 def _plot_attended(ax, rows):
-    """Bits more than with the model's own top-k, all with the plain cache."""
+    """Plots bits more than with the model's own top-k, all with the plain cache."""
     bits = {row["attended"]: row["bits"] for row in rows if row["format"] == "plain"}
     names = [name for name in bits if name != _OWN]
     bars = ax.barh(range(len(names)), [bits[name] - bits[_OWN] for name in names], 0.6, color="C2")

@@ -1,7 +1,7 @@
-"""A cache for training: the model's modules use it like the paged cache, and everything is differentiable.
+"""A differentiable cache for training, which the model's modules use like the paged cache.
 
-A batch consists of whole sequences of one length, so that nothing is kept between calls: windows are bands, visibility
-is a static mask, and blocks of queries bound the memory. The same weights give the logits that the paged cache gives.
+A batch has whole sequences of one length, so nothing is kept between calls. Windows are bands, visibility is a static
+mask, and blocks of queries bound the memory. The logits are those of the paged cache.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from dsv4_jax.quant import KVFormat, RowCodec, hadamard, round_to
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseCache:
-    """Options and results of a forward pass in training, in place of the paged cache; make it with `make`.
+    """Options and results of a forward pass in training, in place of the paged cache.
 
     Attributes:
       schema: shapes and format (static).
       select: bool; whether layers with an indexer attend to its selection only, or to all entries (at first).
-      quantise: bool; whether rows, entries, keys and index queries are rounded as the format rounds them, with
-        straight-through gradients.
-      key: for dropout; None = no dropout.
+      quantise: bool; whether rows, entries, keys and index queries are rounded by the format, with straight-through
+        gradients.
+      key: random key of dropout; None for no dropout.
       index_loss: sum over layers with an indexer of the mean over tokens of KL(attention to the entries, summed over
         heads || softmax of the index scores). Its gradient reaches the indexer only; the selection itself has none.
       token_weights: [T] weights of the tokens in that mean.
@@ -55,7 +55,7 @@ class DenseCache:
     def make(
         cls, config: DSV4Config, rows: int, length: int, *, kv_format: str | KVFormat = "v4", dtype: Any = jnp.bfloat16
     ) -> "DenseCache":
-        """For batches of `rows` sequences of `length` tokens.
+        """Makes a cache for batches of `rows` sequences of `length` tokens.
 
         Raises:
           ValueError: the length is no multiple of the window.
@@ -70,28 +70,28 @@ class DenseCache:
         return cls(schema, index_loss=jnp.float32(0), token_weights=weights, expert_load=load)
 
     def begin_step(self, batch: Batch) -> "DenseCache":
-        """Nothing is kept between steps."""
+        """Returns the cache unchanged, because nothing is kept between steps."""
         return self
 
     def dropped(self, y: Float[Array, "T D"], place: int) -> Float[Array, "T D"]:
-        """y with dropout, drawn for this place in the model."""
+        """Returns y with dropout; `place` numbers the blocks' outputs."""
         if self.key is None:
             return y
         kept = jax.random.bernoulli(jax.random.fold_in(self.key, place), 1 - self.dropout, y.shape)
         return jnp.where(kept, y * jnp.asarray(1 / (1 - self.dropout), y.dtype), jnp.zeros((), y.dtype))
 
     def with_load(self, layer: int, experts: Int[Array, "T k"]) -> "DenseCache":
-        """Adds to which experts a layer's tokens went."""
+        """Adds the share of a layer's pairs that went to each expert."""
         load = jnp.bincount(experts.reshape(-1), length=self.expert_load.shape[1]) / experts.size
         return dataclasses.replace(self, expert_load=self.expert_load.at[layer].add(load))
 
     def handle(self, layer: int, batch: Batch) -> "DenseHandle":
-        """One layer's view."""
+        """Returns the view of one layer."""
         return DenseHandle(self, batch, self.schema.layers[layer])
 
 
 def whole_sequences(ids: Int[Array, "B S"]) -> Batch:
-    """The batch of whole sequences: ids [B, S] int32, where row b is request b."""
+    """Returns the batch of whole sequences ids [B, S], where row b is request b."""
     rows, length = ids.shape
     return Batch(
         token_ids=ids.reshape(-1),
@@ -105,12 +105,12 @@ def whole_sequences(ids: Int[Array, "B S"]) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class DenseHandle:
-    """One layer of a `DenseCache`: a `CacheHandle`, whose methods do what `LayerCacheHandle`'s do.
+    """One layer of a `DenseCache`, with the methods of `LayerCacheHandle`.
 
     Attributes:
       cache: the DenseCache.
-      batch: from `whole_sequences`.
-      spec: what the layer stores and reads.
+      batch: batch from `whole_sequences`.
+      spec: description of what the layer stores.
       window: [B, S, D] rows of the tokens, once written.
       entries, keys: [B, E, D] compressed entries and index keys, once flushed.
       scores: the last index scores; a list, because `indexer_topk` returns no handle and `attend` needs them for the
@@ -241,7 +241,7 @@ class DenseHandle:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
     def _visible(self, positions, entries):
-        """[n, E]: which entries the tokens at these positions see."""
+        """Returns [n, E] bool, whether the tokens at these positions see an entry."""
         return jnp.arange(entries, dtype=jnp.int32)[None, :] < (positions[:, None] + 1) // self.spec.compress_rate
 
     # --- what is stored ---
@@ -251,7 +251,7 @@ class DenseHandle:
         return self.cache.schema.groups[self.spec.group or ""]
 
     def _pool(self, kv, gate, weights):
-        """[B, E, D] entries of all closed windows, as `ops.flush` computes them, in ordinary arithmetic."""
+        """Returns the entries [B, E, D] of all closed windows, like `ops.flush`, in ordinary arithmetic."""
         rate = self.spec.compress_rate
         kv, gate = (self._rows(x) for x in (kv, gate))
         entries = kv.shape[1] // rate
@@ -267,49 +267,49 @@ class DenseHandle:
         return ops.apply_rope(flat, first, weights.inv_freq).reshape(normed.shape)
 
     def _rounded(self, x, codec: RowCodec):
-        """Rows as a later read returns them."""
+        """Returns rows as a later read would."""
         stored = codec.decode(codec.encode(jax.lax.stop_gradient(x)), x.dtype)
         return _straight_through(x, stored, self.cache.quantise)
 
     def _rounded_index(self, x, *, keys):
         codec, still = self._group.key, jax.lax.stop_gradient(x)
         stored = codec.decode(codec.encode(still)) if keys else codec.round_query(still)
-        # Keys and queries are both rotated, or neither: the dot products are the same but for the rounding.
+        # Rotating both keys and queries changes the dot products only by rounding.
         rotates = codec.layout is not None and codec.layout.hadamard
         turned = round_to(hadamard(x.astype(jnp.float32)), x.dtype) if rotates else x
         return _straight_through(jnp.where(self.cache.quantise, turned, x), stored, self.cache.quantise)
 
 
 def _product(spec, x, y):
-    """Float32 sums of products that are exact where x is float32; y takes x's type, which holds its values."""
-    # In bfloat16 the products are exact in any case, and the gradient's, whose factors are wider, need not be.
+    """Computes an einsum with float32 sums. y is cast to x's type, which holds its values."""
+    # Products of bfloat16 values are exact; those of float32 need the highest precision.
     precision = "highest" if x.dtype == jnp.float32 else None
     return jnp.einsum(spec, x, y.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _stacked(rows, window):
-    """[B, S, ...] to [S / window, B, window, ...]."""
+    """Reshapes [B, S, ...] to [S / window, B, window, ...]."""
     return jnp.moveaxis(rows.reshape(rows.shape[0], -1, window, *rows.shape[2:]), 1, 0)
 
 
 def _band(window, number, ahead):
-    """[window, 2 * window]: which of the block's own tokens and the block's before it lie in each token's window.
+    """Returns [window, 2 * window] bool, whether rows of the previous and this block lie in each token's window.
 
-    The window is that of the position `ahead` of the token; of the tokens in between there are no rows.
+    The window belongs to the position `ahead` tokens later. The tokens in between have no rows.
     """
     token, row = np.arange(window)[:, None], np.arange(2 * window)[None, :]
     return jnp.asarray((token + ahead < row) & (row <= token + window)) & ((number > 0) | jnp.asarray(row >= window))
 
 
 def _with_previous(x, empty):
-    """[B, E, rate, 2 D] to [B, E, 2 rate, D]: the window before with its first half of the channels, then this one."""
+    """Joins the previous window's first half of channels and this window's second: to [B, E, 2 rate, D]."""
     first, second = jnp.split(x, 2, axis=-1)
     before = jnp.pad(first[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)), constant_values=empty)
     return jnp.concatenate([before, second], axis=2)
 
 
 def _member(indices, count):
-    """[B, q, count] bool from [B, q, k] numbers, -1 = none."""
+    """Returns a mask [B, q, count] of the indices [B, q, k]; -1 is none."""
     rows = indices.reshape(-1, indices.shape[-1])
     mask = jnp.zeros((rows.shape[0], count), bool)
     mask = mask.at[jnp.arange(rows.shape[0])[:, None], jnp.where(rows < 0, count, rows)].set(True, mode="drop")
@@ -317,16 +317,16 @@ def _member(indices, count):
 
 
 def _index_loss(weights, total, scores):
-    """Each token's KL(p || softmax(scores)), p the heads' summed attention to the entries; nothing visible: 0."""
+    """Returns each token's KL(p || softmax(scores)), with p the heads' summed attention; 0 if nothing is visible."""
     attention = jax.lax.stop_gradient(jnp.sum(weights / total[..., None], axis=2))
     mass = jnp.sum(attention, axis=-1, keepdims=True)
     p = attention / jnp.where(mass > 0, mass, 1.0)
-    # Finite numbers throughout: a row that sees nothing must not make the gradient NaN.
+    # Only finite numbers, so that a row without visible entries has no NaN gradient.
     log_q = jax.nn.log_softmax(jnp.where(jnp.isfinite(scores), scores, -1e30), axis=-1)
     return jnp.sum(jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0), axis=-1)
 
 
 def _straight_through(x, stored, on):
-    """`stored` where `on`, else x; with x's gradient."""
+    """Returns `stored` if `on`, else x, with the gradient of x."""
     still = jax.lax.stop_gradient(x)
     return jnp.where(on, stored.astype(x.dtype), still) + (x - still)

@@ -1,4 +1,4 @@
-"""The loss of the multi-token-prediction block: how far its drafts are from what the frozen model would draw."""
+"""The loss of the multi-token-prediction block: the distance of its drafts from the frozen model's distributions."""
 
 import dataclasses
 
@@ -12,23 +12,23 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 
 
-# Of draft 1, 2 and 3: about how many of the accepted tokens hang on each where three of four are right.
+# Weights of drafts 1, 2 and 3: the accepted tokens that depend on each, if three of four drafts are right.
 _WEIGHTS = (4 / 7, 2 / 7, 1 / 7)
 
 
 def draft_losses(
     model: DeepseekV4ForCausalLM, cache: DenseCache, ids: Int[Array, "B S1"]
 ) -> tuple[Float[Array, "B S"], DenseCache, dict[str, Float[Array, ""]]]:
-    """Cross-entropy of the block's drafts with the model's own distributions, and how many drafts would be accepted.
+    """Returns the cross-entropy of the block's drafts with the model's distributions, and the accepted drafts.
 
     Pass j runs the block at all tokens t at once and drafts the token at t + j + 1. As in decoding, the first pass
-    takes the model's streams and the next token, and a later one the streams of the pass before and the token after
-    that; here it is the true token, since drafts after a wrong one are refused anyway. A pass at t sees the rows that
-    the first pass wrote up to t, and those of t's own passes.
+    takes the model's streams and the next token, and a later pass the streams of the pass before and the token after
+    that. Here it is the true token, because drafts after a wrong one are refused. A pass at t sees the rows of the
+    first pass up to t, and those of t's own passes.
 
     Args:
       model: from `for_training`.
-      cache: for the block: the model itself runs without dropout, as it is used.
+      cache: cache of the block; the model itself runs without dropout.
       ids: [B, S + 1], see `training.batch`.
 
     Returns:
@@ -38,17 +38,17 @@ def draft_losses(
     batch, shape = whole_sequences(ids[:, :-1]), ids[:, :-1].shape
     frozen = dataclasses.replace(cache, select=jnp.bool_(True), quantise=jnp.bool_(True), key=None)
     hidden, streams, _ = model.forward_streams(frozen, batch)
-    of_model = jax.lax.stop_gradient(model.logits(hidden)).reshape(*shape, -1)
+    model_logits = jax.lax.stop_gradient(model.logits(hidden)).reshape(*shape, -1)
     cache = dataclasses.replace(cache, passes=(), expert_load=jnp.zeros_like(cache.expert_load))
 
     losses, right, accepted = jnp.zeros(shape, jnp.float32), jnp.ones(shape, bool), jnp.float32(0)
     for number, weight in enumerate(_WEIGHTS, 1):
-        # The last tokens' drafts are about bytes outside the excerpt: they count for nothing.
+        # The last tokens' drafts are for bytes outside the excerpt, and do not count.
         inside = jnp.arange(shape[1])[None, :] + number < shape[1]
         after = jnp.roll(ids[:, 1:], 1 - number, axis=1)
         step = dataclasses.replace(batch, token_ids=after.reshape(-1), positions=batch.positions + number - 1)
         hidden, streams, cache = model.mtp_forward(streams, cache, step)
-        logits, target = model.logits(hidden).reshape(*shape, -1), jnp.roll(of_model, -number, axis=1)
+        logits, target = model.logits(hidden).reshape(*shape, -1), jnp.roll(model_logits, -number, axis=1)
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(target))
         losses += jnp.where(inside, np.float32(weight) * loss, 0)
         right &= (jnp.argmax(logits, axis=-1) == jnp.argmax(target, axis=-1)) & inside

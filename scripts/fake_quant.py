@@ -1,4 +1,4 @@
-"""The release's rounding of weights inside a training step: weights take the values that `save_release` will store."""
+"""Rounds weights in a training step to the values that `save_release` will store."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from dsv4_jax.quant.numerics import e8m0_reciprocal, e8m0_value
 
 
 def as_stored(config: DSV4Config, parameters: dict[str, Array]) -> dict[str, Array]:
-    """Float32 parameters by module path, with the values they have once saved; gradients are straight-through."""
+    """Returns the parameters with the values that they have once saved, with straight-through gradients."""
     kinds: dict[str, list[str]] = {"F8_E4M3": [], "I8": [], "BF16": []}
     for weight in weights(config, "release"):
         kind = stored_kind(weight.sources[0], weight.source_shape)
@@ -33,7 +33,7 @@ def as_stored(config: DSV4Config, parameters: dict[str, Array]) -> dict[str, Arr
 
 
 def _together(rounding: Callable, apart: Callable, back: Callable, tensors: dict[str, Array]) -> dict[str, Array]:
-    """Rounds all tensors at once: what shares a scale becomes one row of a matrix."""
+    """Rounds all tensors at once, as a matrix whose rows share a scale."""
     rows = {path: apart(value) for path, value in tensors.items()}
     if not rows:
         return {}
@@ -44,7 +44,7 @@ def _together(rounding: Callable, apart: Callable, back: Callable, tensors: dict
 
 def _fp8(rows: Float[Array, "n block"]) -> Float[Array, "n block"]:
     scale = _scale(rows, E4M3_MAX)
-    # Through the bits, because XLA deletes a pair of casts.
+    # Through the codes, because XLA removes a pair of casts.
     return decode_e4m3(encode_e4m3(rows * e8m0_reciprocal(scale))) * e8m0_value(scale)
 
 
@@ -54,7 +54,7 @@ def _fp4(rows: Float[Array, "n group"]) -> Float[Array, "n group"]:
 
 
 def _scale(rows, limit):
-    """[n, 1] E8M0 bits of the least power of two 2 ** e with max |row| <= limit * 2 ** e; of 1 for a row of zeros."""
+    """Returns E8M0 codes [n, 1] of the smallest 2 ** e with max |row| <= limit * 2 ** e; 1 for a row of zeros."""
     largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     m, e = jnp.frexp(largest)
     limit_m, limit_e = math.frexp(limit)
@@ -63,7 +63,7 @@ def _scale(rows, limit):
 
 
 def _blocks(x):
-    """[m, n] to [blocks, 128 * 128], padded with zeros."""
+    """Reshapes [m, n] to [blocks, 128 * 128], padded with zeros."""
     x = jnp.pad(x, [(0, -size % WEIGHT_BLOCK) for size in x.shape])
     x = x.reshape(x.shape[0] // WEIGHT_BLOCK, WEIGHT_BLOCK, -1, WEIGHT_BLOCK)
     return jnp.swapaxes(x, 1, 2).reshape(-1, WEIGHT_BLOCK**2)

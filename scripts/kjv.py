@@ -37,7 +37,7 @@ _BOOKS = (
 
 
 def read_books(path: Path) -> dict[str, bytes]:
-    """The books of a text file by name: one verse a line, an empty line between chapters, no verse numbers.
+    """Reads the books of a text file by name: one verse a line, an empty line between chapters, no verse numbers.
 
     Args:
       path: the package's bible.data, or any other file, whose books are "start" (nine tenths of it) and "end".
@@ -65,9 +65,9 @@ def read_books(path: Path) -> dict[str, bytes]:
 
 
 def split(books: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """Tokens by part: "train", "validation" and "held_out", each the concatenation of its books, EOS after each.
+    """Returns tokens by part, "train", "validation" and "held_out": the books of each, with EOS after every book.
 
-    Books are never divided, so that no held-out page is next to a trained one. In a plain file the held-out part also
+    Books are not divided, so that no held-out page is next to a trained one. In a plain file, the held-out part also
     chooses the checkpoint.
 
     Returns:
@@ -83,20 +83,20 @@ def split(books: dict[str, bytes]) -> dict[str, np.ndarray]:
 
 
 def tokens(text: bytes) -> np.ndarray:
-    """int32 ids of a book: its bytes, then EOS."""
+    """Returns the ids of a book, int32: its bytes, then EOS."""
     return np.append(np.frombuffer(text, np.uint8).astype(np.int32), np.int32(EOS))
 
 
 def decompress(data: bytes) -> bytes:
-    """The text of bible.data: a header of big-endian words (at 0x54: window size, count, offsets) and LZW windows."""
+    """Decompresses bible.data: a header of big-endian words (at 0x54: window size, count, offsets) and LZW windows."""
     window, count, *offsets = (int.from_bytes(data[at : at + 4], "big") for at in range(0x54, len(data[:0x400]), 4))
     bounds = [*offsets[:count], len(data)]
     return b"".join(_lzw(data[begin:end], window) for begin, end in itertools.pairwise(bounds))
 
 
 def _lzw(data: bytes, size: int) -> bytes:
-    """One window: codes of 9 bits and more, least significant bit first, which grow as the table fills."""
-    # A window ends where its size is reached. What follows is the checkpoint's padding.
+    """Decompresses a window: codes of 9 bits and more, least significant bit first, which grow as the table fills."""
+    # A window ends when its size is reached; the checkpoint's padding follows.
     table = [bytes([i]) for i in range(256)] + [b""]
     out, last, bits, at = bytearray(), b"", 9, 0
     while len(out) < size and at + bits <= 8 * len(data):

@@ -24,11 +24,11 @@ def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int =
     """Writes the first layers of V4-Flash, embedding and head with random values to a folder, and loads them.
 
     Args:
-      folder: is removed afterwards; in /dev/shm the files' pages are in memory.
-      layers: of the model, 3.6 GB each; all 43 are 156 GB.
-      mesh: devices to cut the model over.
-      times: how often it is loaded.
-      report: a JSON file to write the numbers to.
+      folder: folder for the files, removed afterwards; in /dev/shm their pages are in memory.
+      layers: number of layers, 3.6 GB each; all 43 are 156 GB.
+      mesh: devices to shard the model over.
+      times: number of times that it is loaded.
+      report: JSON file to write the numbers to.
     """
     config = DSV4Config.v4_flash()
     kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
@@ -60,10 +60,10 @@ def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int =
 
 
 class PeakMemory:
-    """The most memory without a file that this process took within the block, beyond what it had; of Linux.
+    """Measures the peak of this process's anonymous memory in a `with` block. Linux only.
 
     Attributes:
-      peak: bytes. Where devices are CPUs, with what was loaded.
+      peak: bytes beyond those before the block. If devices are CPUs, it includes the loaded model.
     """
 
     def __enter__(self) -> "PeakMemory":
@@ -87,7 +87,7 @@ def _anonymous_bytes():
 
 
 def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:
-    """A value for each of `release_tensors`, of which none is NaN: slices of one array of random bytes."""
+    """Yields a value for each of `release_tensors`, without NaN: slices of one array of random bytes."""
     rng = np.random.default_rng(0)
     largest = max(tensor.nbytes for entries in release_tensors(config) for tensor in entries)
     some = rng.integers(256, size=1 << 24, dtype=np.uint8)
@@ -100,7 +100,7 @@ def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:
 
 def _random(tensor: TensorHeader, config, rng, codes, finite, scales):
     if tensor.dtype in ("BF16", "F32"):
-        # One value in many places: no rate depends on it.
+        # One value everywhere: the rate does not depend on values.
         return np.broadcast_to(np.asarray(rng.normal(0, 0.02), DTYPES[tensor.dtype]), tensor.shape)
     if tensor.dtype == "I64":
         return (np.arange(np.prod(tensor.shape)) % config.n_routed_experts).reshape(tensor.shape)

@@ -1,4 +1,4 @@
-"""Times calls of an op within a loop on the device, as CUDA graphs of many calls time other projects' kernels."""
+"""Times calls of an op in a loop on the device, comparable to CUDA graphs of other projects' kernels."""
 
 import json
 import statistics
@@ -33,11 +33,11 @@ def loop_times(
 
     Args:
       names: names of ops, as for `dsv4-jax bench ops`.
-      only: cases whose op or shape contains one of these; none: all.
-      shapes: of which model.
-      calls: with inputs of their own, in a pass.
-      passes: of the loop; with 16, times below 3 us were up to 0.5 us apart.
-      report: a JSON file to write the times to.
+      only: texts, one of which a case's op or shape contains. Default: all cases.
+      shapes: the model whose shapes are used.
+      calls: number of calls in a pass, each with its own inputs.
+      passes: number of passes of the loop; with 16, times below 3 us were up to 0.5 us apart.
+      report: JSON file to write the times to.
     """
     small = jax.default_backend() != "gpu"
     config = dict(flash=DSV4Config.v4_flash, pro=DSV4Config.v4_pro)[shapes]()
@@ -45,7 +45,7 @@ def loop_times(
     results = []
     for name in names:
         for case in CASES[name](schema, small):
-            if only and not any(part in f"{case.op} {case.shape}" for part in only):
+            if only and not any(text in f"{case.op} {case.shape}" for text in only):
                 continue
             seconds = seconds_a_call(case, "xla" if small else "mosaic_gpu", calls, passes)
             results.append(dict(op=case.op, shape=case.shape, microseconds=round(seconds * 1e6, 3)))
@@ -57,12 +57,12 @@ def loop_times(
 
 
 def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:
-    """Median of three executions of the loop less one, of `times` such, for each call."""
+    """Returns the seconds of a call: the median over `times` differences between three loops and one."""
     state, inputs = timing.build(case, calls)
 
     def one_pass(inputs, carry):
         state, results, number = carry
-        # Calls that do not depend on the pass would be moved out of the loop.
+        # Makes calls depend on the pass; XLA would move them out of the loop.
         varied, number = lax.optimization_barrier((inputs, number))
         results = []
         for x in varied:

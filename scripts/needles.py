@@ -1,4 +1,4 @@
-"""Key-value pairs hidden in a text, and asked for later: "And the earth QXK4821 was without form"."""
+"""Hides key-value pairs in a text and asks for them later: "And the earth QXK4821 was without form"."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 LETTERS, DIGITS = 3, 4
-# A key, its value, a space. Nothing is between key and value, so that the bytes just read determine the value.
+# A key, its value and a space. The value follows its key at once, so that the last bytes determine it.
 PAIR = LETTERS + DIGITS + 1
 _ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
 
@@ -18,7 +18,7 @@ class Planted:
 
     Attributes:
       ids: [n] int32, BOS first.
-      answers: [questions] int64, where each value that is asked for begins in `ids`.
+      answers: [questions] int64, position in `ids` of each value that is asked for.
       distances: [questions] int64, bytes from the value's previous mention to this question.
     """
 
@@ -31,9 +31,9 @@ def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: lis
     """Puts pairs between the words of a text: the first mention tells a value, every later one asks for it.
 
     Args:
-      rng: draws keys and values.
+      rng: generator of keys and values.
       text: int32 ids, at least `length` of them.
-      length: of the row; questions that do not fit are left out.
+      length: length of the row; questions that do not fit are left out.
       mentions: positions of each pair, ascending and approximate, since words are not divided.
     """
     keys = rng.choice(len(_ALPHABET) ** LETTERS, len(mentions), replace=False)
@@ -59,9 +59,9 @@ def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: lis
 def training_row(
     rng: np.random.Generator, text: np.ndarray, length: int, questions: int, nearest: int, weight: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row with up to `questions` questions, at log-uniform distances from `nearest` to its length.
+    """Makes a row with up to `questions` questions, at log-uniform distances from `nearest` to its length.
 
-    They are about one pair or about many, log-uniformly too: few pairs teach copying, many teach retrieval.
+    The number of pairs is log-uniform too: few pairs teach copying, many teach retrieval.
 
     Returns:
       (ids [length] int32, weights [length] float32: `weight` for digits asked for, 0 for digits told, which cannot be
@@ -85,7 +85,7 @@ def training_row(
 
 
 def test_row(rng: np.random.Generator, text: np.ndarray, distances: tuple[int, ...], pairs: int) -> Planted:
-    """A row that ends with its questions: `pairs` for each distance, in random order, with words between them."""
+    """Makes a row that ends with its questions: `pairs` for each distance, in random order, between words."""
     asked = rng.permutation(np.repeat(distances, pairs))
     places = max(distances) + 2 * PAIR + 4 * PAIR * np.arange(len(asked))
     planted = plant(rng, text, int(places[-1]) + 8 * PAIR, np.stack([places - asked, places], axis=1).tolist())

@@ -37,14 +37,14 @@ class Load:
     Attributes:
       requests: number of requests.
       concurrency: number of clients, each of which sends a request after the answer to the one before.
-      cut: share of requests whose client disconnects early.
+      disconnecting: share of requests whose client disconnects early.
       prompt_tokens, new_tokens: minimum and maximum of a request.
       seed: seed of the requests.
     """
 
     requests: int = 300
     concurrency: int = 64
-    cut: float = 1 / 3
+    disconnecting: float = 1 / 3
     prompt_tokens: tuple[int, int] = (16, 480)
     new_tokens: tuple[int, int] = (8, 120)
     seed: int = 0
@@ -56,7 +56,7 @@ class Load:
             size, limit = (int(rng.integers(low, high + 1)) for low, high in (self.prompt_tokens, self.new_tokens))
             # A byte is a token. Every second prompt shares its beginning with others.
             begin = 0 if i % 2 else int(rng.integers(len(text) - size))
-            leaves = int(rng.integers(0, limit)) if rng.random() < self.cut else None
+            leaves = int(rng.integers(0, limit)) if rng.random() < self.disconnecting else None
             requests.append(dict(prompt=text[begin : begin + size], max_tokens=limit, seed=i, leaves=leaves))
         return requests
 

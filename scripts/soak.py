@@ -22,9 +22,9 @@ def soak(operations: int = 1_000_000, processes: int = 2, seed: int = 0, kv_form
     """Runs random operations on random requests and counts the bytes that differ from the naive model.
 
     Args:
-      operations: how many, all processes together.
-      processes: each has a cache, a manager and a prefix cache of its own, and its own seed.
-      seed: of the first process.
+      operations: number of operations of all processes.
+      processes: number of processes, each with its own cache, manager, prefix cache and seed.
+      seed: seed of the first process.
       kv_format: "v4", "per_entry" or "plain".
     """
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
@@ -57,7 +57,7 @@ def soak(operations: int = 1_000_000, processes: int = 2, seed: int = 0, kv_form
 
 
 def _work(queue, operations, seed, kv_format):
-    """Runs one process's share; the first differing byte ends the soak."""
+    """Runs the operations of one process; the first differing byte ends the soak."""
     # JAX reads these when it is imported. The programs are small: one thread each, quick to compile.
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""Measures how long `dsv4-jax bench model` takes to its first step: with an empty cache of programs, and once more."""
+"""Measures the start of `dsv4-jax bench model` until its first step, with an empty and with a full program cache."""
 
 import json
 import os
@@ -18,8 +18,8 @@ def start_up(layers: int = 4, context: int = 4096) -> None:
     On a GPU the layers are V4-Flash's, with random weights.
 
     Args:
-      layers: of the model, the first ones.
-      context: tokens that the one request holds.
+      layers: number of layers, the first ones.
+      context: number of tokens of the one request.
     """
     table = rich.table.Table("seconds", "from start to first step", "traced", "lowered", "compiled", "new files")
     with tempfile.TemporaryDirectory() as folder:
@@ -30,7 +30,7 @@ def start_up(layers: int = 4, context: int = 4096) -> None:
         known: set[Path] = set()
         for name in ("first", "second"):
             subprocess.run([*command, *map(str, options)], env=env, check=True, stdout=subprocess.DEVNULL)
-            # JAX notes in other files when a program was last used.
+            # Files that end in -atime record the last use of a program.
             found = {path for path in programs.rglob("*") if path.is_file() and not path.name.endswith("-atime")}
             start = json.loads(out.read_text())["start"]
             seconds = [f"{start[key]:.1f}" for key in ("process", "trace", "lower", "compile")]

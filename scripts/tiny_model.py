@@ -1,4 +1,4 @@
-"""The tiny model: its shape, its initial weights, and its modules as they compute in training."""
+"""The tiny model: its shape, its initial weights, and its modules in training."""
 
 import dataclasses
 from typing import Any
@@ -63,7 +63,7 @@ _BALANCE = "e_score_correction_bias"
 
 
 def window_only(config: DSV4Config, moe_intermediate_size: int) -> DSV4Config:
-    """The same depth and width without compressed entries; wider experts replace the compressors' parameters."""
+    """Returns a model of the same depth and width without compressed entries, with wider experts instead."""
     return dataclasses.replace(
         config,
         layer_types=(SLIDING,) * config.num_hidden_layers,
@@ -96,13 +96,13 @@ type Tensors = dict[str, Array]
 
 
 def first_weights(config: DSV4Config, seed: int) -> tuple[Tensors, Tensors]:
-    """Initial weights, float32 by module path.
+    """Draws the initial weights, float32 by module path.
 
-    Linear weights have variance 1 / inputs, and less where they write to the streams. At first, each block mostly reads
-    one of the streams, in turn, and hardly mixes them. Sinks and biases are 0.
+    Linear weights have variance 1 / inputs, and less where they write to the streams. Each block mostly reads one of
+    the streams, in turn, and hardly mixes them. Sinks and biases are 0.
 
     Returns:
-      (trained by gradients, not trained by them: the routers' balancing biases and the hash layers' tables).
+      The weights that gradients train, and those that they do not, see `apart`.
     """
     shapes = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
@@ -118,7 +118,7 @@ def _first(config, rng, path, like):
     if name in ("sinks", "position_bias", "hc_base", _BALANCE):
         return jnp.zeros(like.shape, jnp.float32)
     if name == "base":
-        # The biases of `pre`, `post` and `comb`: read one stream, write to all, mix little.
+        # Biases of `pre`, `post` and `comb`: read one stream, write to all, mix little.
         streams, reads = config.hc_mult, _layer(config, path) % config.hc_mult
         read = np.where(np.arange(streams) == reads, 1.0, -1.0)
         return jnp.asarray(np.concatenate([read, np.zeros(streams), 3.0 * np.eye(streams).ravel()]), jnp.float32)
@@ -133,10 +133,10 @@ def _first(config, rng, path, like):
 
 
 def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Splits tensors into (trained by gradients, not trained by them).
+    """Splits tensors into those that gradients train, and those that they do not.
 
-    The latter are the balancing biases and the hash layers' tables; of a model with a multi-token-prediction block, all
-    that is not in the block.
+    Balancing biases and tables of hash layers are not trained by gradients. If there is a multi-token-prediction block,
+    everything outside it is not trained.
     """
     frozen = ("model.", "lm_head.") if any(path.startswith("mtp.") for path in tensors) else ()
     fixed = {path: x for path, x in tensors.items() if path.endswith((_BALANCE, "tid2eid")) or path.startswith(frozen)}
@@ -144,12 +144,12 @@ def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def named_tensors(model: nnx.Module) -> Tensors:
-    """A model's arrays by module path."""
+    """Returns a model's arrays by module path."""
     return {".".join(map(str, path)): value.get_value() for path, value in nnx.to_flat_state(nnx.state(model))}
 
 
 def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> DeepseekV4ForCausalLM:
-    """The model with these tensors, each cast to the dtype that its module computes with."""
+    """Returns the model with these tensors, each cast to the dtype of its module."""
     graph, state = nnx.split(nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))))
 
     def fill(path, old):
@@ -159,15 +159,15 @@ def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> Deepseek
 
 
 def _layer(config, path):
-    """The number of the layer that a tensor belongs to; the multi-token-prediction block comes last."""
+    """Returns the index of a tensor's layer; the multi-token-prediction block comes last."""
     first, second, *rest = path.split(".")
     return config.num_hidden_layers + int(second) if first == "mtp" else int(rest[0])
 
 
 def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"], rate: float) -> Tensors:
-    """Routers' biases after a step: up where an expert got less than its share, else down, without a loss.
+    """Updates the routers' biases: up for experts with less than their share, else down.
 
-    Those of layers that ran no tokens stay. From DeepSeek-V3's report (arXiv 2412.19437), section 2.1.2.
+    Layers without tokens are unchanged. From DeepSeek-V3's report (arXiv 2412.19437), section 2.1.2.
     """
     result = dict(fixed)
     for path, bias in fixed.items():
@@ -178,7 +178,7 @@ def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"
 
 
 def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
-    """The model, changed in place: layers become `TrainedLayer`, and their indexers' maps `DetachedLinear`."""
+    """Changes a model in place: layers become `TrainedLayer`, linear maps of indexers `DetachedLinear`."""
     for block in model.mtp:
         block.__class__ = TrainedMTPBlock
     for layer in model.model.layers:
@@ -191,7 +191,7 @@ def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
 
 
 class TrainedLayer(DecoderLayer):
-    """A layer with dropout after either block, dense products over all experts, and a record of the experts' load.
+    """A layer with dropout after each block, dense products over all experts, and a record of the experts' load.
 
     With few small experts, a dense product is faster than sorting tokens, and it is differentiable.
     """
@@ -218,10 +218,10 @@ class TrainedMTPBlock(TrainedLayer, MTPBlock):
 def all_experts(
     module: Experts, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
 ) -> Float[Array, "T D"]:
-    """`Experts.__call__` by dense products: experts that a token is not routed to get weight 0."""
+    """Computes `Experts.__call__` with dense products: experts that a token is not routed to get weight 0."""
     number, hidden, inner = module.down_proj.shape
     by_expert = jnp.sum(jax.nn.one_hot(experts, number, dtype=jnp.float32) * weights[:, :, None], axis=1)
-    gate, up = (part.reshape(-1, hidden) for part in jnp.moveaxis(module.gate_up_proj[...], 1, 0))
+    gate, up = (weight.reshape(-1, hidden) for weight in jnp.moveaxis(module.gate_up_proj[...], 1, 0))
     active = swiglu(x @ gate.T, x @ up.T, module.limit).reshape(-1, number, inner)
     active = round_to(active * by_expert[:, :, None], x.dtype).reshape(-1, number * inner)
     down = jnp.swapaxes(module.down_proj[...], 0, 1).reshape(hidden, -1)
@@ -229,7 +229,7 @@ def all_experts(
 
 
 class DetachedLinear(Linear):
-    """A map of the indexer, whose loss trains it and nothing before it."""
+    """A linear map of the indexer. The indexer's loss trains it, and nothing before it."""
 
     def __call__(self, x, norm=None):
         return super().__call__(jax.lax.stop_gradient(norm(x) if norm else x))

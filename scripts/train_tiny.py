@@ -27,13 +27,13 @@ class TrainTiny:
     """Trains a small DeepSeek-V4 on the bytes of a text: all kinds of layer, MoE, hyper-connections and indexer.
 
     The step is plain JAX: the package's own modules use a dense, differentiable cache (dense_cache.py). Later steps
-    round weights and cache as in the saved model, so that what is saved, in the release's FP8 and FP4, is what was
-    trained. The text is split by whole books: two choose the checkpoint, four are only scored.
+    round weights and cache to the FP8 and FP4 of the saved model. The text is split by whole books: two choose the
+    checkpoint, four are only scored.
 
     Run it again with the same options to continue where it stopped. In --out:
       best/     the model with the lowest validation loss so far: weights, tokenizer, model card, curve (PNG)
       log.jsonl a line for each evaluation
-      state/    what is needed to continue
+      state/    the state of the training, to continue from
 
     The text: apt-get download bible-kjv-text && dpkg -x bible-kjv-text_*.deb kjv
 
@@ -51,27 +51,27 @@ class TrainTiny:
     Attributes:
       text: the package's bible.data, or any file, taken as bytes.
       out: folder for everything that is written.
-      steps: of the whole training, which may take several commands; schedules depend on it.
+      steps: number of steps of the whole training, which may take several commands; schedules depend on it.
       minutes: save and stop after this time; the same command continues from there. Default: no limit.
-      window_only: a model without compressed entries, with wider experts instead: same depth, about as many parameters.
+      window_only: train a model without compressed entries, with wider experts for about as many parameters.
       mtp: train a multi-token-prediction block for the model in --init, by default the packaged one, which stays as it
         is. The loss is the cross-entropy of the block's drafts with the model's own distributions.
-      init: folder of a model to begin with, for fine-tuning; it also decides the shape.
-      size: tiny is the packaged model's shape; toy is for trying this script out on a CPU.
-      rows: sequences a step.
-      length: bytes of a sequence, a multiple of the window (128; toy: 8).
+      init: folder of a model to fine-tune, which also decides the shape.
+      size: tiny is the packaged model's shape; toy is for trying this script on a CPU.
+      rows: number of sequences in a step.
+      length: number of bytes in a sequence, a multiple of the window (128; toy: 8).
       needles: share of the rows with hidden key-value pairs and questions about them; the checkpoint is then chosen by
         the answers. Train on short rows first (128, 512, 2048, 16384): retrieval is learned at short distances first.
-      questions: in a row with pairs.
-      nearest: least bytes back to what is asked for.
-      learning_rate: at its peak.
-      weight_decay: on matrices.
-      dropout: share of each block's output.
+      questions: number of questions in a row with pairs.
+      nearest: minimum distance in bytes from a question to its fact.
+      learning_rate: peak learning rate.
+      weight_decay: weight decay of matrices.
+      dropout: share of each block's output that is dropped.
       select_from: share of the steps after which CSA sees the indexer's selection only.
       quantise_from: share of the steps after which weights and cache are rounded.
-      dtype: of activations.
-      every: steps between evaluations. Default: a fortieth of the steps.
-      seed: of weights, data order and dropout.
+      dtype: dtype of activations.
+      every: number of steps between evaluations. Default: a fortieth of the steps.
+      seed: seed of weights, data order and dropout.
     """
 
     text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
@@ -97,7 +97,7 @@ class TrainTiny:
     seed: int = 0
 
     def run(self) -> dict[str, Any]:
-        """Trains; returns the last line of the log."""
+        """Trains, and returns the last line of the log."""
         begin = time.monotonic()
         parts = kjv.split(kjv.read_books(self.text))
         recipe, state = self._begin()
@@ -112,7 +112,7 @@ class TrainTiny:
         lines: list[dict[str, Any]] = []
         if (last := manager.latest_step()) is not None:
             state = manager.restore(last, args=ocp.args.StandardRestore(state))
-            # By way of the host: arrays that are committed to a device would be another program's.
+            # Through the host: arrays committed to a device would need another program.
             state = jax.tree.map(lambda value: jnp.asarray(np.asarray(value)), state)
             lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["step"] <= last]
         every = self.every or max(self.steps // 40, 1)
@@ -162,7 +162,7 @@ class TrainTiny:
         return recipe, first_state(recipe, start)
 
     def _finish(self, recipe: Recipe, held_out: np.ndarray, lines: list[dict[str, Any]]) -> None:
-        """Scores the best model on text that has decided nothing, and writes what goes with its weights."""
+        """Scores the best model on the held-out text, and writes its tokenizer and card."""
         best = self.out / "best"
         tensors = named_tensors(load_checkpoint(best, recipe.config, dtype=jnp.float32))
         bits = evaluate(recipe, *apart(tensors), held_out)

@@ -25,19 +25,19 @@ class Recipe:
 
     Attributes:
       config: the model.
-      rows, length: sequences a step, and bytes of each.
-      learning_rate: the peak; it rises over the first twentieth of the steps, then falls as a cosine to a fiftieth.
-      weight_decay: AdamW's, for matrices.
+      rows, length: number of sequences in a step, and of bytes in each.
+      learning_rate: peak; it rises over the first twentieth of the steps, then falls as a cosine to a fiftieth.
+      weight_decay: weight decay of matrices in AdamW.
       dropout: share of each block's output that is dropped.
-      select_from: from this share of the steps on, CSA attends to the indexer's selection; before, to all entries.
-      quantise_from: from this share on, weights and cache are rounded as they will be when the model is used.
+      select_from: share of the steps after which CSA attends to the indexer's selection; before, to all entries.
+      quantise_from: share of the steps after which weights and cache are rounded as in the saved model.
       needles: share of rows with hidden key-value pairs.
-      questions, nearest: questions in such a row, and the least distance in bytes to what one asks for.
-      needle_weight: of a digit that is asked for, in the loss.
-      kv_format: how the cache rounds.
-      dtype: of activations and of the copies of the weights they are multiplied with; the weights are float32.
-      balance_rate: how far a router's balancing bias moves in a step.
-      seed: of the initial weights, the order of the data and dropout.
+      questions, nearest: number of questions in such a row, and the minimum distance in bytes to the fact.
+      needle_weight: weight in the loss of a digit that is asked for.
+      kv_format: format of the cache's rows.
+      dtype: dtype of activations and of the weights' copies that they are multiplied with; the weights are float32.
+      balance_rate: change of a router's balancing bias in a step.
+      seed: seed of the initial weights, the order of the data and dropout.
     """
 
     config: DSV4Config
@@ -59,13 +59,13 @@ class Recipe:
 
 
 def first_state(recipe: Recipe, start: tuple[Tensors, Tensors] | None = None) -> dict[str, Any]:
-    """The training state at step 0, a pytree of arrays, from random weights or (trained, fixed) of `start`."""
+    """Returns the training state at step 0, from random weights or from (trained, fixed) in `start`."""
     trained, fixed = first_weights(recipe.config, recipe.seed) if start is None else start
     return dict(trained=trained, fixed=fixed, optimiser=_optimiser(recipe).init(trained), step=jnp.int32(0))
 
 
 def batch(recipe: Recipe, text: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The step's data: (ids [rows, length + 1] int32, weights of each id in the loss [rows, length + 1] float32).
+    """Returns the step's ids and their weights in the loss, int32 and float32 [rows, length + 1].
 
     Every row is an excerpt from a random place, after BOS.
     """
@@ -90,7 +90,7 @@ def train_step(
     ids: Int[Array, "B S1"],
     weights: Float[Array, "B S1"],
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """One step of AdamW.
+    """Runs one step of AdamW.
 
     Args:
       recipe: the hyperparameters (static).
@@ -119,7 +119,7 @@ def train_step(
         return mean + after.index_loss, (mean, after, metrics)
 
     gradient, (mean, after, metrics) = jax.grad(loss, has_aux=True)(state["trained"])
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it, where the caller is stricter
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         updates, optimiser = _optimiser(recipe).update(gradient, state["optimiser"], state["trained"])
     rate = recipe.learning_rate * jnp.minimum(20 * progress + 1e-2, 0.51 + 0.49 * jnp.cos(np.float32(np.pi) * progress))
     new = dict(
@@ -138,7 +138,7 @@ def train_step(
 
 
 def evaluate(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray) -> np.ndarray:
-    """Bits of every byte of consecutive excerpts, with weights and cache rounded as in the saved model.
+    """Returns the bits of every byte of consecutive excerpts, with weights and cache rounded as in the saved model.
 
     Returns:
       [excerpts, length] float32; an incomplete excerpt at the end of the text is left out.
@@ -155,7 +155,7 @@ def evaluate(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray)
 
 
 def evaluate_needles(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray) -> float:
-    """Mean bits of the digits asked for, in a fixed batch of rows with pairs; 3.3 bits are a uniform guess."""
+    """Returns the mean bits of the digits asked for, in a fixed batch of rows with pairs; guessing takes 3.3 bits."""
     ids, weights = batch(dataclasses.replace(recipe, needles=1.0), text, step=2**31)
     bits = np.asarray(_score(recipe, trained, fixed, ids)) / np.float32(np.log(2))
     return float(bits[weights[:, 1:] == recipe.needle_weight].mean())
@@ -171,10 +171,9 @@ def _score(recipe, trained, fixed, ids):
 
 
 def _losses(recipe, trained, fixed, ids, cache):
-    """[B, S] losses in nats, the cache with its losses and loads, and further metrics.
+    """Returns the losses [B, S] in nats, the cache with its losses and loads, and further metrics.
 
-    Those of a model are the negative log-likelihoods of ids[:, 1:]; those of a multi-token-prediction block are from
-    `draft_losses`.
+    The losses are the negative log-likelihoods of ids[:, 1:], or `draft_losses` of a multi-token-prediction block.
     """
     tensors = as_stored(recipe.config, trained)
     tensors = {path: jnp.where(cache.quantise, tensors[path], value) for path, value in trained.items()}
@@ -188,7 +187,7 @@ def _losses(recipe, trained, fixed, ids, cache):
 
 
 def _optimiser(recipe):
-    """AdamW without its learning rate, which the step applies; the moments of all tensors are one vector."""
+    """Returns AdamW without its learning rate, which the step applies. The moments of all tensors are one vector."""
     return optax.chain(
         optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))),
         optax.add_decayed_weights(recipe.weight_decay, lambda tensors: jax.tree.map(lambda x: x.ndim > 1, tensors)),

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.decode.sampling import GREEDY
-from dsv4_jax.engine.requests import Request
+from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.summary import MAX_ROWS, Share, Summarised, Summary
 from tests.host.managers import ids, make
 
@@ -77,11 +76,7 @@ def test_a_request_shows_its_progress():
     request = Request(
         "<chat>",
         np.arange(5, dtype=np.int32),
-        max_new_tokens=9,
-        sampling=GREEDY,
-        seed=0,
-        stop_tokens=(),
-        priority=0,
+        RequestParams(max_new_tokens=9),
         order=0,
     )
     assert repr(request) == "Request(id '<chat>', 5 prompt tokens, 0 of 9 tokens generated, waiting)"

@@ -162,7 +162,7 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
     cache = jax.jit(functools.partial(_random_cache, schema))
     if mesh is None:
         return cache()
-    # As leaves, because a cache of shardings cannot be built where a group lacks a pool.
+    # Makes the leaves alone, because a cache of shardings cannot be built where a group lacks a pool.
     shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
     leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=shardings)()
     return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))

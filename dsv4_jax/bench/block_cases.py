@@ -11,14 +11,14 @@ from dsv4_jax.data import packaged_checkpoint, read_config
 
 
 def hyper_connections_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """One block's output into the streams, and the next block's normed input out of them."""
+    """Yields the post-mapping of one block with the pre-mapping and the norm of the next."""
     config = _config(schema, small)
     for tokens in (1,) if small else (1, 8, 32, 128, 2048, 8192):
         yield _hyper_connections_case(config, tokens)
 
 
 def router_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
-    """Selection by score, and by the table of the first layers."""
+    """Yields selection by score, and by the token table of the first layers."""
     config = _config(schema, small)
     for tokens in (1,) if small else (1, 8, 32):
         yield _router_case(config, tokens, hashed=False)
@@ -26,7 +26,7 @@ def router_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _config(schema, small):
-    """On a CPU, the packaged model's shapes."""
+    """Returns the packaged model's configuration for small cases, on a CPU."""
     return read_config(packaged_checkpoint()) if small else schema.config
 
 
@@ -54,42 +54,41 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(*arrays, **options, implementation=implementation)
 
     def agree(got, expected):
-        """bfloat16 may be rounded the other way, of values up to 8; logits feel a stream that was."""
+        """Allows values up to 8 that bfloat16 rounds the other way, and their effect on the logits."""
         relative, absolute = (1e-3, 1e-4) if got.dtype == jnp.float32 else (2**-7, 2**-4)
         got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
         return jnp.all(jnp.abs(got - expected) <= relative * jnp.abs(expected) + absolute)
 
-    # The streams are read, written, and read again once all of a token's logits are known: from the L2 cache where
-    # the tokens are few.
+    # The second launch reads the new streams again, from the L2 cache if they fit.
     passes = 3 if 2 * tokens * h * width > 50 << 20 else 2
     nbytes = 4 * rows * (h * width + 2 * tokens) + 2 * tokens * width * (passes * h + 2)
     return Case("hyper_connections", f"T={tokens}", nbytes, make, call, agree=agree, xla_calls=4)
 
 
 def _router_case(config, tokens, *, hashed):
-    experts, width, chosen = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
+    experts, width, top_k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
 
     def make(rng, calls):
         count = layer_count(calls, 4 * experts * width)
         weights = [normal(rng, (experts, width), jnp.float32) * width**-0.5 for _ in range(count)]
         by = [(normal(rng, (experts,), jnp.float32) * 0.1,)] * calls
         if hashed:
-            table = int32(rng.integers(0, experts, (config.vocab_size, chosen)))
+            table = int32(rng.integers(0, experts, (config.vocab_size, top_k)))
             by = [(None, table, int32(rng.integers(0, config.vocab_size, tokens))) for _ in range(calls)]
         xs = [normal(rng, (tokens, width), jnp.bfloat16) for _ in range(calls)]
         return None, [(x, weights[i % count], *by[i]) for i, x in enumerate(xs)]
 
-    options = dict(top_k=chosen, scaling_factor=config.routed_scaling_factor)
+    options = dict(top_k=top_k, scaling_factor=config.routed_scaling_factor)
 
     def call(_, *arrays, implementation):
         return ops.router(*arrays, **options, implementation=implementation)[:2]
 
     def agree(got, expected):
-        """Of two experts whose scores are equal but for rounding, either may be selected."""
+        """Allows either of two experts whose scores differ by rounding."""
         if got.dtype == jnp.int32:
             return jnp.mean((got == expected).astype(jnp.float32)) >= 0.99
         return jnp.all(jnp.abs(got - expected) <= 1e-4 * expected)
 
-    nbytes = 4 * experts * width + tokens * (2 * width + 8 * chosen)
+    nbytes = 4 * experts * width + tokens * (2 * width + 8 * top_k)
     shape = f"{'table' if hashed else 'top'}, T={tokens}"
     return Case("router", shape, nbytes, make, call, reads=True, agree=agree)

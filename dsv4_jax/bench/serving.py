@@ -27,7 +27,7 @@ SYSTEM_PROMPTS = 2
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
-# All programs on the device: steps, and transfers of requests' bytes.
+# The programs on the device: steps, and transfers of requests' bytes.
 PROGRAMS: tuple[Any, ...] = (
     sample_step, moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`dsv4-jax bench all_reduce`: sums over the devices of a mesh, beside XLA's."""
+"""The timing of `dsv4-jax bench all_reduce`: sums over the devices of a mesh, beside XLA's."""
 
 import functools
 import statistics
@@ -22,11 +22,11 @@ UNROLLED, ITERATIONS, REPEATS = 20, 50, 5
 
 
 def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Times sums of [T, width] bfloat16 in a loop on the devices, prints and yields a result for each T.
+    """Times all-reduces of [T, width] bfloat16; prints and yields a result for each T.
 
-    A time is that of a call among many in one program, each on the result of the one before, less what the same loop
-    takes without the sums. Before it is timed, a result is compared: bit for bit with the sum in the devices' order,
-    and between devices.
+    A program makes many calls in a loop on the devices, each on the result of the one before. The time of the same
+    loop without the calls is subtracted. First the result is compared, bit for bit, with the sum in the order of the
+    devices, and between devices.
 
     Raises:
       RuntimeError: a result is wrong; times would mean nothing.
@@ -38,8 +38,8 @@ def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, An
     print(f"{'shape':<12} {'by':<10} {'us':>8} {'XLA us':>8} {'x XLA':>6}")
     for tokens in TOKENS:
         x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
-        parts = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
-        seconds = {name: _seconds(name, parts, table, mesh) for name in [*names, None]}
+        shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
+        seconds = {name: _seconds(name, shards, table, mesh) for name in [*names, None]}
         net = {name: 1e6 * (seconds[name] - seconds[None]) for name in names}
         row = dict(op="all_reduce", shape=f"[{tokens}, {width}]", implementation=names[0], devices=devices)
         row |= dict(microseconds=round(net[names[0]], 2), xla_microseconds=round(net["xla"], 2))
@@ -53,11 +53,11 @@ def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, An
         yield row
 
 
-def _seconds(name, parts, table, mesh):
-    """Of one call of an implementation, with what else the loop does; None = without a sum."""
+def _seconds(name, shards, table, mesh):
+    """Returns the seconds of an iteration with a call of an implementation; None: without a call."""
     if name is not None:
-        _check(name, parts, np.asarray(_summed(parts, table, name=name, mesh=mesh)))
-    call = functools.partial(_loop, parts, table, name=name, mesh=mesh)
+        _check(name, shards, np.asarray(_summed(shards, table, name=name, mesh=mesh)))
+    call = functools.partial(_loop, shards, table, name=name, mesh=mesh)
     jax.block_until_ready(call())
     times = []
     for _ in range(REPEATS):
@@ -67,38 +67,38 @@ def _seconds(name, parts, table, mesh):
     return statistics.median(times) / (UNROLLED * ITERATIONS)
 
 
-def _check(name, parts, got):
-    want = functools.reduce(np.add, np.asarray(parts).astype(np.float32)).astype(got.dtype)
-    if any(part.tobytes() != got[0].tobytes() for part in got):
+def _check(name, shards, got):
+    want = functools.reduce(np.add, np.asarray(shards).astype(np.float32)).astype(got.dtype)
+    if any(shard.tobytes() != got[0].tobytes() for shard in got):
         raise RuntimeError(f"all_reduce by {name}: devices have different results")
-    # XLA adds up in an order of its own: a sum may be rounded to the next value.
+    # XLA chooses the order of a sum, so it may round to the next value.
     if not np.allclose(got[0].astype(np.float32), want.astype(np.float32), rtol=2**-7 if name == "xla" else 0, atol=0):
         raise RuntimeError(f"all_reduce by {name}: the result is not the sum")
 
 
-def _on_devices(function, parts, table, mesh):
-    """The function of each device's values, [devices, T, width] in all."""
+def _sharded(function, shards, table, mesh):
+    """Maps a function over each device's [T, width] values."""
 
     def local(x, table):
         with ops.with_mailboxes(table):
             return function(x[0])[None]
 
-    cut = PartitionSpec(MODEL_AXIS)
-    specs = cut, None if table is None else mailbox_sharding(mesh).spec
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=cut, check_vma=False)(parts, table)
+    sharded = PartitionSpec(MODEL_AXIS)
+    specs = sharded, None if table is None else mailbox_sharding(mesh).spec
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=sharded, check_vma=False)(shards, table)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "mesh"))
-def _summed(parts, table, *, name, mesh):
-    return _on_devices(functools.partial(ops.all_reduce, implementation=name), parts, table, mesh)
+def _summed(shards, table, *, name, mesh):
+    return _sharded(functools.partial(ops.all_reduce, implementation=name), shards, table, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "mesh"))
-def _loop(parts, table, *, name, mesh):
+def _loop(shards, table, *, name, mesh):
     def iteration(_, x):
         for _ in range(UNROLLED):
             total = x if name is None else ops.all_reduce(x, implementation=name)
             x = lax.optimization_barrier(total * jnp.asarray(0.5, total.dtype))
         return x
 
-    return _on_devices(functools.partial(lax.fori_loop, 0, ITERATIONS, iteration), parts, table, mesh)
+    return _sharded(functools.partial(lax.fori_loop, 0, ITERATIONS, iteration), shards, table, mesh)

@@ -16,7 +16,8 @@ class Batch(Summarised):
 
     Tokens of one request are adjacent and have consecutive ascending positions. -1 is padding everywhere. As an index,
     -1 means the last row to JAX, even with `mode="drop"` or "clip". Before you index with one of these arrays, raise -1
-    to 0 to read, or replace it by the length of the axis to write nothing; `dsv4_jax.decode.last_tokens` is an example.
+    to 0 to read, or replace it by the length of the axis to write nothing. For an example, see
+    `dsv4_jax.decode.last_token_indices`.
 
     Attributes:
       token_ids: [T] int32, token ids.

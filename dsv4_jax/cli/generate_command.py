@@ -113,7 +113,7 @@ class GenerateCommand:
 
     def run(self) -> None:
         """Runs the command; raises ValueError or OSError where the user has to change something."""
-        # All mistakes are found before the weights are read, which takes long; most before JAX is imported.
+        # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         check_at_least(1, max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
         check_at_least(0, drafts=self.drafts)
         self._check_prompt()

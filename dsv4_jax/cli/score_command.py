@@ -85,7 +85,7 @@ class ScoreCommand:
 
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
-        # All mistakes are found before the weights are read, which takes long; most before JAX is imported.
+        # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         check_at_least(1, chunk=self.chunk)
         check_at_least(0, drafts=self.drafts)
         if self.drafts and self.window_only:

@@ -1,4 +1,4 @@
-"""Token ids, their bytes and their likelihoods, for `dsv4-jax score`; a module of its own because it imports JAX."""
+"""Computes the likelihoods of token ids for `dsv4-jax score`; a separate module because it imports JAX."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
-from dsv4_jax.decode.drafts import draft, newest_tokens
+from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import first_tokens
@@ -32,8 +32,9 @@ def score_step(
     """Runs the batch's tokens, `per_row` of each slot; the cache is donated.
 
     Returns:
-      ({"logits": [T, vocab] float32}, cache); with `layers` also "attn_in_L" and "attn_out_L" [T, hidden], what enters
-      and leaves the attention of layer L, in float32; with `drafts` also what `_score_drafts` returns.
+      The results, float32, and the cache. The results are "logits" [T, vocab]; with `layers` also "attn_in_L" and
+      "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of
+      `_score_drafts`.
     """
     hidden, streams, activations, cache = model.model(cache, batch, record=layers)
     results = {name: x.astype(jnp.float32) for name, x in activations.items()} | {"logits": model.logits(hidden)}
@@ -44,11 +45,11 @@ def score_step(
 
 
 def _score_drafts(model, cache, batch, streams, logits, count, per_row):
-    """What the multi-token-prediction block makes of a step's tokens, each request's one after another.
+    """Runs the multi-token-prediction block at a step's tokens, those of a request one after another.
 
     Returns:
-      ({"mtp_logits": [T, vocab] of the row before each token, "draft_tokens" [T, count] and "draft_logits" [T, count,
-      vocab] after it}, cache).
+      The results and the cache. The results are "mtp_logits" [T, vocab] of each token, "draft_tokens" [T, count] after
+      it and their "draft_logits" [T, count, vocab].
     """
     before, shifted, cache = advance_streams(cache, streams, batch)
     slots = cache.lengths.shape[0]
@@ -56,11 +57,11 @@ def _score_drafts(model, cache, batch, streams, logits, count, per_row):
 
     def one(cache, i):
         at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
-        mine = newest_tokens(shifted.token_ids[at], shifted.positions[at])
+        mine = one_token_batch(shifted.token_ids[at], shifted.positions[at])
         hidden, _, cache = model.mtp_forward(before[at], cache, mine)
-        newest = newest_tokens(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
-        tokens, guessed, cache = draft(model, cache, streams[at], newest, GREEDY, seeds, count=count)
-        return cache, dict(mtp_logits=model.logits(hidden), draft_tokens=tokens, draft_logits=guessed)
+        chosen = one_token_batch(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
+        tokens, draft_logits, cache = draft(model, cache, streams[at], chosen, GREEDY, seeds, count=count)
+        return cache, dict(mtp_logits=model.logits(hidden), draft_tokens=tokens, draft_logits=draft_logits)
 
     cache, results = jax.lax.scan(one, cache, jnp.arange(per_row, dtype=jnp.int32))
     return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
@@ -78,16 +79,22 @@ def score_ids(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Runs all rows of ids [B, T] as one batch of requests in lockstep.
 
-    Each step takes `sizes[step]` tokens of each row; the sizes add up to T. Where `window_only`, no layer attends to
-    compressed entries. The manager has a slot for each row.
+    Args:
+      model: the model.
+      manager: a manager with a slot for each row.
+      ids: [B, T] int32 token ids.
+      sizes: number of tokens of each row in each step; they sum to T.
+      layers: whether to return the input and output of attention in each layer.
+      window_only: whether all layers attend to the sliding window only.
+      drafts: number of drafts of the multi-token-prediction block after each token.
 
     Yields:
-      What `score_step` returns for the n tokens of a step, each array [B, n, ...].
+      The results of `score_step` for the n tokens of a step, each array [B, n, ...].
     """
     slots = [manager.admit(row) for row in ids]
     cache, at = manager.init_cache(), 0
     if window_only:
-        cache = WindowOnlyCache(cache)
+        cache = WindowOnlyCache(**vars(cache))
     for n in sizes:
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
         results, cache = score_step(model, cache, batch, layers=layers, drafts=drafts, per_row=n if drafts else 0)
@@ -102,7 +109,7 @@ def score_ids(
 
 
 def read_ids(path: Path) -> np.ndarray:
-    """[B, T] token ids of a .npy file; ValueError if it holds none."""
+    """Reads token ids [B, T] from a .npy file. Raises ValueError if it has none."""
     with path.open("rb") as file:
         try:
             ids = np.lib.format.read_array(file, allow_pickle=False)
@@ -114,7 +121,7 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """UTF-8 bytes of each row's text without its first token; [] if a row's tokens are not those of any text."""
+    """Returns the UTF-8 bytes of each row's text without its first token; [] if a row is not the tokens of a text."""
     lengths = []
     for row in ids.tolist():
         first, text = (tokenizer.decode(part, skip_special_tokens=False) for part in (row[:1], row))
@@ -125,55 +132,24 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
 
 
 def log_likelihoods(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """[T-1] float32 log-probabilities of ids[1:] given logits [T, vocab], each from the token before it."""
+    """Returns the log-probabilities [T-1] float32 of ids[1:] under logits [T, vocab] of the tokens before them."""
     logits = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
     chosen = np.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
     return (chosen - np.log(np.exp(logits).sum(axis=1, dtype=np.float64))).astype(np.float32)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WindowOnlyCache:
-    """A cache of sliding windows only, for ablations: no layer stores compressed entries or attends to them."""
-
-    cache: KVCache
-
-    def begin_step(self, batch: Batch) -> "WindowOnlyCache":
-        return WindowOnlyCache(self.cache.begin_step(batch))
+@dataclasses.dataclass(frozen=True, repr=False)
+class WindowOnlyCache(KVCache):
+    """A cache whose layers attend to their sliding windows only, for ablations."""
 
     def handle(self, layer: int, batch: Batch) -> "WindowOnlyHandle":
-        handle = self.cache.handle(layer, batch)
-        return WindowOnlyHandle(dataclasses.replace(handle, spec=LayerSpec(layer, ring=handle.spec.ring)))
+        ring = super().handle(layer, batch).spec.ring
+        return WindowOnlyHandle(self, batch, None, LayerSpec(layer, ring=ring))
 
 
-@dataclasses.dataclass(frozen=True)
-class WindowOnlyHandle:
-    """One layer of a `WindowOnlyCache`: a `CacheHandle` that drops entries and selects none, in layers of any kind."""
-
-    window: LayerCacheHandle
-
-    @property
-    def batch(self) -> Batch:
-        return self.window.batch
-
-    @property
-    def cache(self) -> WindowOnlyCache:
-        return WindowOnlyCache(self.window.cache)
-
-    def write_swa(self, kv: Float[Array, "T D"]) -> "WindowOnlyHandle":
-        return WindowOnlyHandle(self.window.write_swa(kv))
-
-    def norm_rope_append(
-        self,
-        q: Float[Array, "T H D"],
-        kv: Float[Array, "T D"],
-        weight: Float[Array, "D"],
-        inv_freq: Float[Array, "P"],
-        *,
-        eps: float,
-    ) -> tuple[Float[Array, "T H D"], "WindowOnlyHandle"]:
-        q, window = self.window.norm_rope_append(q, kv, weight, inv_freq, eps=eps)
-        return q, WindowOnlyHandle(window)
+class WindowOnlyHandle(LayerCacheHandle):
+    """One layer of a `WindowOnlyCache`: stores no compressed entries and selects none, whatever its kind."""
 
     def flush(
         self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
@@ -194,6 +170,5 @@ class WindowOnlyHandle:
         sinks: Float[Array, "H"],
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
-    ) -> tuple[Float[Array, "T H D"], "WindowOnlyHandle"]:
-        out, window = self.window.attend(q, sinks, None, inv_freq)
-        return out, WindowOnlyHandle(window)
+    ) -> tuple[Float[Array, "T H D"], LayerCacheHandle]:
+        return super().attend(q, sinks, None, inv_freq)

@@ -103,7 +103,7 @@ class ServeCommand:
         from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
         from dsv4_jax.serve.server import listen
 
-        # All mistakes are found before the weights are read, which takes long.
+        # Mistakes are found before the weights are read, which takes long.
         api_key = self._check()
         checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
         config, tokenizer = read_config(checkpoint), read_tokenizer(checkpoint)

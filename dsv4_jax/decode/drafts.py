@@ -1,4 +1,4 @@
-"""Drafts made on the device, by the model's multi-token-prediction block."""
+"""Draft tokens made on the device by the model's multi-token-prediction (MTP) block."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, samp
 
 @runtime_checkable
 class DraftingModel(Protocol):
-    """What drafts need of a model besides `Model`; `DeepseekV4ForCausalLM` says what each method does."""
+    """The methods of a model that drafts need besides `Model`; `DeepseekV4ForCausalLM` documents each."""
 
     def forward_streams(
         self, cache: KVCache, batch: Batch
@@ -30,7 +30,7 @@ class DraftingModel(Protocol):
 
 
 def check_drafts(schema: CacheSchema, drafts: int) -> None:
-    """Raises ValueError unless a model with such a cache makes drafts, and it has room for so many, at least one."""
+    """Raises ValueError unless the model has an MTP block and the cache has room for 1 or more drafts a request."""
     if not schema.config.num_nextn_predict_layers:
         raise ValueError(
             "drafts on the device need the model's multi-token-prediction block, which this configuration leaves out "
@@ -43,8 +43,8 @@ def check_drafts(schema: CacheSchema, drafts: int) -> None:
         )
 
 
-def newest_tokens(tokens: Int[Array, "slots"], positions: Int[Array, "slots"]) -> Batch:
-    """What `draft` takes: for each slot the token that was drawn after the one at a position; -1 = none."""
+def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"]) -> Batch:
+    """Returns a batch with one token per slot, without new blocks; a slot with position -1 has no token."""
     slots, none = jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
     return Batch(
         token_ids=jnp.where(positions >= 0, tokens, 0),
@@ -59,11 +59,12 @@ def newest_tokens(tokens: Int[Array, "slots"], positions: Int[Array, "slots"]) -
 def forward_for_drafts(
     model: DraftingModel, cache: KVCache, batch: Batch
 ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], KVCache]:
-    """The model's step, which its multi-token-prediction block follows: for callers that are traced already.
+    """Runs the model, then writes the MTP block's window. Call it inside a traced function.
+
+    The block's row of a token needs the next token, so the window ends one token before each request does.
 
     Returns:
-      hidden states [T, hidden] and streams [T, hc_mult, hidden] of the batch's tokens, and the cache. The block's
-      window then holds a row for each token but a request's last, whose next token is not known.
+      hidden states [T, hidden] and residual streams [T, hc_mult, hidden] of the batch's tokens, and the cache.
     """
     hidden, streams, cache = model.forward_streams(cache, batch)
     before, shifted, cache = advance_streams(cache, streams, batch)
@@ -80,34 +81,34 @@ def draft(
     *,
     count: int,
 ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} vocab"], KVCache]:
-    """Guesses how requests continue: for callers that are traced already.
+    """Drafts the next tokens of requests. Call it inside a traced function.
 
-    A guess is drawn from the block's logits as `sample` would draw the token from the model's, with the same random
-    bits. Both are then equal as often as their distributions allow, but for a factor (Daliri, Musco and Suresh, 2024,
-    arXiv:2408.07978), and the token is still the one that is drawn without drafts.
+    A draft is drawn from the block's logits with the random bits that `sample` uses for the token itself. The two then
+    agree as often as their distributions allow, up to a constant factor (Daliri, Musco and Suresh, 2024,
+    arXiv:2408.07978), and the verified token is the one that is drawn without drafts.
 
     Args:
       model: the model.
       cache: the cache after `forward_for_drafts` of these tokens.
-      streams: [n, hc_mult, hidden], the model's, of each request's last token.
-      batch: the positions of these tokens, and the token drawn after each as its id.
-      sampling: how tokens are drawn, for all rows or as arrays [n].
-      seeds: [n] one seed a request.
-      count: how many tokens to guess of each request.
+      streams: [n, hc_mult, hidden] the model's residual streams at each request's last token.
+      batch: positions of these tokens, with the token drawn after each as its id (`one_token_batch`).
+      sampling: sampling parameters, one for all rows or arrays [n].
+      seeds: [n] one seed per request.
+      count: number of draft tokens per request.
 
     Returns:
-      (tokens [n, count] int32 and the logits [n, count, vocab] float32 they were drawn from, the cache). Rows of later
-      steps overwrite those that guesses left in the block's window.
+      (draft tokens [n, count] int32, the logits [n, count, vocab] float32 they were drawn from, cache). Later steps
+      overwrite the rows that drafts leave in the block's window.
     """
 
-    def guess(carry: Any, _: None) -> tuple[Any, Any]:
+    def draft_one(carry: Any, _: None) -> tuple[Any, Any]:
         streams, batch, cache = carry
         hidden, streams, cache = model.mtp_forward(streams, cache, batch)
         logits = model.logits(hidden)
-        # A row predicts the token after the next.
+        # The block's row at a position predicts the token after the next.
         tokens = sample(logits, sampling, seeds, batch.positions + 2)
         positions = jnp.where(batch.positions >= 0, batch.positions + 1, -1)
         return (streams, dataclasses.replace(batch, token_ids=tokens, positions=positions), cache), (tokens, logits)
 
-    (*_, cache), (tokens, logits) = jax.lax.scan(guess, (streams, batch, cache), length=count)
+    (*_, cache), (tokens, logits) = jax.lax.scan(draft_one, (streams, batch, cache), length=count)
     return tokens.T, logits.swapaxes(0, 1), cache

@@ -1,4 +1,4 @@
-"""A model with its compiled programs, which costs the host little to call."""
+"""A model in a form that costs the host little time per call of a compiled step."""
 
 import functools
 from typing import Any
@@ -7,34 +7,34 @@ import jax
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.decode.loop import decode_loop, sample_loop
-from dsv4_jax.decode.step import Model, decode_step, draft_step, forward, sample_step, topk_step
+from dsv4_jax.decode.loop import decode_loop
+from dsv4_jax.decode.step import Model, decode_step, forward, sample_step
 
 
 @jax.tree_util.register_pytree_node_class
 class CompiledModel:
-    """Runs a model's compiled steps. Make one of a model that runs many of them.
+    """Runs a model's compiled steps, for models that run many of them.
 
-    A call of a compiled function takes its arguments apart. For a module tree of V4-Flash's size that is some 5 ms of
-    Python, longer than the step itself may take; for the one list of arrays that this object holds it is 0.25 ms.
+    A compiled function flattens its arguments at each call. A module tree of V4-Flash's size takes about 5 ms of
+    Python, which can exceed the step itself; the flat list of arrays that this object holds takes 0.25 ms.
 
-    Each method is the function of its name in `dsv4_jax.decode`, without the model; all donate the cache. Those
-    functions also take this object as their model. Models of one structure share compiled programs.
+    Each step is a method with the name and arguments of the function in `dsv4_jax.decode`, without the model. The
+    functions also accept this object as their model. Models of one structure share compiled programs.
 
     Attributes:
       arrays: the model's arrays.
-      structure: how they make up the model.
-      compilations: programs that calls of this object's methods have compiled.
+      structure: the tree structure that the arrays are leaves of.
+      compilations: number of programs that calls of this object's methods have compiled.
     """
 
     def __init__(self, model: Any):
-        """Flattens the model, a pytree such as an nnx.Module; copies nothing. The steps need a `Model`."""
+        """Flattens a `Model`, such as an nnx.Module, without copying arrays."""
         self.arrays, self.structure = jax.tree.flatten(model)
         self.compilations = 0
 
     @classmethod
     def of(cls, model: Model) -> "CompiledModel":
-        """Makes one of a model; returns one as it is."""
+        """Returns a model as a `CompiledModel`; returns an argument that is one already unchanged."""
         return model if isinstance(model, CompiledModel) else cls(model)
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
@@ -48,27 +48,27 @@ class CompiledModel:
 
     @property
     def module(self) -> Any:
-        """The model itself, also while it is traced."""
+        """The model with its original structure, concrete or traced."""
         return jax.tree.unflatten(self.structure, self.arrays)
 
     def __call__(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-        """The module's call, not compiled."""
+        """Calls the module, without compiling it."""
         return self.module(cache, batch)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """The module's `logits`, not compiled."""
+        """Calls the module\'s `logits`, without compiling it."""
         return self.module.logits(hidden)
 
     def forward_streams(self, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """The module's `forward_streams`, not compiled."""
+        """Calls the module\'s `forward_streams`, without compiling it."""
         return self.module.forward_streams(cache, batch)
 
     def mtp_forward(self, streams: Array, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """The module's `mtp_forward`, not compiled."""
+        """Calls the module\'s `mtp_forward`, without compiling it."""
         return self.module.mtp_forward(streams, cache, batch)
 
     def mtp_write(self, streams: Array, cache: KVCache, batch: Batch) -> KVCache:
-        """The module's `mtp_write`, not compiled."""
+        """Calls the module\'s `mtp_write`, without compiling it."""
         return self.module.mtp_write(streams, cache, batch)
 
     def _run(self, program: Any, *args: Any, **options: Any) -> Any:
@@ -80,7 +80,4 @@ class CompiledModel:
     forward = functools.partialmethod(_run, forward)
     decode_step = functools.partialmethod(_run, decode_step)
     sample_step = functools.partialmethod(_run, sample_step)
-    draft_step = functools.partialmethod(_run, draft_step)
-    topk_step = functools.partialmethod(_run, topk_step)
     decode_loop = functools.partialmethod(_run, decode_loop)
-    sample_loop = functools.partialmethod(_run, sample_loop)

@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Sampling: draws the next token of each request from its logits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,18 +12,19 @@ from jaxtyping import Array, Float, Int, UInt32
 from dsv4_jax.arguments import check_real, check_whole
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; hashable, a static argument of jitted steps.
+    """The sampling parameters of a request. A pytree without leaves, so jitted steps take it as a constant.
 
     Attributes:
       temperature: 0 = greedy (the lowest id among equal logits), otherwise from 1e-5 to 1e5.
-      top_k: keep this many best logits; 0 = all.
-      top_p: keep the smallest set of best tokens whose probability reaches this; 1 = all.
+      top_k: number of best logits to keep; 0 = all.
+      top_p: probability that the smallest set of best tokens must reach; 1 = keep all tokens.
 
     Raises:
-      TypeError: one of them is no number, or `top_k` no whole one.
-      ValueError: one of them is out of range.
+      TypeError: a parameter is not a number, or `top_k` is not an integer.
+      ValueError: a parameter is out of range.
     """
 
     temperature: float = 0.0
@@ -39,7 +40,7 @@ class SamplingParams:
             raise ValueError(f"top_p={top_p} must be in (0, 1]")
         top_k = check_whole("top_k", self.top_k, 0, 2**31 - 1)
         for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p).items():
-            object.__setattr__(self, name, value)  # one spelling, so that equal ones hash equal
+            object.__setattr__(self, name, value)  # one type per field, so that equal parameters hash equally
 
 
 GREEDY = SamplingParams()
@@ -48,21 +49,23 @@ GREEDY = SamplingParams()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchedSamplingParams:
-    """How each row's token is drawn: arrays, so that one program serves requests that differ.
+    """The sampling parameters of many requests as arrays, so that one program serves requests that differ.
 
     Attributes:
       temperature: [n] float32, as in `SamplingParams`.
       top_k: [n] int32.
       top_p: [n] float32.
+      max_tokens: [n] int32, number of tokens after which `decode_loop` ends a request; None = as many as its `steps`.
     """
 
     temperature: Any
     top_k: Any
     top_p: Any
+    max_tokens: Any = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "BatchedSamplingParams":
-        """Numpy arrays with a row for each of `rows`."""
+        """Returns numpy arrays with one row for each of `rows`."""
         return cls(
             np.array([row.temperature for row in rows], np.float32),
             np.array([row.top_k for row in rows], np.int32),
@@ -75,37 +78,36 @@ class BatchedSamplingParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LogprobRows:
-    """Which log-probabilities a step finds, besides those of the tokens that it draws.
+class LogprobOptions:
+    """The log-probabilities that a step finds besides those of the tokens it draws.
 
     Attributes:
-      given: [rows] int32 the token that is known to follow each row: it takes the place of a drawn one; -1 = draw one.
-        None = draw all.
-      wanted: [] bool whether the likeliest tokens of any row are wanted: otherwise zeros come back, and nothing is
-        computed. None = they are.
-      top: how many of the likeliest tokens of each row (static).
+      forced_tokens: [n] int32, known tokens that take the places of drawn ones; -1 = draw one. None = draw all.
+      wants_top: [] bool, whether any row asks for its likeliest tokens; if not, zeros come back and nothing is
+        computed. None = yes.
+      num_top: number of likeliest tokens to find per row (static).
     """
 
-    given: Any = None
-    wanted: Any = None
-    top: int = dataclasses.field(default=0, metadata=dict(static=True))
+    forced_tokens: Any = None
+    wants_top: Any = None
+    num_top: int = dataclasses.field(default=0, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopLogprobs:
-    """The likeliest tokens in some places, the best first; of equal ones the lowest id.
+    """The likeliest tokens in each place, best first; ties go to the lowest id.
 
     Attributes:
-      ids: [..., k] int32.
-      logprobs: [..., k] float32 log-probabilities under the model, temperature and `top_p` aside.
+      ids: [..., k] int32 token ids.
+      logprobs: [..., k] float32, log-probabilities under the model, before temperature and `top_p`.
     """
 
     ids: Any
     logprobs: Any
 
-    def __getitem__(self, places) -> "TopLogprobs":
-        return TopLogprobs(self.ids[places], self.logprobs[places])
+    def __getitem__(self, rows) -> "TopLogprobs":
+        return TopLogprobs(self.ids[rows], self.logprobs[rows])
 
 
 @jax.named_scope("sampling")
@@ -115,30 +117,30 @@ def sample(
     seeds: UInt32[Array, "n"],
     positions: Int[Array, "n"],
 ) -> Int[Array, "n"]:
-    """Draws one token a row.
+    """Draws one token per row.
 
-    The random bits of a row depend on its seed and position only, so a request draws the same tokens in any batch,
-    streamed, in an on-device loop, or checked against drafts.
+    The random bits of a row depend on its seed and position only. So a request draws the same tokens in any batch,
+    streamed, in a loop on the device, or verified against drafts.
 
     Args:
       logits: [n, vocab] float32.
-      sampling: temperature, top-k, top-p: for all rows, or arrays [n] of them.
-      seeds: [n] one seed a request.
+      sampling: sampling parameters, one for all rows or arrays [n].
+      seeds: [n] one seed per row.
       positions: [n] position of the token being drawn.
 
     Returns:
       [n] int32 token ids.
     """
     if isinstance(sampling, SamplingParams):
-        # Constants: what they do not need is removed when the program is compiled.
+        # They are constants of the program, so the compiler removes branches that they do not need.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = sampling.temperature > 0
-    cut = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
 
     def draw():
         scaled = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
-        scaled = jax.lax.cond(jnp.any(cut), _keep_best, lambda logits, *_: logits, scaled, sampling)
+        scaled = jax.lax.cond(jnp.any(is_limited), _keep_best, lambda logits, *_: logits, scaled, sampling)
         drawn = jax.vmap(lambda seed, position, row: jax.random.categorical(_key(seed, position), row))
         return jnp.where(warm, drawn(seeds, positions, scaled).astype(jnp.int32), best)
 
@@ -146,27 +148,27 @@ def sample(
 
 
 @jax.named_scope("sampling")
-def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], rows: LogprobRows) -> TopLogprobs:
-    """The likeliest tokens of each row.
+def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], options: LogprobOptions) -> TopLogprobs:
+    """Finds the likeliest tokens of each row.
 
     Args:
       logits: [n, vocab] float32.
-      norm: [n] the log of the sum of their exponentials.
-      rows: how many, and whether at all.
+      norm: [n] logsumexp of each row.
+      options: number of tokens to find, and whether any row asks for them.
 
     Returns:
-      Arrays [n, k].
+      Arrays [n, num_top].
     """
 
     def find():
-        best, ids = jax.lax.top_k(logits, rows.top)
+        best, ids = jax.lax.top_k(logits, options.num_top)
         return TopLogprobs(ids.astype(jnp.int32), best - norm[:, None])
 
-    if rows.wanted is None:
+    if options.wants_top is None:
         return find()
-    # A step in which nobody wants them costs what it did.
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
-    return jax.lax.cond(rows.wanted, find, lambda: nothing)
+    # Skipped when no row asks for log-probabilities.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
+    return jax.lax.cond(options.wants_top, find, lambda: zeros)
 
 
 def _key(seed, position):
@@ -174,7 +176,7 @@ def _key(seed, position):
 
 
 def _keep_best(logits, sampling):
-    """-inf for tokens that are not among the `top_k` best, or outside the smallest set of these that holds `top_p`."""
+    """Sets logits to -inf outside the `top_k` best, and outside the smallest set of these that reaches `top_p`."""
     best_first = jnp.sort(logits, axis=-1, descending=True)
     last = jnp.clip(sampling.top_k, 1, logits.shape[-1])[:, None] - 1
     worst = jnp.take_along_axis(best_first, last, axis=-1)

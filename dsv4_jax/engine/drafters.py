@@ -1,4 +1,4 @@
-"""Draft tokens: where they come from, and which of them are accepted."""
+"""Draft tokens: their sources, and the rule that accepts them."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -10,9 +10,9 @@ import numpy as np
 class Drafter(Protocol):
     """Guesses how a request continues. A wrong guess costs time but never changes a token.
 
-    Any object with `draft` will do. It is asked about many requests in turn, so it should derive its guesses from its
-    arguments. One whose `on_device` is true is not asked: steps make the drafts, with the model's
-    multi-token-prediction block.
+    Any object with a method `draft` is a drafter. The engine calls it for many requests in turn, so guesses should
+    depend on the arguments only. If the attribute `on_device` is true, the engine does not call it: each step makes
+    drafts with the model's multi-token-prediction block.
     """
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
@@ -20,7 +20,7 @@ class Drafter(Protocol):
 
         Args:
           tokens: [n] int32, the request's prompt and all tokens it has generated.
-          count: how many tokens to guess at most; at least 1.
+          count: the most tokens to guess; at least 1.
 
         Returns:
           0 to `count` token ids.
@@ -29,7 +29,7 @@ class Drafter(Protocol):
 
 
 class MTPDrafter:
-    """Drafts of the model's multi-token-prediction block, made on the device in the step that draws the token before.
+    """Selects drafts of the model's multi-token-prediction block, made on the device by the step before.
 
     The engine's model and manager must have the block: read their configuration with
     `DSV4Config.from_hf(..., mtp=True)`.
@@ -38,34 +38,30 @@ class MTPDrafter:
     on_device = True
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
-        """None: the step makes them. See `Drafter`."""
+        """Returns no tokens, since the step makes the drafts; see `Drafter`."""
         return ()
 
 
 class PromptLookup:
-    """Guesses that the last tokens are followed by what followed them before.
+    """Guesses that the last tokens continue as they did at their latest earlier occurrence (n-gram lookup).
 
-    This needs no model. Text that repeats its prompt (code under edit, quotations, tool output) is guessed well, other
-    text not at all.
+    It needs no model. Guesses are good for text that repeats its prompt, such as edited code, quotations or tool
+    output, and useless for other text.
 
     Attributes:
-      longest, shortest: how many of the last tokens to look for; the longest match decides.
+      longest, shortest: range of the number of last tokens to look for; the longest match decides.
     """
 
     def __init__(self, longest: int = 3, shortest: int = 1):
-        """See the class.
-
-        Raises:
-          ValueError: not `1 <= shortest <= longest`.
-        """
+        """Sets the range; raises ValueError unless `1 <= shortest <= longest`."""
         if not 1 <= shortest <= longest:
             raise ValueError(f"{shortest=} and {longest=} must be 1 <= shortest <= longest")
         self.longest, self.shortest = longest, shortest
 
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
-        """What followed the latest earlier occurrence of the last tokens [n]: see `Drafter`."""
+        """Returns the tokens that followed the latest earlier occurrence of the last tokens; see `Drafter`."""
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            # Where they may have occurred earlier.
+            # Candidate positions of an earlier occurrence, narrowed token by token.
             starts = np.arange(len(tokens) - size)
             for offset in range(size):
                 starts = starts[tokens[starts + offset] == tokens[len(tokens) - size + offset]]
@@ -76,13 +72,12 @@ class PromptLookup:
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """The tokens that a step with k drafts and k + 1 drawn tokens yields: the drafts that were right, and one more.
+    """Returns the tokens that a step with k drafts yields: the accepted drafts and the token drawn after them.
 
-    `drawn[i]` is drawn from the model's own distribution after the request's known tokens and `drafts[:i]`. As long as
-    the drafts agree with what is drawn, so do the contexts: every accepted token is one that a step without drafts
-    would have drawn, with the same random bits. So drafts change neither a greedy result nor a sampled one, and a draft
-    is accepted with the model's probability of it, as in rejection sampling (Leviathan et al., 2023, arXiv:2211.17192)
-    from a drafter that is always certain.
+    `drawn[i]` of the k + 1 drawn tokens comes from the model's own distribution after the known tokens and
+    `drafts[:i]`. While drafts equal the drawn tokens, the contexts are equal too, so every accepted token is the one
+    that a step without drafts draws with the same random bits. A draft is accepted with the model's probability of it,
+    as in rejection sampling from a drafter that is always certain (Leviathan et al., 2023, arXiv:2211.17192).
     """
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == drawn[accepted]:

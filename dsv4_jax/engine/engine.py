@@ -5,19 +5,18 @@ import dataclasses
 import itertools
 import reprlib
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import KVCache
-from dsv4_jax.decode.drafts import check_drafts
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, SamplingParams
-from dsv4_jax.decode.step import Model
+from dsv4_jax.decode.step import Model, StepOutput
+from dsv4_jax.engine.config import EngineConfig
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
-from dsv4_jax.engine.requests import Output, Request, check_no_requests, check_request
-from dsv4_jax.engine.runner import StepResults, StepRunner
+from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
+from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4_jax.engine.updates import update, update_steps
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
@@ -28,19 +27,20 @@ from dsv4_jax.summary import Summarised, Summary
 class Engine(Summarised):
     """Serves requests with chunked prompts, continuous batching, preemption, drafts and prefix hits.
 
-    A step is one of two compiled programs: one for decode steps, which bring the newest token of each request and its
-    drafts, and one of `token_budget` tokens for all others; a third one may run several decode steps. None depends on
-    which requests run. A request's tokens do not depend on other requests, on waiting, on preemption or on drafts.
+    A step is one of two compiled programs: one for decode steps, which bring each request's last token and its drafts,
+    and one of `token_budget` tokens for all others. A third one can run several decode steps. No program depends on
+    which requests run, and a request's tokens do not depend on other requests, waiting, preemption or drafts.
 
-    On a mesh with an axis "data" each part of it runs requests of its own, in steps of one program. A request goes
-    where it fits, to the part with the longest prefix of it, else to the one with the most free slots.
+    On a mesh with an axis "data" each shard runs its own requests, in steps of one program. A request goes to a shard
+    where it fits, to the one with its longest prefix, or else to the one with the most free slots.
 
-    If a step raises, whatever the error, the engine stays usable: the requests that ran are queued again and continue
-    from the tokens they have. Not thread-safe.
+    If a step raises, the engine stays usable: the requests that ran are queued again and continue from the tokens they
+    have. Not thread-safe.
 
     Attributes:
-      manager: owns the slots and blocks; only the engine may admit requests to it.
-      token_budget, draft_tokens, prefix, max_logprobs, num_scheduler_steps: as for `__init__`.
+      manager: the owner of the slots and blocks; only the engine may admit requests to it.
+      prefix: the prefix cache, or None.
+      config: EngineConfig with its `draft_tokens` filled in.
     """
 
     def __init__(
@@ -49,85 +49,42 @@ class Engine(Summarised):
         manager: KVCacheManager,
         cache: KVCache | None = None,
         *,
-        token_budget: int = 256,
         drafter: Drafter | None = None,
-        draft_tokens: int | None = None,
         prefix: PrefixCache | None = None,
-        batch_invariant: bool = False,
-        max_logprobs: int = 0,
-        num_scheduler_steps: int = 1,
+        **options: Any,
     ):
-        """An engine without requests; `warm_up` compiles its programs.
+        """Makes an engine without requests; `warm_up` compiles its programs.
 
         Args:
           model: the model.
-          manager: must hold no request.
-          cache: of the manager; None = an empty one. The engine donates it.
-          token_budget: how many tokens a step runs at most, in each part of a mesh's axis "data". More read prompts
-            faster and delay running requests longer.
-          drafter: guesses tokens, on the host, such as `PromptLookup()`, or on the device: `MTPDrafter()`; None = no
+          manager: the manager, which must hold no request.
+          cache: a cache of the manager, which the engine donates; None = an empty one.
+          drafter: source of draft tokens, on the host (`PromptLookup()`) or on the device (`MTPDrafter()`); None = no
             drafts.
-          draft_tokens: how many drafts of a request a step verifies at most; by default what the manager's
-            `max_query_tokens` allows.
-          prefix: a prefix cache of this manager, to share the blocks of equal prefixes.
-          batch_invariant: run all steps in one program of `token_budget` tokens. Matrix products with another number
-            of rows
-            may add in another order, so the last bit of a logit can depend on whether a token came in a chunk, alone or
-            as a draft. This prevents it, at the price of slower decode steps.
-          max_logprobs: the most `top_logprobs` of a request; 0 = none, and no log-probabilities of prompts either.
-          num_scheduler_steps: how many decode steps a call of `step` runs on the device without the host between them,
-            while all requests decode and nobody waits. Their tokens come together. Not with drafts, nor
-            `batch_invariant`.
+          prefix: a prefix cache of this manager, which shares the blocks of equal prefixes; None = no sharing.
+          options: fields of `EngineConfig`.
 
         Raises:
-          ValueError: the manager holds requests, the cache or `prefix` is of another one, `token_budget` cannot hold a
-            token and its drafts for every slot, `draft_tokens` do not fit the manager's `max_query_tokens`, the model
-            has no block for `MTPDrafter`, `max_logprobs` are more than the vocabulary has tokens, or several steps are
-            to be run at once with drafts or `batch_invariant`.
+          TypeError: an option is unknown or has the wrong type.
+          ValueError: the manager holds requests, the cache or `prefix` belongs to another manager, the model has no
+            block for `MTPDrafter`, or an option is out of range: `token_budget` must hold a token and its drafts for
+            every slot, `draft_tokens` be less than the manager's `max_query_tokens`, `max_logprobs` be at most the
+            vocabulary, and `num_scheduler_steps` be 1 with drafts or `batch_invariant`.
         """
-        schema = manager.schema
         check_no_requests(manager)
         if cache is not None:
             manager.check_cache(cache)
         if prefix is not None and prefix.manager is not manager:
             raise ValueError("prefix is the prefix cache of another manager")
-        spare = schema.max_query_tokens - 1
-        if draft_tokens is None:
-            draft_tokens = spare if drafter is not None else 0
-        if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):
-            raise ValueError(
-                f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
-                f"max_query_tokens={spare + 1}"
-            )
-        drafts = draft_tokens if getattr(drafter, "on_device", False) else 0
-        if drafts:
-            check_drafts(schema, drafts)
-        slots = manager.requests.slots_per_shard
-        decode_size = slots * (1 + draft_tokens)
-        if token_budget < decode_size:
-            raise ValueError(
-                f"{token_budget=} must be at least {decode_size}: {1 + draft_tokens} for each of {slots} requests"
-            )
-        self.max_logprobs = check_whole("max_logprobs", max_logprobs, 0, schema.config.vocab_size)
-        self.num_scheduler_steps = check_whole("num_scheduler_steps", num_scheduler_steps, 1)
-        if num_scheduler_steps > 1 and (drafter is not None or batch_invariant):
-            raise ValueError(f"{num_scheduler_steps=} must be 1 with a drafter, or {batch_invariant=}")
-        self.manager, self.prefix, self.token_budget, self.draft_tokens = manager, prefix, token_budget, draft_tokens
-        model = CompiledModel.of(model)
-        options = dict(
-            batch_invariant=batch_invariant, drafts=drafts, max_logprobs=max_logprobs, steps=num_scheduler_steps
-        )
-        self._runner = StepRunner(model, manager, decode_size, token_budget, **options)
+        config = EngineConfig(**options).resolve(manager, drafter)
+        on_device = getattr(drafter, "on_device", False)
+        self.manager, self.prefix, self.config = manager, prefix, config
+        device_drafts = (config.draft_tokens or 0) if on_device else 0
+        self._runner = StepRunner(CompiledModel.of(model), manager, config, device_drafts=device_drafts)
         self._metrics = EngineMetrics()
-        self._scheduler = Scheduler(
-            manager,
-            manager.init_cache() if cache is None else cache,
-            self._metrics,
-            token_budget=token_budget,
-            drafter=None if drafts else drafter,
-            draft_tokens=draft_tokens,
-            prefix=prefix,
-        )
+        cache = manager.init_cache() if cache is None else cache
+        drafter = None if on_device else drafter
+        self._scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
         self._orders = itertools.count()
 
     def _summary(self) -> Summary:
@@ -139,17 +96,17 @@ class Engine(Summarised):
 
     @property
     def cache(self) -> KVCache:
-        """The cache as the last step left it."""
+        """The cache after the last step."""
         return self._scheduler.cache
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that hold a slot, in the order in which they are served."""
+        """The requests that hold a slot, in the order in which they are served."""
         return tuple(self._scheduler.running)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Requests without a slot, in the order in which they are served."""
+        """The requests without a slot, in the order in which they are served."""
         return tuple(self._scheduler.waiting)
 
     @property
@@ -160,12 +117,12 @@ class Engine(Summarised):
 
     @property
     def last_scheduled(self) -> tuple[Request, ...]:
-        """Requests that the last step ran. If it raised: those it would have run, or was preparing to run."""
+        """The requests that the last step ran, or was preparing to run if it raised."""
         return self._scheduler.current
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What the engine has done so far, and holds now; a copy."""
+        """A copy of the counters, with the current use of the cache."""
         return dataclasses.replace(
             self._metrics,
             running=len(self._scheduler.running),
@@ -175,78 +132,52 @@ class Engine(Summarised):
             prefix=None if self.prefix is None else self.prefix.metrics,
         )
 
-    def add(
-        self,
-        prompt: Sequence[int] | np.ndarray,
-        *,
-        max_new_tokens: int,
-        sampling: SamplingParams = GREEDY,
-        seed: int = 0,
-        stop_tokens: Sequence[int] = (),
-        priority: int = 0,
-        draft_tokens: int | None = None,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        id: Hashable = None,
-    ) -> Request:
+    def add(self, prompt: Sequence[int] | np.ndarray, *, id: Hashable = None, **params: Any) -> Request:
         """Queues a request, which a later `step` runs, and returns it.
 
         Args:
           prompt: [n] token ids.
-          max_new_tokens, sampling, seed, stop_tokens, priority: as in `Request`; `priority` is at least 0.
-          draft_tokens: how many drafts of it a step verifies at most; None = the engine's, 0 = none.
-          top_logprobs: how many of the likeliest tokens to keep in place of each of its tokens.
-          prompt_logprobs: find log-probabilities of the prompt's tokens too: all of them run, in the prefix cache or
-            not, and no more in a step than it can draw.
-          id: a name for it that no unfinished request has; None = a number.
+          id: a name that no unfinished request has; None = a number.
+          params: fields of `RequestParams`; `max_new_tokens` is required.
 
         Raises:
-          TypeError: an argument of another kind, such as a `sampling` that is no `SamplingParams`.
-          ValueError: a bad prompt, a limit below 1, a negative priority, more drafts or log-probabilities than the
-            engine's, an id that is taken, or more tokens than the cache ever holds.
+          TypeError: a parameter is unknown, missing or has the wrong type.
+          ValueError: a parameter is out of range or exceeds the engine's own, the id is taken, the prompt is empty or
+            holds invalid ids, or the request needs more tokens than the cache ever holds.
         """
-        ids = check_request(self.manager, prompt, max_new_tokens)
-        draft_tokens = self.draft_tokens if draft_tokens is None else check_whole("draft_tokens", draft_tokens, 0)
-        if draft_tokens > self.draft_tokens:
-            raise ValueError(f"{draft_tokens=} must be from 0 to {self.draft_tokens}, the engine's draft_tokens")
-        top_logprobs = check_whole("top_logprobs", top_logprobs, 0)
-        if max(top_logprobs, prompt_logprobs) > self.max_logprobs:
-            raise ValueError(f"{top_logprobs=}, {prompt_logprobs=}: the engine has max_logprobs={self.max_logprobs}")
+        checked, limit = RequestParams(**params), self.config.draft_tokens or 0
+        ids = check_request(self.manager, prompt, checked.max_new_tokens)
+        draft_tokens = limit if checked.draft_tokens is None else checked.draft_tokens
+        if draft_tokens > limit:
+            raise ValueError(f"{draft_tokens=} must be from 0 to {limit}, the engine's draft_tokens")
+        top_logprobs, prompt_logprobs = checked.top_logprobs, checked.prompt_logprobs
+        if max(top_logprobs, prompt_logprobs) > self.config.max_logprobs:
+            raise ValueError(
+                f"{top_logprobs=}, {prompt_logprobs=}: the engine has max_logprobs={self.config.max_logprobs}"
+            )
         if not isinstance(id, Hashable):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
             raise ValueError(f"{id=} belongs to a request that has not finished")
-        order = self._next_order()
-        request = Request(
-            order if id is None else id,
-            ids,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            stop_tokens=stop_tokens,
-            priority=priority,
-            draft_tokens=draft_tokens,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            order=order,
-        )
+        order, checked = self._next_order(), dataclasses.replace(checked, draft_tokens=draft_tokens)
+        request = Request(order if id is None else id, ids, checked, order=order)
         self._scheduler.add(request)
         self._metrics.added += 1
         return request
 
     def fork(self, request: Request, seeds: Sequence[int]) -> list[Request]:
-        """Returns new requests that continue from where one is now, each with its own seed; the request goes on too.
+        """Returns copies of a request that continue from its current tokens, each with its own seed.
 
-        To draw several answers to a prompt, fork once `step(decode=False)` has read it: then the first tokens differ
-        too. Full blocks are shared; no request sees what another gets from here on.
+        To draw several answers to a prompt, fork after `step(decode=False)` has read it, so that the first tokens
+        differ too. Full blocks are shared; new tokens are not.
 
         Args:
-          request: an unfinished request.
-          seeds: one for each new request.
+          request: an unfinished request, which continues too.
+          seeds: one seed for each new request.
 
         Raises:
-          TypeError: a seed is no whole number.
-          ValueError: the request has finished or is not of this engine, or there are no seeds.
+          TypeError: a seed is not an integer.
+          ValueError: the request has finished or belongs to another engine, or `seeds` is empty.
         """
         self._check_unfinished(request)
         if not len(seeds):
@@ -258,26 +189,26 @@ class Engine(Summarised):
         return children
 
     def cancel(self, request: Request) -> None:
-        """Ends a request; it keeps the tokens it has.
+        """Ends a request, which keeps the tokens it has.
 
         Raises:
-          ValueError: it has finished, or is not of this engine.
+          ValueError: the request has finished or belongs to another engine.
         """
         self._check_unfinished(request)
         with self._restart_on_error():
             self._scheduler.finish(request, "cancelled")
 
     def close(self) -> None:
-        """Cancels all requests: all slots are free, and all blocks except those of the prefix cache."""
+        """Cancels all requests, which frees all slots, and all blocks except those of the prefix cache."""
         for request in list(self._scheduler.requests.values()):
             self.cancel(request)
 
     def stream(self, request: Request) -> Iterator[int]:
-        """Yields a request's token ids, first those it has, as they come; runs steps, for all requests, to get them.
+        """Yields a request's token ids, first those it has, then new ones, for which it runs steps of all requests.
 
         Raises:
-          ValueError: it is not of this engine.
-          Exception: what went wrong with the request, if anything did.
+          ValueError: the request belongs to another engine.
+          Exception: the request's error, if it failed.
         """
         if request.finish_reason is None:
             self._check_unfinished(request)
@@ -293,11 +224,11 @@ class Engine(Summarised):
             raise request.error
 
     def step(self, *, decode: bool = True) -> list[Output]:
-        """Admits what fits, runs one batch, and returns what requests got.
+        """Admits requests that fit, runs one batch, and returns the new tokens.
 
         Args:
-          decode: False reads all tokens of each request but its newest, and draws none. Then the step may have nothing
-            to do.
+          decode: whether to draw tokens. If False, the step reads each request's tokens up to its last one, and may
+            have nothing to do.
 
         Returns:
           An output for each request that got tokens or failed since the last call that returned.
@@ -305,7 +236,7 @@ class Engine(Summarised):
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
         outputs = [Output(request, request.tokens[start:].tolist()) for request, start in pending.items()]
-        # An interrupted step may have left requests here that got nothing.
+        # An interrupted step can leave requests here without new tokens.
         outputs = [output for output in outputs if output.tokens or output.request.error is not None]
         try:
             self._scheduler.pending_outputs = {}
@@ -315,7 +246,7 @@ class Engine(Summarised):
             raise
 
     def warm_up(self) -> dict[str, int]:
-        """Compiles all programs by running each once, also those that move requests; later steps compile nothing.
+        """Compiles all programs, those that move requests included, by running each once; later steps compile nothing.
 
         Returns:
           {name of a step's program: its number of tokens}.
@@ -338,8 +269,7 @@ class Engine(Summarised):
             scheduler.current = ()
             scheduler.admit()
             self._metrics.waits += len(scheduler.waiting)
-            several = decode and self.num_scheduler_steps > 1
-            counts = scheduler.schedule_steps(self.num_scheduler_steps) if several else {}
+            counts = scheduler.schedule_steps() if decode else {}
             if not (counts and self._execute_steps(counts)) and (scheduled := scheduler.schedule(decode=decode)):
                 self._execute(scheduled)
         self._metrics.pools = pool_use(self.manager, self._metrics.pools)
@@ -355,44 +285,44 @@ class Engine(Summarised):
             raise
 
     def _execute(self, scheduled: list[ScheduledRequest]):
-        """Runs a batch and gives each request what was drawn for it."""
+        """Runs a batch and gives each request its tokens."""
         scheduler = self._scheduler
-        sampling, seeds, failed = self._runner.sampling_rows([item.request for item in scheduled])
+        sampling, seeds, failed = self._runner.batched_sampling([item.request for item in scheduled])
         for request, error in failed.items():
             scheduler.finish(request, "error", error)
         scheduled = [item for item in scheduled if item.request not in failed]
         if not scheduled:
             return
         tokens = {item.request.slot: item.tokens for item in scheduled}
-        given = {item.request.slot: item.given for item in scheduled}
-        top = any(item.given and item.request.num_top_logprobs for item in scheduled)
-        batch, found, rows, scheduler.cache = self._runner(scheduler.cache, tokens, given, sampling, seeds, top=top)
-        found = self.manager.requests.get(found)
+        forced = {item.request.slot: item.forced_tokens for item in scheduled}
+        top = any(item.forced_tokens and item.request.params.top_logprobs for item in scheduled)
+        batch, output, rows, scheduler.cache = self._runner(scheduler.cache, tokens, forced, sampling, seeds, top)
+        output = self.manager.requests.get(output)
         self._metrics.steps += 1
         self._metrics.mixed_steps += batch.prefill
         for item in scheduled:
-            update(scheduler, item, found.rows(rows[item.request.slot]))
+            update(scheduler, item, output[rows[item.request.slot]])
 
     def _execute_steps(self, counts: dict[Request, int]) -> bool:
-        """Runs several decode steps of the running requests; False, and nothing was done, if a step is better alone."""
+        """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""
         scheduler, runner = self._scheduler, self._runner
-        sampling, seeds, failed = runner.sampling_rows(list(counts))
+        sampling, seeds, failed = runner.batched_sampling(list(counts))
         if failed:
             return False
         tokens = {request.slot: request.tokens[-1:] for request in counts}
-        of_slots = {request.slot: count for request, count in counts.items()}
+        max_tokens = {request.slot: count for request, count in counts.items()}
         try:
-            drawn, logprobs, scheduler.cache = runner.run_steps(scheduler.cache, tokens, of_slots, sampling, seeds)
+            output, scheduler.cache = runner.run_steps(scheduler.cache, tokens, max_tokens, sampling, seeds)
         except CacheFullError:
             return False
         self._metrics.steps += max(counts.values())
         for request, count in counts.items():
             here = request.slot, slice(count)
-            update_steps(scheduler, request, StepResults(drawn[here], logprobs[here], None, None))
+            update_steps(scheduler, request, StepOutput(output.tokens[here], output.logprobs[here]))
         return True
 
     def _next_order(self):
-        """The next number that is not the id of a request: it may become one."""
+        """Returns the next number that is not the id of a request, since it may become one."""
         return next(order for order in self._orders if order not in self._scheduler.requests)
 
     def _check_unfinished(self, request):

@@ -28,27 +28,27 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Generates for many prompts with an `Engine`, and yields each token as soon as it is known.
 
-    Requests are admitted as slots and blocks come free, while others run. A step reads up to `chunk` prompt tokens, and
-    decodes a token of each running request. A request's tokens do not depend on which others run.
+    Requests are admitted as slots and blocks come free, while others run. A step reads up to `chunk` prompt tokens and
+    decodes one token of each running request. A request's tokens do not depend on which others run.
 
     Args:
       model: the model.
-      manager: owns the slots and blocks; must hold no requests.
+      manager: the owner of the slots and blocks; must hold no requests.
       prompts: token ids [n] of each request.
-      max_new_tokens: how many tokens a request gets at most.
-      sampling: how to draw.
-      seed: request i draws with seed + i.
-      stop_tokens: a request ends after one of these (the token is yielded).
-      chunk: prompt tokens a step.
-      drafts: how many tokens the model's multi-token-prediction block guesses of each request, for the next step to
-        verify; less than the manager's `max_query_tokens`. They change no token.
+      max_new_tokens: the most tokens that a request gets.
+      sampling: the sampling parameters.
+      seed: seed of the first request; request i draws with seed + i.
+      stop_tokens: token ids that end a request; they are yielded too.
+      chunk: number of prompt tokens per step.
+      drafts: number of tokens that the model's multi-token-prediction block drafts per request, for the next step to
+        verify; less than the manager's `max_query_tokens`. Drafts change no token.
 
     Yields:
       (index of the prompt, token id).
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: bad prompts or sizes, or a request that could never fit the cache.
+      TypeError: an argument has the wrong type.
+      ValueError: a prompt or size is invalid, or a request could never fit the cache.
     """
     options = dict(max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=tuple(stop_tokens))
     # The engine is closed even when the caller stops iterating or a step fails: the manager stays usable.
@@ -89,8 +89,8 @@ def generate(
       CacheFullError: the prompts do not fit at once.
     """
     options = dict(sampling=sampling, seed=seed, stop_tokens=stop_tokens, chunk=chunk, drafts=drafts)
-    made = generate_on_device(model, manager, prompts, max_new_tokens=max_new_tokens, **options)
-    return [tokens for tokens, _ in made]
+    results = generate_on_device(model, manager, prompts, max_new_tokens=max_new_tokens, **options)
+    return [tokens for tokens, _ in results]
 
 
 def generate_on_device(
@@ -105,7 +105,7 @@ def generate_on_device(
     chunk: int,
     drafts: int,
 ) -> list[tuple[list[int], list[int]]]:
-    """What `generate` returns, and how many drafts each step kept, of each prompt."""
+    """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
     model, options = CompiledModel.of(model), dict(sampling=sampling, stop_tokens=check_stop_tokens(stop_tokens))
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         _check_room(manager, prompts, max_new_tokens)
@@ -114,19 +114,20 @@ def generate_on_device(
         prefill(engine, requests)
         seeds = np.zeros((manager.schema.max_requests,), np.uint32)
         for request in requests:
-            seeds[request.slot] = request.seed
+            seeds[request.slot] = request.params.seed
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
         sizes = dict(steps=max_new_tokens, drafts=drafts)
-        *found, _ = model.decode_loop(engine.cache, batch, manager.requests.put(seeds, "slots"), **sizes, **options)
-        tokens, *accepted = manager.requests.get(found)
-        accepted = accepted[0] if drafts else np.where(tokens >= 0, 0, -1)
+        output, _ = model.decode_loop(engine.cache, batch, manager.requests.put(seeds, "slots"), **sizes, **options)
+        output = manager.requests.get(output)
+        tokens = output.tokens
+        accepted = output.accepted if drafts else np.where(tokens >= 0, 0, -1)
         rows = [(tokens[request.slot], accepted[request.slot]) for request in requests]
-        return [(ids[ids >= 0].tolist(), kept[kept >= 0].tolist()) for ids, kept in rows]
+        return [(ids[ids >= 0].tolist(), counts[counts >= 0].tolist()) for ids, counts in rows]
 
 
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: int = 0):
-    """An engine whose steps hold `chunk` prompt tokens and a token of each other request; a context that closes it."""
+    """Returns a context that makes, and closes, an engine whose steps hold `chunk` prompt tokens besides decoding."""
     check_positive(chunk=chunk)
     if len(prompts) == 0:
         raise ValueError("prompts is empty: give at least one prompt")
@@ -137,7 +138,7 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:
-    """Runs steps until all these requests have a slot that holds all but their newest token."""
+    """Runs steps until each request has a slot that holds all of its tokens but the last."""
     while any(r.slot < 0 or engine.manager.length(r.slot) < len(r.tokens) - 1 for r in requests):
         engine.step(decode=False)
 
@@ -145,10 +146,10 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 def _check_room(manager, prompts, max_new_tokens):
     """Raises CacheFullError unless all requests fit at once."""
     table = manager.requests
-    free = [[len(table.free_slots(part)), table.allocator.free_in(part)] for part in range(table.num_shards)]
+    free = [[len(table.free_slots(shard)), table.allocator.free_in(shard)] for shard in range(table.num_shards)]
     for fit, prompt in enumerate(prompts):
         need = table.blocks_for(len(prompt) + max_new_tokens - 1)
-        part = max(free, key=lambda part: (part[0] > 0 and part[1] >= need, *part))  # noqa: B023 (called here)
-        part[:] = part[0] - 1, part[1] - need
-        if min(part) < 0:
+        best = max(free, key=lambda shard: (shard[0] > 0 and shard[1] >= need, *shard))  # noqa: B023 (called here)
+        best[:] = best[0] - 1, best[1] - need
+        if min(best) < 0:
             raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({fit} do); use stream, or a larger cache")

@@ -1,4 +1,4 @@
-"""Counters of an engine, and a table of them."""
+"""Counters of an engine, and their table."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from dsv4_jax.host import KVCacheManager, PrefixMetrics
 
 @dataclasses.dataclass(frozen=True)
 class PoolUse:
-    """Use of one part of the cache.
+    """The use of one pool of the cache.
 
     Attributes:
-      used: bytes that requests and the prefix cache hold now.
+      used: number of bytes that requests and the prefix cache hold now.
       high_water: the most bytes they held after any step.
-      total: bytes of the pool.
+      total: size of the pool in bytes.
     """
 
     used: int = 0
@@ -24,22 +24,22 @@ class PoolUse:
 
 @dataclasses.dataclass
 class EngineMetrics:
-    """What an engine has done since it was made, and holds now.
+    """Counters of an engine since it was made, and its current state.
 
     Attributes:
-      steps: steps that ran tokens.
-      mixed_steps: those of them that ran the program of `token_budget` tokens.
-      prompt_tokens: prompt tokens that ran. Prefix hits do not run; requests that restart run again.
-      generated_tokens: tokens that requests got.
-      added, finished, failed, cancelled: requests so far; finished ones reached a limit or a stop token.
-      running, waiting: requests now.
-      waits: steps that requests waited for a slot or blocks, summed over requests.
-      preemptions: requests moved out of the cache because blocks ran out.
-      restarts: how often all running requests were restarted because a step raised.
-      drafted_tokens: draft tokens verified.
-      accepted_tokens: draft tokens accepted.
-      compilations: programs compiled for steps.
-      pools: use of each part of the cache, by name.
+      steps: number of steps that ran tokens.
+      mixed_steps: number of steps that ran the program of `token_budget` tokens.
+      prompt_tokens: number of prompt tokens that ran. Prefix hits do not run; requests that restart run again.
+      generated_tokens: number of tokens that requests got.
+      added, finished, failed, cancelled: number of requests so far; finished ones reached a limit or a stop token.
+      running, waiting: number of requests now.
+      waits: number of steps that requests waited for a slot or blocks, summed over requests.
+      preemptions: number of times that a request was moved out of the cache because blocks ran out.
+      restarts: number of times that all running requests were restarted because a step raised.
+      drafted_tokens: number of draft tokens verified.
+      accepted_tokens: number of draft tokens accepted.
+      compilations: number of programs compiled for steps.
+      pools: {name of a pool of the cache: its use}.
       prefix: counters of the prefix cache; None without one.
     """
 
@@ -64,11 +64,11 @@ class EngineMetrics:
 
     @property
     def acceptance(self) -> float:
-        """Fraction of drafted tokens that were accepted; 0 before the first draft."""
+        """The fraction of drafted tokens that were accepted; 0 before the first draft."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     def table(self) -> Table:
-        """A table for the terminal: `rich.print(metrics.table())`."""
+        """Returns a table for the terminal: `rich.print(metrics.table())`."""
         table = Table("", "", title="Engine", show_header=False, title_justify="left")
         table.add_row("steps", f"{self.steps:,} ({self.mixed_steps:,} with prompt tokens)")
         table.add_row("tokens", f"{self.prompt_tokens:,} of prompts, {self.generated_tokens:,} generated")
@@ -93,7 +93,7 @@ class EngineMetrics:
 
 
 def pool_use(manager: KVCacheManager, before: dict[str, PoolUse]) -> dict[str, PoolUse]:
-    """Use of each part of the cache now; high-water marks continue from `before`."""
+    """Returns the current use of each pool; high-water marks continue from `before`."""
     schema = manager.schema
     blocks, slots = schema.num_blocks - manager.free_blocks, schema.max_requests - manager.free_slots
     pools, paged = {}, schema.block_bytes_by_pool()

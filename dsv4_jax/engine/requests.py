@@ -1,4 +1,4 @@
-"""A request of an engine, and what a step returns about it."""
+"""A request of an engine, its parameters, and the output that a step returns for it."""
 
 import copy
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from dsv4_jax.arguments import check_whole
-from dsv4_jax.decode.sampling import SamplingParams, TopLogprobs
+from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
 from dsv4_jax.summary import Share, Summarised, Summary
 
@@ -17,125 +17,140 @@ from dsv4_jax.summary import Share, Summarised, Summary
 FinishReason = Literal["length", "stop", "cancelled", "error"]
 
 
+@dataclasses.dataclass(frozen=True)
+class RequestParams:
+    """The parameters of a request.
+
+    Attributes:
+      max_new_tokens: the most tokens that the request gets.
+      sampling: the sampling parameters.
+      seed: seed of the random bits, modulo 2**32. The bits depend on positions too.
+      stop_tokens: token ids that end the request.
+      priority: requests with a higher priority are served first; at least 0.
+      draft_tokens: the most drafts of the request that a step verifies; None = the engine's.
+      top_logprobs: number of likeliest tokens to keep in place of each of its tokens.
+      prompt_logprobs: whether to find log-probabilities of the prompt's tokens too. The whole prompt runs then,
+        whatever the prefix cache holds, with no more tokens per step than it can draw.
+
+    Raises:
+      TypeError: a value has the wrong type.
+      ValueError: a value is out of range.
+    """
+
+    max_new_tokens: int
+    sampling: SamplingParams = GREEDY
+    seed: int = 0
+    stop_tokens: Sequence[int] = ()
+    priority: int = 0
+    draft_tokens: int | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    def __post_init__(self):
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_sampling(self.sampling)
+        check_whole("priority", self.priority, 0)
+        check_whole("top_logprobs", self.top_logprobs, 0)
+        if self.draft_tokens is not None:
+            check_whole("draft_tokens", self.draft_tokens, 0)
+        object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
+        object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
+
+
 class Request(Summarised):
     """A request of an `Engine`, made by `Engine.add`. Callers only read it.
 
     Attributes:
       id: the caller's name for it.
-      max_new_tokens: how many tokens it gets at most.
-      sampling: how they are drawn.
-      seed: of their random bits, which depend on positions too.
-      stop_tokens: it ends after one of these.
-      draft_tokens: how many drafts of it a step verifies at most.
-      num_top_logprobs: how many of the likeliest tokens are kept for each of its tokens.
-      predicted: [n] int32 drafts that the last step made of it on the device.
-      drafted_tokens: drafts of it that were verified.
-      accepted: how many drafts each step kept that gave it tokens: one token less than it gave.
-      priority: requests of higher priority are served first.
+      params: RequestParams.
       order: number of the request in its engine; among equal priorities the lowest is served first.
+      device_drafts: [n] int32 drafts that the last step made on the device.
+      drafted_tokens: number of its drafts that were verified.
+      accepted: number of drafts accepted by each step that gave it tokens, one less than the tokens it gave.
       finish_reason: None while it runs or waits; then "length", "stop", "cancelled" or "error".
-      error: what went wrong, if `finish_reason` is "error".
-      cached_tokens: how many tokens of the prompt the prefix cache held.
+      error: the exception that ended it, if `finish_reason` is "error".
+      cached_tokens: number of prompt tokens that the prefix cache held.
       slot: its slot in the cache while it runs, else -1.
-      offloaded: its part of the cache while it is preempted.
+      offloaded: its bytes in host memory while it is preempted.
     """
 
-    def __init__(
-        self,
-        id: Hashable,
-        prompt: np.ndarray,
-        *,
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        seed: int,
-        stop_tokens: Sequence[int],
-        priority: int,
-        draft_tokens: int = 0,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        order: int,
-    ):
-        """A request that has not run; `prompt` is [n] int32. Raises TypeError or ValueError for a bad argument."""
-        self.id, self.max_new_tokens, self.sampling = id, max_new_tokens, check_sampling(sampling)
-        self.seed, self.stop_tokens = check_seed(seed), check_stop_tokens(stop_tokens)
-        self.priority, self.order = check_whole("priority", priority, 0), order
-        self.draft_tokens, self.drafted_tokens = draft_tokens, 0
-        self.predicted, self.accepted = np.zeros((0,), np.int32), []
+    def __init__(self, id: Hashable, prompt: np.ndarray, params: RequestParams, *, order: int):
+        """Makes a request that has not run; `prompt` is [n] int32."""
+        self.id, self.params, self.order = id, params, order
+        self.device_drafts, self.drafted_tokens, self.accepted = np.zeros((0,), np.int32), 0, []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.cached_tokens = 0
-        self.slot = -1
-        # Room for all tokens it can ever hold, so that no step copies the history. `_length` of them are known.
-        self._ids = np.concatenate([prompt, np.zeros((max_new_tokens,), np.int32)])
+        self.cached_tokens, self.slot = 0, -1
+        self.offloaded: OffloadedRequest | None = None
+        # Room for all tokens it can ever hold, so that no step copies the history. The first `_length` are known.
+        self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self._prompt_length = self._length = len(prompt)
-        # Of tokens from position `_scored_from` on.
-        self.num_top_logprobs, self._scored_from = top_logprobs, 0 if prompt_logprobs else len(prompt)
+        # Log-probabilities are kept of the tokens from position `_scored_from` on.
+        self._scored_from = 0 if params.prompt_logprobs else len(prompt)
         scored = len(self._ids) - self._scored_from
         self._logprobs = np.zeros((scored,))
-        self._top = TopLogprobs(
-            np.zeros((scored, top_logprobs), np.int32), np.zeros((scored, top_logprobs), np.float32)
-        )
-        self.offloaded: OffloadedRequest | None = None
+        self._top = TopLogprobs(*(np.zeros((scored, params.top_logprobs), dtype) for dtype in (np.int32, np.float32)))
 
     @property
     def progress(self) -> Share:
-        """How many of its tokens it has got, and where it is, for people."""
+        """The number of tokens it has got and its state, as a line for people."""
         where = f"running in slot {self.slot}" if self.slot >= 0 else "waiting"
         end = f"ended: {self.finish_reason}" if self.finish_reason else where
-        return Share(self._length - self._prompt_length, self.max_new_tokens, f"tokens generated, {end}")
+        return Share(self._length - self._prompt_length, self.params.max_new_tokens, f"tokens generated, {end}")
 
     def _summary(self) -> Summary:
         words = f"id {reprlib.repr(self.id)}", f"{self._prompt_length:,} prompt tokens", str(self.progress)
         return Summary(words, {"progress": self.progress})
 
     def child(self, *, seed: int, order: int) -> "Request":
-        """A request that continues from here with other random bits; its id is its order."""
+        """Returns a request that continues from here with other random bits; its id is its order."""
         child = copy.copy(self)
-        child.id, child.order, child.seed, child.slot, child.offloaded = order, order, check_seed(seed), -1, None
+        child.id, child.order, child.slot, child.offloaded = order, order, -1, None
+        child.params = dataclasses.replace(self.params, seed=seed)
         child._ids, child._logprobs, child.accepted = self._ids.copy(), self._logprobs.copy(), self.accepted.copy()
         child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
         return child
 
     @property
     def tokens(self) -> np.ndarray:
-        """[n] int32 prompt and generated ids; a view that cannot be written."""
+        """The [n] int32 prompt and generated ids, as a read-only view."""
         tokens = self._ids[: self._length]
         tokens.flags.writeable = False
         return tokens
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids of the prompt."""
+        """The token ids of the prompt."""
         return self._ids[: self._prompt_length].tolist()
 
     @property
     def generated(self) -> list[int]:
-        """Token ids generated so far."""
+        """The token ids generated so far."""
         return self._ids[self._prompt_length : self._length].tolist()
 
     @property
     def logprobs(self) -> list[float]:
-        """Log-probability of each generated token under the model, temperature aside."""
+        """The log-probability of each generated token under the model, before temperature."""
         return self._logprobs[self._prompt_length - self._scored_from : self._length - self._scored_from].tolist()
 
     @property
     def top_logprobs(self) -> TopLogprobs:
-        """The likeliest tokens in place of each generated one, as arrays [n, num_top_logprobs]."""
+        """The likeliest tokens in place of each generated one, as arrays [n, top_logprobs]."""
         return self._top[self._prompt_length - self._scored_from : self._length - self._scored_from]
 
     @property
     def prompt_logprobs(self) -> list[float]:
-        """Log-probability of each token of the prompt but the first; empty if they are not wanted, or not known yet."""
+        """The log-probability of each prompt token but the first; empty if not asked for or not known yet."""
         return self._logprobs[self._scored_prompt].tolist()
 
     @property
     def prompt_top_logprobs(self) -> TopLogprobs:
-        """The likeliest tokens in place of these, as arrays [n, num_top_logprobs]."""
+        """The likeliest tokens in place of each prompt token but the first, as arrays [n, top_logprobs]."""
         return self._top[self._scored_prompt]
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be found: they are wanted, and it has no token yet."""
+        """Whether the request asks for log-probabilities of its prompt and has no token yet."""
         return self._scored_from == 0 and self._length == self._prompt_length
 
     @property
@@ -144,25 +159,25 @@ class Request(Summarised):
 
     @property
     def acceptance(self) -> float:
-        """Fraction of its verified drafts that were kept; 0 before the first draft."""
+        """The fraction of its verified drafts that were accepted; 0 before the first draft."""
         return sum(self.accepted) / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def remaining(self) -> int:
-        """How many more tokens it may get."""
+        """The number of tokens that it may still get."""
         return len(self._ids) - self._length
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: the lowest is served first and preempted last."""
-        return -self.priority, self.order
+        """The sort key: the lowest is served first and preempted last."""
+        return -self.params.priority, self.order
 
     def score(self, start: int, logprobs: Sequence[float] | np.ndarray, top: TopLogprobs | None) -> None:
-        """Keeps log-probabilities [n] of its tokens from position `start` on, and of the likeliest tokens, `top`."""
+        """Keeps the log-probabilities [n] of its tokens from position `start` on, and the likeliest tokens `top`."""
         count, first = len(logprobs), start - self._scored_from
         here = slice(first, first + count)
         self._logprobs[here] = logprobs
-        if top is not None and (k := self.num_top_logprobs):
+        if top is not None and (k := self.params.top_logprobs):
             self._top.ids[here], self._top.logprobs[here] = top.ids[:count, :k], top.logprobs[:count, :k]
 
     def extend(
@@ -172,13 +187,16 @@ class Request(Summarised):
         num_drafts: int = 0,
         top: TopLogprobs | None = None,
     ) -> list[int]:
-        """Appends drawn tokens up to one that ends the request; returns those it appended.
+        """Appends drawn tokens up to one that ends the request; returns the appended ones.
 
-        `num_drafts` were verified by the step: all of `tokens` but the last are drafts that were right. `logprobs` and
-        `top` are theirs, at least.
+        Args:
+          tokens: the accepted drafts and the token drawn after them.
+          logprobs: log-probabilities of at least these tokens.
+          num_drafts: number of drafts that the step verified.
+          top: the likeliest tokens in their places, if asked for.
         """
         new = tokens[: self.remaining]
-        stop = next((i for i, token in enumerate(new) if token in self.stop_tokens), None)
+        stop = next((i for i, token in enumerate(new) if token in self.params.stop_tokens), None)
         new = new if stop is None else new[: stop + 1]
         length, count = self._length + len(new), len(new)
         self._ids[self._length : length] = new
@@ -192,11 +210,11 @@ class Request(Summarised):
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What one request got in a step.
+    """The output of one request in a step.
 
     Attributes:
       request: the request.
-      tokens: its new token ids: several if drafts were accepted, none if it only failed.
+      tokens: its new token ids; several if drafts were accepted, none if it failed.
     """
 
     request: Request
@@ -204,25 +222,20 @@ class Output:
 
 
 def check_positive(**values: int) -> None:
-    """Raises TypeError or ValueError if one of the named values is no whole number of at least 1."""
+    """Raises TypeError or ValueError unless each named value is an integer of at least 1."""
     for name, value in values.items():
         check_whole(name, value, 1)
 
 
 def check_sampling(sampling: SamplingParams) -> SamplingParams:
-    """The argument; TypeError if it is no `SamplingParams`."""
+    """Returns the argument; raises TypeError if it is not a `SamplingParams`."""
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"{sampling=} must be a SamplingParams, such as SamplingParams(temperature=0.8)")
     return sampling
 
 
-def check_seed(seed: int) -> int:
-    """The seed modulo 2**32; TypeError if it is no whole number."""
-    return check_whole("seed", seed) % 2**32
-
-
 def check_stop_tokens(stop_tokens: Sequence[int]) -> tuple[int, ...]:
-    """The token ids as ints. Raises TypeError if they are no sequence of whole numbers, ValueError if one is no id."""
+    """Returns the token ids as a tuple of ints; raises TypeError or ValueError for anything else."""
     if not isinstance(stop_tokens, Iterable):
         raise TypeError(f"{stop_tokens=} must be a sequence of token ids")
     return tuple(check_whole(f"stop_tokens[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(stop_tokens))
@@ -235,7 +248,7 @@ def check_no_requests(manager: KVCacheManager) -> None:
 
 
 def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
-    """The prompt's ids [n] int32. Raises TypeError or ValueError if they are bad or the request could never run."""
+    """Returns the prompt's ids [n] int32; raises TypeError or ValueError if the request could never run."""
     check_positive(max_new_tokens=max_new_tokens)
     ids, schema = manager.check_ids(prompt, "prompt"), manager.schema
     # The last token is drawn, never stored.

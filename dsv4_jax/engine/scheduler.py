@@ -1,4 +1,4 @@
-"""Decides which requests run: admission, what each brings to a step, and preemption."""
+"""Decides which requests run: admission, the tokens that each brings to a step, and preemption."""
 
 import bisect
 import dataclasses
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.engine.config import EngineConfig
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
@@ -19,42 +20,49 @@ from dsv4_jax.host.shard_placement import fits
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledRequest:
-    """What one request brings to a step: the tokens [n] int32 that follow what the cache holds of it."""
+    """A request and the tokens that it brings to a step.
+
+    Attributes:
+      request: the request.
+      tokens: [n] int32 ids that follow those in the cache.
+      is_prefill: whether they are prompt tokens or read again after a restart, rather than the last drawn token.
+      num_drafts: number of drafts at the end of `tokens`.
+      forced_tokens: [m] known tokens that follow the last m of `tokens`, to be scored; -1 = draw one.
+    """
 
     request: Request
     tokens: np.ndarray
-    is_prefill: bool = False  # of its prompt, or read again after a restart; not the one drawn last
-    num_drafts: int = 0  # how many of them, the last ones, are drafts
-    # What follows each of the last ones, for which something is to be found: a token of the prompt, or -1 = draw one.
-    given: Sequence[int] = (-1,)
+    is_prefill: bool = False
+    num_drafts: int = 0
+    forced_tokens: Sequence[int] = (-1,)
 
     @property
     def samples(self) -> bool:
-        """Whether a token is drawn after them."""
-        return bool(self.given) and self.given[-1] < 0
+        """Whether a token is drawn after the last one."""
+        return bool(self.forced_tokens) and self.forced_tokens[-1] < 0
 
     @property
     def num_scored(self) -> int:
-        """How many of `given` are tokens of the prompt."""
-        return sum(token >= 0 for token in self.given)
+        """The number of `forced_tokens` that belong to the prompt."""
+        return sum(token >= 0 for token in self.forced_tokens)
 
 
 class Scheduler:
-    """The requests of an engine and their cache.
+    """Holds the requests of an engine and their cache.
 
-    A request waits until there is a slot, and blocks for its tokens and one block more. It then takes blocks as it
-    grows. When none is left, the youngest request of the lowest priority is preempted, of those in its part of the
-    cache: its bytes move to host memory and come back unchanged, to any part, so its output does not depend on that.
-    Running its tokens again would need no host memory, but a token that was decoded alone and is then read in a chunk
-    may differ in a last bit.
+    A request waits until a slot is free, and blocks for its tokens and one block more. It then takes blocks as it
+    grows. When a shard of the cache has none left, the youngest of its requests with the lowest priority is preempted.
+    The request's bytes move to host memory and later come back unchanged, to any shard. Running its tokens again would
+    need no host memory, but a token that was decoded alone and is then read in a chunk may differ in the last bit.
 
     Attributes:
-      requests: unfinished requests by id. From these alone `restart` finds the two lists again.
-      running: those with a slot, in the order in which they are served.
-      waiting: those without, in the same order.
-      pending_outputs: requests that may have new tokens, or failed, since `Engine.step` last returned, with the number
-        of tokens they had then.
-      current: requests that the newest step is about: the one it admits, then those that may run, then those that do.
+      requests: {id: unfinished request}. `restart` rebuilds the two lists from it.
+      running: requests with a slot, in the order in which they are served.
+      waiting: requests without a slot, in the same order.
+      pending_outputs: {request that may have new tokens or failed since `Engine.step` last returned: number of tokens
+        it had then}.
+      current: the requests that the current step is about: the one it admits, then those it may run, then those it
+        does.
     """
 
     def __init__(
@@ -62,21 +70,20 @@ class Scheduler:
         manager: KVCacheManager,
         cache: KVCache,
         metrics: EngineMetrics,
+        config: EngineConfig,
         *,
-        token_budget: int,
         drafter: Drafter | None,
-        draft_tokens: int,
         prefix: PrefixCache | None,
     ):
-        """A scheduler without requests; arguments as for `Engine`, but without a drafter for drafts of the device."""
-        self.manager, self.cache, self.metrics = manager, cache, metrics
-        self.token_budget, self.drafter, self.draft_tokens, self.prefix = token_budget, drafter, draft_tokens, prefix
+        """Makes a scheduler without requests; arguments as for `Engine`, but no drafter for drafts on the device."""
+        self.manager, self.cache, self.metrics, self.config = manager, cache, metrics, config
+        self.drafter, self.prefix = drafter, prefix
         self.requests: dict[Hashable, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.pending_outputs: dict[Request, int] = {}
         self.current: tuple[Request, ...] = ()
-        # Where a new cache belongs. Arrays that nobody placed stay so: placed ones are arguments of another program.
+        # A new cache gets the same shardings. Uncommitted arrays stay so: committed ones would need another program.
         self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, cache)
 
     def add(self, *requests: Request) -> None:
@@ -86,9 +93,9 @@ class Scheduler:
         self.requests.update({request.id: request for request in requests})
 
     def fork(self, request: Request, children: list[Request]) -> None:
-        """Queues requests that hold the same tokens as another; those for which there is room run at once.
+        """Queues copies of a request. Those for which there is room run at once.
 
-        Full blocks are shared. The bytes of children without room wait in host memory, as those of preempted requests.
+        Full blocks are shared. The bytes of children without room wait in host memory, as after preemption.
         """
         offloaded, slots = request.offloaded, []
         if request.slot >= 0 and self.manager.length(request.slot):
@@ -107,7 +114,7 @@ class Scheduler:
         self.add(*children)
 
     def finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
-        """Ends a request, running or waiting; its slot and blocks are free."""
+        """Ends a running or waiting request and frees its slot and blocks."""
         if error is not None:
             self.pending_outputs.setdefault(request, len(request.tokens))
         request.finish_reason, request.error, request.offloaded = reason, error, None
@@ -124,7 +131,7 @@ class Scheduler:
             self.metrics.finished += 1
 
     def restart(self) -> None:
-        """After an error: frees all slots; unfinished requests wait, and will read the tokens they have again."""
+        """Recovers from an error: frees all slots and queues the unfinished requests, which read their tokens again."""
         self.manager.release_all()
         for request in self.requests.values():
             request.slot = -1
@@ -138,11 +145,11 @@ class Scheduler:
             self.cache = jax.device_put(self.manager.init_cache(), self._shardings)
 
     def admit(self) -> None:
-        """Gives slots to waiting requests, in order; the first one that does not fit holds up those behind it."""
+        """Gives slots to waiting requests in order, up to the first one that does not fit."""
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
             self.current = (request,)
-            # With one block to spare: otherwise it might be preempted again at once.
+            # One block is spare: without it the request might be preempted again at once.
             num_tokens = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, num_tokens):
                 return
@@ -156,48 +163,52 @@ class Scheduler:
             request.offloaded = None
 
     def schedule(self, *, decode: bool = True) -> list[ScheduledRequest]:
-        """Chooses what the next step runs: newest tokens with drafts, then unread tokens within the budget.
+        """Chooses the tokens of the next step: last tokens with drafts, then unread tokens within the budget.
 
-        Blocks are reserved for all of it, and requests preempted where necessary. `decode` is that of `Engine.step`.
+        Reserves their blocks, and preempts requests if necessary. `decode` is that of `Engine.step`.
         """
         self.current = tuple(self.running)
         unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.running}
-        newest = [request for request, count in unread.items() if count == 1]
-        scheduled = [item for request in newest if decode and (item := self._schedule_decode(request))]
+        decoding = [request for request, count in unread.items() if count == 1]
+        scheduled = [item for request in decoding if decode and (item := self._schedule_decode(request))]
         readers = [request for request, count in unread.items() if count > 1 and request.slot >= 0]
         table = self.manager.requests
-        # What is left in each part of the tokens, and of the places where a step finds some, when each may draw one.
-        budget = [self.token_budget] * table.num_shards
-        rows = [table.slots_per_shard * (1 + self.draft_tokens)] * table.num_shards
+        # Each shard's remaining tokens, and its remaining rows of output after one row for each reader.
+        budget = [self.config.token_budget] * table.num_shards
+        rows = [self.config.decode_size(table.slots_per_shard)] * table.num_shards
         for item in scheduled:
             budget[table.shard(item.request.slot)] -= len(item.tokens)
-            rows[table.shard(item.request.slot)] -= len(item.given)
+            rows[table.shard(item.request.slot)] -= len(item.forced_tokens)
         for request in readers:
             rows[table.shard(request.slot)] -= 1
         for request in readers:
-            start, known, part = self.manager.length(request.slot), len(request.tokens), table.shard(request.slot)
-            most = min(budget[part], rows[part] + 1) if request.scores_prompt else budget[part]
-            end = min(start + most, self._chunk_end(start, known - (not decode)))
+            start, known, shard = self.manager.length(request.slot), len(request.tokens), table.shard(request.slot)
+            limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
+            end = min(start + limit, self._chunk_end(start, known - (not decode)))
             if end > start:
-                given = request.tokens[start + 1 : end + 1].tolist() if request.scores_prompt else []
-                given += [-1] if end == known else []
-                rows[part] -= max(len(given) - 1, 0)
-                scheduled.append(ScheduledRequest(request, request.tokens[start:end], is_prefill=True, given=given))
-                budget[part] -= end - start
+                forced = request.tokens[start + 1 : end + 1].tolist() if request.scores_prompt else []
+                forced += [-1] if end == known else []
+                rows[shard] -= max(len(forced) - 1, 0)
+                tokens = request.tokens[start:end]
+                scheduled.append(ScheduledRequest(request, tokens, is_prefill=True, forced_tokens=forced))
+                budget[shard] -= end - start
         self.current = tuple(item.request for item in scheduled)
         return scheduled
 
-    def schedule_steps(self, most: int) -> dict[Request, int]:
-        """How many steps each running request may take before the host has to look; none where a step is better alone.
+    def schedule_steps(self) -> dict[Request, int]:
+        """Returns the number of decode steps that each running request can take without the host; {} for a single step.
 
-        All bring their newest token. Nobody waits, and no request reaches its limit, or the end of a block that is kept
-        for others, before its last step.
+        Several steps need that no request waits and all decode. A request takes no step beyond its limit, or beyond the
+        end of a block that the prefix cache keeps.
         """
+        most = self.config.num_scheduler_steps
+        if most == 1:
+            return {}
         counts = {}
         for request in self.running:
             length, schema = self.manager.length(request.slot), self.manager.schema
             unread = len(request.tokens) - length
-            if self.waiting or unread != 1 or request.num_top_logprobs or length + most > schema.max_context:
+            if self.waiting or unread != 1 or request.params.top_logprobs or length + most > schema.max_context:
                 return {}
             to_boundary = most if self.prefix is None else schema.block_tokens - length % schema.block_tokens
             counts[request] = min(most, request.remaining, to_boundary)
@@ -208,14 +219,14 @@ class Scheduler:
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens)
         table = self.manager.requests
-        return any(fits(table, part, num_tokens) for part in range(table.num_shards))
+        return any(fits(table, shard, num_tokens) for shard in range(table.num_shards))
 
     def _admit(self, request, num_tokens):
-        """A slot for a request, which holds what is still known of it in the cache or in host memory."""
+        """Returns a slot for a request, with the tokens that the prefix cache or host memory still holds of it."""
         room = dict(num_tokens=num_tokens)
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, **room)
-        elif self.prefix is not None and not request.scores_prompt:  # what it scores must run
+        elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
             slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens, **room)
             if not request.generated:
                 request.cached_tokens = hit_tokens
@@ -224,7 +235,7 @@ class Scheduler:
         return slot
 
     def _schedule_decode(self, request):
-        """The newest token and drafts of a request; None if it was preempted meanwhile or its drafter fails."""
+        """Returns the last token and drafts of a request; None if it is preempted meanwhile or its drafter fails."""
         if request.slot < 0:
             return None
         try:
@@ -235,28 +246,27 @@ class Scheduler:
             try:
                 self.manager.allocate(request.slot, 1 + len(drafts))
                 tokens = np.concatenate([request.tokens[-1:], drafts])
-                is_prefill, num_drafts = not request.generated, len(drafts)
-                return ScheduledRequest(request, tokens, is_prefill, num_drafts, given=[-1] * (1 + num_drafts))
+                return ScheduledRequest(request, tokens, not request.generated, len(drafts), [-1] * len(tokens))
             except CacheFullError:
                 if len(drafts):
                     drafts = drafts[:0]  # no request is preempted for the sake of drafts
                 else:
-                    part = self.manager.requests.shard
-                    self._preempt([r for r in self.running if part(r.slot) == part(request.slot)][-1])
+                    shard = self.manager.requests.shard
+                    self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return None
 
     def _draft(self, request):
-        """[n] int32 drafts, as many as may be verified at most."""
-        count = min(request.draft_tokens, request.remaining - 1)
+        """Returns [n] int32 drafts, no more than a step may verify."""
+        count = min(request.params.draft_tokens or 0, request.remaining - 1)
         if self.drafter is None or not count:
-            return request.predicted[:count]
+            return request.device_drafts[:count]
         drafts = self.drafter.draft(request.tokens, count)
         if len(drafts) > count:
             raise ValueError(f"the drafter guessed {len(drafts)} tokens, at most {count} were asked for")
         return self.manager.check_ids(drafts, "drafts") if len(drafts) else np.zeros((0,), np.int32)
 
     def _chunk_end(self, start, end):
-        """Where a chunk from `start` may end: no further than the next boundary whose snapshot is to be kept."""
+        """Limits the end of a chunk to the next block boundary whose snapshot the prefix cache keeps."""
         if self.prefix is None:
             return end
         block = self.manager.schema.block_tokens
@@ -267,13 +277,13 @@ class Scheduler:
         return min(end, (start // stride + 1) * stride)
 
     def _preempt(self, request):
-        """Moves a request out of the cache, to be resumed later."""
+        """Moves a request's bytes to host memory; admission brings them back."""
         if self.manager.length(request.slot):
             try:
                 request.offloaded, self.cache = offload(self.manager, self.cache, request.slot)
             except CacheCorruptionError as error:
                 return self.finish(request, "error", error)
-        else:  # those before it took each step's tokens so far
+        else:  # it has run no token yet
             self.manager.release(request.slot)
         self._move(request, -1)
         self.metrics.preemptions += 1

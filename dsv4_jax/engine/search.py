@@ -1,4 +1,4 @@
-"""Several answers to one prompt: the best of n drawn ones, and beam search. Both fork the prompt's cache."""
+"""Finds several answers to one prompt, by sampling or by beam search. Both fork the prompt's cache."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import SamplingParams
+from dsv4_jax.decode.sampling import LogprobOptions, SamplingParams
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.generate import engine_for_prompts, prefill
 from dsv4_jax.engine.requests import check_no_requests, check_positive, check_sampling, check_stop_tokens
@@ -15,7 +15,7 @@ from dsv4_jax.host import KVCacheManager
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One answer.
+    """An answer to a prompt.
 
     Attributes:
       tokens: its token ids, including a stop token at the end.
@@ -26,7 +26,7 @@ class Candidate:
     logprob: float
 
     def score(self, length_penalty: float = 1.0) -> float:
-        """`logprob / len(tokens) ** length_penalty`: 1 gives the mean over tokens, 0 the sum."""
+        """Returns `logprob / len(tokens) ** length_penalty`: the mean over tokens for 1, the sum for 0."""
         return self.logprob / len(self.tokens) ** length_penalty
 
 
@@ -42,20 +42,20 @@ def n_best(
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
 ) -> list[Candidate]:
-    """Draws `n` answers to a prompt that is read once; candidate i is the one that `stream` draws with seed + i.
+    """Draws `n` answers to a prompt that is read once. Answer i is the one that `stream` draws with seed + i.
 
     Args:
       model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. Candidates without a slot wait for one.
       prompt: [n] token ids.
-      n: how many to draw.
-      sampling: how they are drawn; greedy answers would all be the same.
-      seed: of the first.
+      n: number of answers.
+      sampling: the sampling parameters; greedy answers would all be the same.
+      seed: seed of the first answer.
 
     Returns:
       The candidates, the one with the highest mean log-probability first.
 
     Raises:
-      TypeError: `sampling` is no `SamplingParams`, or as for `Engine.add`.
+      TypeError: `sampling` is not a `SamplingParams`, or as for `Engine.add`.
       ValueError: `n` or `chunk` is below 1, `sampling` is greedy though `n` is not 1, or as for `Engine.add`.
     """
     check_positive(n=n)
@@ -85,7 +85,7 @@ def beam_search(
     length_penalty: float = 1.0,
     chunk: int = 256,
 ) -> list[Candidate]:
-    """Finds likely answers by beam search: keeps the `beams` likeliest beginnings from step to step.
+    """Finds likely answers by beam search, which keeps the `beams` likeliest beginnings from step to step.
 
     A beginning that continues in several ways is forked: full blocks are shared, the rest is copied. The search ends
     when `beams` answers have ended with a stop token, or at `max_new_tokens`.
@@ -93,66 +93,92 @@ def beam_search(
     Args:
       model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. The manager must have `beams` slots.
       prompt: [n] token ids.
-      beams: how many beginnings to keep.
+      beams: number of beginnings to keep.
       length_penalty: answers are compared by `Candidate.score(length_penalty)`.
 
     Returns:
       Up to `beams` answers, the best first.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a number is below 1, a bad prompt, or more than the manager's slots, blocks or context hold.
+      TypeError: an argument has the wrong type.
+      ValueError: a number is below 1, the prompt is invalid, or the search needs more than the manager's
+        slots, blocks or context hold.
     """
     check_positive(beams=beams, max_new_tokens=max_new_tokens, chunk=chunk)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
-    if beams > (slots_per_shard := manager.requests.slots_per_shard):
-        raise ValueError(f"{beams=} need a slot each, there are {slots_per_shard}: raise max_requests")
-    prompt = manager.check_ids(prompt, "prompt")
-    model, cache = CompiledModel.of(model), manager.init_cache()
-    k = min(2 * beams, manager.schema.config.vocab_size)
-    slots: list[int] = []
+    if beams > (slots := manager.requests.slots_per_shard):
+        raise ValueError(f"{beams=} need a slot each, there are {slots}: raise max_requests")
+    search = _BeamSearch(CompiledModel.of(model), manager, manager.check_ids(prompt, "prompt"), beams, chunk)
     try:
-        # The last token is drawn, never stored.
-        slots.append(manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1))
-        size = min(chunk, len(prompt)) + slots_per_shard
-        *parts, last = np.split(prompt, range(chunk, len(prompt), chunk))
-        for part in parts:
-            *_, cache = model.topk_step(cache, manager.prepare_forward({slots[0]: part}, prefill_size=size), k=k)
-        best, ids, cache = model.topk_step(cache, manager.prepare_forward({slots[0]: last}, prefill_size=size), k=k)
-        alive, ended = [Candidate([], 0.0)], []
-        for length in range(1, max_new_tokens + 1):
-            best_of, ids_of = manager.requests.get((best, ids))
-            ways = [
-                (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
-                for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))
-                for logprob, token in zip(best_of[slot], ids_of[slot], strict=True)
-            ]
-            ways = sorted(ways, key=lambda way: -way[1].logprob)[: 2 * beams]
-            ended += [beam for _, beam in ways[:beams] if beam.tokens[-1] in stop_tokens]
-            kept = [(parent, beam) for parent, beam in ways if beam.tokens[-1] not in stop_tokens][:beams]
-            alive = [beam for _, beam in kept]
-            if len(ended) >= beams or length == max_new_tokens:
-                break
-            slots, cache = _follow(manager, cache, slots, [parent for parent, _ in kept])
-            tokens = {slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)}
-            best, ids, cache = model.topk_step(cache, manager.prepare_forward(tokens, prefill_size=size), k=k)
+        search.prefill(max_new_tokens)
+        while len(search.ended) < beams and search.length < max_new_tokens:
+            if search.length:
+                search.decode()
+            search.extend(stop_tokens)
     finally:
         manager.release_all()
-    found = ended if len(ended) >= beams else ended + alive
+    found = search.ended if len(search.ended) >= beams else search.ended + search.alive
     return sorted(found, key=lambda beam: beam.score(length_penalty), reverse=True)[:beams]
 
 
-def _follow(manager, cache, slots, parents):
-    """The slots of the new beams: parents without children are released, those with several are forked."""
-    for i, slot in enumerate(slots):
-        if i not in parents:
-            manager.release(slot)
-    new = [slots[parent] for parent in parents]
-    for parent in sorted(set(parents)):
-        mine = [i for i, p in enumerate(parents) if p == parent]
-        if len(mine) > 1:
-            forks, cache = manager.fork(cache, slots[parent], len(mine) - 1)
-            for i, slot in zip(mine[1:], forks, strict=True):
-                new[i] = slot
-    return new, cache
+class _BeamSearch:
+    """The state of a beam search.
+
+    Attributes:
+      alive: the likeliest unfinished answers, best first.
+      ended: answers that ended with a stop token.
+      length: number of tokens of the unfinished answers.
+    """
+
+    def __init__(self, model, manager, prompt, beams, chunk):
+        self.alive, self.ended, self.length = [Candidate([], 0.0)], [], 0
+        self._model, self._manager, self._prompt, self._beams, self._chunk = model, manager, prompt, beams, chunk
+        self._cache, self._slots, self._parents = manager.init_cache(), [], [0]
+        self._options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
+        self._step_size = min(chunk, len(prompt)) + manager.requests.slots_per_shard
+
+    def prefill(self, max_new_tokens):
+        """Admits the prompt and runs it in chunks."""
+        # The last token is drawn, never stored.
+        self._slots = [self._manager.admit(self._prompt, num_tokens=len(self._prompt) + max_new_tokens - 1)]
+        for tokens in np.split(self._prompt, range(self._chunk, len(self._prompt), self._chunk)):
+            self._run({self._slots[0]: tokens})
+
+    def decode(self):
+        """Runs the last token of each unfinished answer."""
+        self._follow_parents()
+        self._run({slot: beam.tokens[-1:] for slot, beam in zip(self._slots, self.alive, strict=True)})
+
+    def extend(self, stop_tokens):
+        """Extends the unfinished answers by one token each: keeps the best that go on, and collects those that end."""
+        top = self._manager.requests.get(self._top)
+        children = [
+            (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
+            for parent, (slot, beam) in enumerate(zip(self._slots, self.alive, strict=True))
+            for logprob, token in zip(top.logprobs[slot], top.ids[slot], strict=True)
+        ]
+        children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * self._beams]
+        self.ended += [beam for _, beam in children[: self._beams] if beam.tokens[-1] in stop_tokens]
+        alive = [child for child in children if child[1].tokens[-1] not in stop_tokens][: self._beams]
+        self._parents, self.alive = [parent for parent, _ in alive], [beam for _, beam in alive]
+        self.length += 1
+
+    def _run(self, tokens):
+        batch = self._manager.prepare_forward(tokens, prefill_size=self._step_size)
+        output, self._cache = self._model.sample_step(self._cache, batch, logprobs=self._options)
+        self._top = output.top_logprobs
+
+    def _follow_parents(self):
+        """Gives each answer a slot: releases parents without children, and forks those with several."""
+        slots, parents = self._slots, self._parents
+        for i, slot in enumerate(slots):
+            if i not in parents:
+                self._manager.release(slot)
+        self._slots = [slots[parent] for parent in parents]
+        for parent in sorted(set(parents)):
+            children = [i for i, p in enumerate(parents) if p == parent]
+            if len(children) > 1:
+                forks, self._cache = self._manager.fork(self._cache, slots[parent], len(children) - 1)
+                for i, slot in zip(children[1:], forks, strict=True):
+                    self._slots[i] = slot

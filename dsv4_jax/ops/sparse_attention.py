@@ -195,5 +195,5 @@ def _pad_heads(x, multiple=None, axis=1):
     """Pads the heads to a multiple, by default to what the decode kernel takes."""
     # A device that shares a layer with others may have few heads.
     heads = x.shape[axis]
-    missing = -heads % (multiple or min(HEADS, -(-heads // 8) * 8))
+    missing = -heads % (multiple or (8 if heads < HEADS else HEADS))
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])

@@ -78,8 +78,10 @@ class Answer:
             message = f"{count} answers are more than the {service.engine.capacity} that the server takes at once"
             raise APIError(400, message, param="n")
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.max_logprobs:
-            message = f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.max_logprobs}"
+        if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.config.max_logprobs:
+            message = (
+                f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.config.max_logprobs}"
+            )
             raise APIError(400, message, param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts) * self._samples
         if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MAX_LOGPROBS:

@@ -210,7 +210,7 @@ class ExpertsProblem:
         bits, larger = self.layout.bits, FP8.bits
         first, total = lax.div(worker * shared, workers), bits * tiles + larger * shared
         rest = lax.div(worker * total, workers) - larger * first + bits // 2
-        # With less work than one shared tile per block, a block that has one could not get a negative number of others.
+        # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
         return jnp.where(balanced, jnp.clip(lax.div(rest, jnp.int32(bits)), 0, tiles), evenly), first
 

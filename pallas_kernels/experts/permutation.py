@@ -84,7 +84,7 @@ def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -
 
 
 @sort_pairs.mosaic
-def _(selected, order, count, tiles, number, size, scratch):
+def _sort_pairs_mosaic(selected, order, count, tiles, number, size, scratch):
     pairs, places, max_tiles = selected.shape[0], order.shape[0], tiles.shape[1]
     warps = MAX_EXPERTS // mlir.WARP
 

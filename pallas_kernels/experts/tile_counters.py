@@ -23,7 +23,7 @@ def signal_tile(counts_gmem, group: jax.Array) -> None:
 
 
 @signal_tile.mosaic
-def _(counts_gmem, group):
+def _signal_tile_mosaic(counts_gmem, group):
     def emit(counts_gmem, group):
         mgpu.utils.warpgroup_barrier()
         with ops.when(U32(mlir.thread()).equals(0)):
@@ -39,7 +39,7 @@ def wait_for_tiles(counts_gmem, group: jax.Array, tiles: int) -> None:
 
 
 @wait_for_tiles.mosaic
-def _(counts_gmem, group, tiles):
+def _wait_for_tiles_mosaic(counts_gmem, group, tiles):
     def emit(counts_gmem, group):
         counter = _counter(counts_gmem, U32(mlir.scalar(group)) + 1)
         with ops.when(ops.lane().equals(0)):
@@ -58,24 +58,17 @@ def reduce_if_last(
     """Counts a term of 64 channels that this warpgroup has written; after the last term, adds them all up.
 
     Each group of pairs has a term, and so has the shared expert. The warpgroup that writes the last one also writes
-    `total_gmem`: the sum over a token's pairs in their order, then the shared expert's term.
-
-    Args:
-      total_gmem: [T, D] bfloat16.
-      terms_gmem: [P, D] bfloat16, terms of pairs; those of pairs without an expert are not read.
-      last_gmem: [T, D] bfloat16, terms of the shared expert.
-      selected_gmem: [P] int32, the expert of each pair.
-      counts_gmem: [N] int32.
-      first: place of the first 64 channels' counter in the counts.
-      tile: number of the 64 channels.
-      experts: number of experts.
-      flag_smem: [4] int32, this warpgroup's own.
+    `total_gmem` [T, D]: the sum over a token's `terms_gmem` [P, D] in the order of its pairs, without those that
+    `selected_gmem` [P] gives no expert, then its term in `last_gmem` [T, D]. All three are bfloat16. The counter of the
+    channels is `counts_gmem[first + tile]`; `flag_smem` [4] int32 is this warpgroup's own.
     """
     # The interpreter has no order of blocks' reads and writes: `experts` adds terms up behind an interpreted launch.
 
 
 @reduce_if_last.mosaic
-def _(total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first, tile, experts, flag_smem):
+def _reduce_if_last_mosaic(
+    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first, tile, experts, flag_smem
+):
     (tokens, width), top_k = total_gmem.shape, terms_gmem.shape[0] // total_gmem.shape[0]
     words_per_tile = ROWS // 2
 

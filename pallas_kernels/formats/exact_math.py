@@ -1,11 +1,11 @@
 """Functions whose float32 bits are the same from every compiler: XLA on CPU and GPU, Mosaic, the interpreter.
 
-Only float32 additions, products, comparisons and integer operations are used, which every backend rounds alike, and
-two liberties of compilers are taken away: a product that feeds an addition is a `product`, or is exact, so that it
-makes no difference whether the two contract to one FMA; and no division, square root, exp, sin or cos is called, which
-backends approximate in their own ways. Where a function takes `product`, a kernel gives its own: an instruction that is
-never contracted costs less than a fence. Arguments must be finite unless said otherwise; results are within about two
-units in the last place where nothing else is said.
+They use additions, products, comparisons and integer operations alone, which every backend rounds alike. Divisions,
+square roots, exp, sin and cos are missing because backends approximate them differently. A product that feeds an
+addition is exact or made by `product`, so that contracting the two to an FMA changes no bit. Kernels pass their own
+`product`, an instruction that is never contracted, which costs less than a fence.
+
+Arguments must be finite, and results are within about two units in the last place, unless a function says otherwise.
 """
 
 from collections.abc import Callable
@@ -15,37 +15,37 @@ import jax.numpy as jnp
 from jax import lax
 
 
-# A softmax over more than WHOLE rows is summed in PARTS of consecutive rows, then over the parts.
-WHOLE = 16
-PARTS = 8
-# A sum over channels goes over each SLICE of consecutive channels, then over the slices.
+# A softmax over more than MAX_SHORT rows sums CHUNKS chunks of consecutive rows, then adds up the chunks.
+MAX_SHORT = 16
+CHUNKS = 8
+# A sum over channels is taken over each SLICE of consecutive channels, then over the slices.
 SLICE = 64
 
 LOWEST = -3.0e38
 _LOG2E = 1.4426950408889634
-# Adding it rounds to an integer, which then stands in the low bits of the sum.
+# Adding this number rounds to an integer and leaves it in the low bits of the sum.
 _ROUND = 12582912.0
 # 2**f for |f| <= 1/2 without the constant term 1; largest relative error 2**-23.4.
 _EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.009671512869934276, 0.001326472389622271)
 # pi / 2 in pieces of 14, 14, 14 and 4 bits: products with integers of 10, 10, 10 and 20 bits are exact.
 _HALF_PI = (1.5706787109375, 0.00011761486530303955, 9.920313459588215e-10, 5.684341886080802e-14)
 _SIN = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
-# In powers of minus the square: of a square times a positive number LLVM knows the sign, and removes the fence.
+# Coefficients of powers of minus the square: LLVM would know the sign of positive terms and remove the fence.
 _COS = (4.166664568298827e-2, 1.388731625493765e-3, 2.443315711809948e-5)
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """x itself, for x >= -3e38, through a comparison that no compiler can see to be superfluous."""
+    """Returns x, for x >= -3e38, through a comparison that compilers cannot remove."""
     return jnp.maximum(x, LOWEST)
 
 
 def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """x * y, above -3e38 or infinite, rounded before anything is added to it."""
+    """Returns x * y, above -3e38 or infinite, rounded before anything is added to it."""
     return fence(x * y)
 
 
 def tree_sum(terms: list[jax.Array]) -> jax.Array:
-    """The terms' sum in the order of `quant.ordered_sum`: halves added until one is left; their number a power of 2."""
+    """Returns the sum of 2**n terms in the order of `quant.ordered_sum`: adds the halves until one term is left."""
     while len(terms) > 1:
         half = len(terms) // 2
         terms = [low + high for low, high in zip(terms[:half], terms[half:], strict=True)]
@@ -53,7 +53,7 @@ def tree_sum(terms: list[jax.Array]) -> jax.Array:
 
 
 def exp_negative(x: jax.Array, product: Callable = product) -> jax.Array:
-    """e**x for x <= 0, -inf included; within 2**-22 of the largest result, 1. Below 2**-125 it is 2**-125."""
+    """Returns max(e**x, 2**-125) for x <= 0, -inf included, with an absolute error of 2**-22."""
     scaled = jnp.maximum(x * _LOG2E, -125.0)
     rounded = fence(scaled + _ROUND)
     fraction = scaled - (rounded - _ROUND)
@@ -62,7 +62,7 @@ def exp_negative(x: jax.Array, product: Callable = product) -> jax.Array:
 
 
 def reciprocal(x: jax.Array, product: Callable = product) -> jax.Array:
-    """1 / x for normal x > 0 up to 2**125."""
+    """Returns 1 / x for normal x > 0 up to 2**125."""
     y = _float(0x7EF311C3 - _bits(x))
     for _ in range(3):
         y = y * (2.0 - product(x, y))
@@ -70,7 +70,7 @@ def reciprocal(x: jax.Array, product: Callable = product) -> jax.Array:
 
 
 def inverse_sqrt(x: jax.Array, product: Callable = product) -> jax.Array:
-    """1 / sqrt(x) for x from 2**-125 to 2**125."""
+    """Returns 1 / sqrt(x) for x from 2**-125 to 2**125."""
     half = x * 0.5
     y = _float(0x5F375A86 - (_bits(x) >> 1))
     for _ in range(3):
@@ -79,10 +79,10 @@ def inverse_sqrt(x: jax.Array, product: Callable = product) -> jax.Array:
 
 
 def cos_sin(angle: jax.Array, product: Callable = product) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of angles 0 .. 2**20 in radians; within 2e-7."""
+    """Returns the cosine and the sine of angles from 0 to 2**20 radians, with an absolute error of 2e-7."""
     rounded = fence(product(angle, 0.6366197723675814) + _ROUND)
     quarters = rounded - _ROUND
-    # Ten bits each, so that the products below are exact.
+    # The halves have ten bits each, so that the products below are exact.
     high = fence(quarters + 1024 * _ROUND) - 1024 * _ROUND
     low = quarters - high
     rest = angle
@@ -101,7 +101,7 @@ def cos_sin(angle: jax.Array, product: Callable = product) -> tuple[jax.Array, j
 
 
 def round_bfloat16(x: jax.Array) -> jax.Array:
-    """Rounded to bfloat16, ties to even, kept as float32. Not by casts: compilers may delete a pair of them."""
+    """Rounds float32 to bfloat16 values, ties to even, by integer operations: compilers may delete a pair of casts."""
     bits = _bits(x)
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
 

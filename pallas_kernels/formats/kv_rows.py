@@ -1,9 +1,8 @@
-"""Rows of quantised pools in registers: one warp a row, found by row number.
+"""Loads and stores of quantised pools' rows, by row number, with one warp for each row.
 
-Kernels here see every pool as [rows, columns], all leading axes merged, and a row of 512 values as 8 groups of 64. A
-warp reads and writes half a row at a time, 8 values a lane, so that every access of a warp is one contiguous stretch:
-no shared memory, no bulk copies (a 448-byte row does not fit their alignment), and the fewest instructions between a
-token's arrival and its last byte.
+Every pool is [rows, columns] here, with all leading axes merged, and a row of 512 values is 8 groups of 64. A warp
+accesses half a row at a time, 8 values in each lane, so that the bytes of an access are contiguous. Rows go from global
+memory to registers directly: bulk copies do not take 448-byte rows, and every further step costs latency.
 """
 
 from typing import Any
@@ -28,9 +27,9 @@ from pallas_kernels.runtime.launch import primitive
 GROUP = 64
 GROUPS = 8
 ROW_DIM = GROUPS * GROUP
-WARPS = 4  # of a warpgroup
+WARPS = 4  # warps of a warpgroup
 
-# Warp w holds rows w, w + 4, ...; its lanes 4 groups x 8 stretches of 8 values, in two registers a row.
+# Warp w holds rows w, w + 4, ... A row is two registers; the lanes of a register hold 4 groups x 8 runs of 8 values.
 VALUES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 4, GROUP), (8,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 PER_GROUP = VALUES.reduce(2)
 PER_ROW = VALUES.reduce((1, 2))
@@ -44,7 +43,7 @@ product = product_in(_layout)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Numbers along an axis of rows, groups or values, int32, in the layout of that rank."""
+    """Returns the numbers along an axis of rows, groups or values, int32, in the layout of the shape's rank."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
@@ -61,17 +60,18 @@ def check_row_pools(layout: RowLayout, nope: jax.Array, rope: jax.Array, scale: 
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """[n] int32: the rows of rings [layers, slots, ring, ..] that hold tokens, `position % ring` of their slots.
+    """Returns the ring row of each token, `position % ring` of its slot.
 
     Args:
-      token: [n] int32 in layout PER_ROW.
-      slots, positions: [T] int32 in global memory; tokens of one slot stand together and in order.
+      token: [n] int32 in layout PER_ROW, numbers of tokens; numbers from T on are ignored.
+      slots: [T] int32 in global memory; tokens of one slot are consecutive and in order.
+      positions: [T] int32 in global memory.
       layer: [1] int32 in global memory.
-      shape: of the rings.
+      shape: the rings' shape [layers, slots, ring, ..].
 
     Returns:
-      -1 where nothing is written: for numbers from T on, for tokens whose slot or position is -1, and where a later
-      token of the call has the same row.
+      [n] int32 row numbers. -1 for ignored tokens, for padding (slot or position -1), and for tokens whose row a later
+      token of the call overwrites.
     """
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
@@ -87,13 +87,14 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
 
 @primitive
 def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int = 0) -> jax.Array:
-    """[*shape] in the layout of its rank: rows of a pool [R, C], or [R], in global memory, by number.
+    """Loads rows of a pool by number, in the layout of the shape's rank.
 
     Args:
+      ref: [R, C] or [R] in global memory.
       rows: [n] int32 in layout PER_ROW, each in 0 .. R - 1.
-      shape: (n,) the first value of each row; (n, C) whole rows of per-group values; (n, 8, 64) rows in groups.
-      first_group: for (n, 8, 64): the pool's rows are groups first_group .. first_group + C / 64 - 1. Values of the
-        other groups are unspecified.
+      shape: (n,) for the first value of each row; (n, C) for rows of per-group values; (n, 8, 64) for rows in groups.
+      first_group: the group at which the pool's C / 64 groups begin, for (n, 8, 64). Values of the other groups are
+        unspecified.
     """
     values = ref[...].reshape(-1, _width(ref))[rows]
     if len(shape) == 3:
@@ -104,7 +105,7 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
 
 
 @load_rows.mosaic
-def _(ref, rows, shape, *, first_group=0):
+def _load_rows_mosaic(ref, rows, shape, *, first_group=0):
     layout: Any = _layout(shape).to_mgpu()
 
     def emit(ref, rows):
@@ -112,7 +113,7 @@ def _(ref, rows, shape, *, first_group=0):
         kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
         for _, row, group, lane in _positions(layout, shape, rows):
             if len(shape) == 3:
-                # Unsigned: groups before the first lie far past the end, whose values are those of the last.
+                # Clips unsigned numbers: groups before the first count as groups past the end.
                 group = arith.subi(group, mlir.index(first_group))
                 group = arith.minui(group, mlir.index(_width(ref) // GROUP - 1))
             loaded = llvm.load(bits, _pointer(ref, row, group, lane), alignment=_bytes(bits))
@@ -124,9 +125,13 @@ def _(ref, rows, shape, *, first_group=0):
 
 @primitive
 def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0) -> None:
-    """Writes what `load_rows` would load, [n], [n, C] or [n, 8, 64] of the pool's dtype; bool pools take uint8 0 and 1.
+    """Stores rows of a pool by number; skips negative row numbers, and groups that the pool lacks.
 
-    A negative row number writes nothing, and so do the groups that are not in the pool.
+    Args:
+      ref: [R, C] or [R] in global memory.
+      rows: [n] int32 in layout PER_ROW.
+      values: [n], [n, C] or [n, 8, 64] of the pool's dtype, as `load_rows` returns them; uint8 0 and 1 for bool pools.
+      first_group: as in `load_rows`.
     """
     flat = values.reshape(values.shape[0], -1)[:, first_group * GROUP :][:, : _width(ref)].astype(ref.dtype)
     for i in range(values.shape[0]):
@@ -137,12 +142,12 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
 
 
 @store_rows.mosaic
-def _(ref, rows, values, *, first_group=0):
+def _store_rows_mosaic(ref, rows, values, *, first_group=0):
     def emit(ref, rows, values):
         for at, row, group, lane in _positions(values.layout, values.shape, rows):
             inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
             if len(values.shape) == 3:
-                # Unsigned: groups before the first lie far past the end.
+                # Compares unsigned numbers: groups before the first lie past the end.
                 group = arith.subi(group, mlir.index(first_group))
                 in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
                 inside = arith.andi(inside, in_pool)
@@ -155,7 +160,7 @@ def _(ref, rows, values, *, first_group=0):
 
 
 def _positions(layout, shape, rows):
-    """(register, row, group, value in the group) of what this thread holds, as MLIR index values."""
+    """Yields (register, row, group, value in the group) of this thread's registers, as MLIR index values."""
     rows = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))
     for at, position in zip(registers, layout.thread_idxs(shape), strict=True):
@@ -164,7 +169,7 @@ def _positions(layout, shape, rows):
 
 
 def _pointer(ref, row, group, lane):
-    """Address of a value: in a row of values by group and lane, in a row of per-group values by group."""
+    """Returns the address of a value: column `64 * group + lane`, or `group` in rows of per-group values."""
     column = group
     if _width(ref) >= GROUP:
         column = arith.addi(arith.muli(group, mlir.index(GROUP)), lane)
@@ -178,7 +183,7 @@ def _width(ref):
 
 
 def _bits_type(ref):
-    # At least 8: a bool takes a byte.
+    # A bool takes a byte.
     return mlir.int_type(max(8, mgpu.utils.bitwidth(ref.type.element_type)))
 
 

@@ -1,4 +1,4 @@
-"""How rows and index keys lie in memory: what a kernel must know of a format beside the arrays' shapes."""
+"""Layouts of rows and index keys in memory, from which kernels learn a format."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """A quantised row: E4M3 codes, then RoPE values in bfloat16, each in an array of its own, and scales.
+    """A quantised row: arrays of E4M3 codes, of RoPE values in bfloat16, and of scales.
 
     Attributes:
-      nope_dim: values stored as E4M3 codes, uint8.
-      rope_dim: values stored in bfloat16, the last ones of the row.
-      scale_block: values that share one E8M0 scale, stored as uint8 and zero-padded to a multiple of 8; None: one
-        float32 inverse scale for the row.
+      nope_dim: number of values stored as E4M3 codes, uint8.
+      rope_dim: number of values stored in bfloat16, the last ones of the row.
+      scale_block: number of values that share an E8M0 scale; the scales are uint8, zero-padded to a multiple of 8. None
+        means one float32 inverse scale for the row.
     """
 
     nope_dim: int
@@ -25,25 +25,25 @@ class RowLayout:
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
+        """The number of values in a row."""
         return self.nope_dim + self.rope_dim
 
     @property
     def scale_width(self) -> int:
-        """Scales of a row, with the padding."""
+        """The number of scales in a row, padding included."""
         return 1 if self.scale_block is None else -(-self.nope_dim // self.scale_block // 8) * 8
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyLayout:
-    """A quantised index key: E2M1 codes, two in a byte, the even value's the low nibble, and scales.
+    """A quantised index key: E2M1 codes, two in a byte with the even value in the low nibble, and scales.
 
     Attributes:
-      dim: values of a key.
-      scale_block: values that share a scale.
-      scale: "e8m0", a power of two (MXFP4), or "e4m3" under `global_scale` (NVFP4).
+      dim: number of values in a key.
+      scale_block: number of values that share a scale.
+      scale: "e8m0", a power of two (MXFP4), or "e4m3" times `global_scale` (NVFP4).
       hadamard: whether keys and queries are rotated before they are rounded.
-      global_scale: the second-level scale of "e4m3".
+      global_scale: second-level scale of "e4m3".
     """
 
     dim: int
@@ -54,17 +54,19 @@ class KeyLayout:
 
 
 def quantised[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
-    """The layout; raises NotImplementedError for None, of a format that stores values as they are."""
+    """Returns the layout; raises NotImplementedError for None, which stands for an unquantised format."""
     if layout is None:
         raise NotImplementedError("the kernel takes quantised formats, not 'plain'")
     return layout
 
 
 def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> None:
-    """Raises NotImplementedError unless these are pools [a, b, c, width] of this layout that hold a row.
+    """Raises NotImplementedError unless the pools [a, b, c, width] have this layout and are not empty.
 
-    Of rows, (nope [.., nope_dim] uint8, rope [.., rope_dim] bfloat16, scale [.., scale_width] uint8 or float32); of
-    keys, (codes [.., dim / 2] uint8, scale [.., dim / scale_block] uint8).
+    Args:
+      layout: the layout of rows or keys.
+      pools: for rows, nope [.., nope_dim] uint8, rope [.., rope_dim] bfloat16 and scale [.., scale_width] uint8 or
+        float32; for keys, codes [.., dim / 2] uint8 and scale [.., dim / scale_block] uint8.
     """
     if isinstance(layout, RowLayout):
         scale = jnp.float32 if layout.scale_block is None else jnp.uint8

@@ -1,4 +1,4 @@
-"""Products that are never contracted to an FMA with the sum they go into, for less than a fence costs."""
+"""Products that compilers never contract with a sum to an FMA, cheaper than `exact_math.product` and its fence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,15 @@ from pallas_kernels.runtime.launch import primitive
 
 
 def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | float], jax.Array]:
-    """`exact_math.product` of float32 arrays that lie in registers as `layout(shape)` says."""
+    """Returns `exact_math.product` for float32 arrays whose register layout is `layout(shape)`."""
 
     @primitive
     def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
-        """x * y, an instruction of its own."""
+        """Returns x * y, computed by an instruction of its own."""
         return exact_math.product(x, y)
 
     @product.mosaic
-    def _(x, y):
+    def _product_mosaic(x, y):
         factors = [] if isinstance(y, float) else [y]
 
         def emit(x, *factors):

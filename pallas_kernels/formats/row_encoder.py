@@ -1,8 +1,7 @@
-"""Quantising rows and index keys, bit-equal to `dsv4_jax.quant`; storing one that lies over a warp or a warpgroup.
+"""Encoders of rows and index keys, bit-equal to `dsv4_jax.quant`.
 
-What turns largest magnitudes into scales, and values into codes, works in any register layout. `store_quantised` is for
-rows of which each warp has one (see `kv_rows`), `encode_row` and `encode_key` for vectors over a warpgroup (see
-`vectors`).
+The functions for scales and codes take any register layout. `store_quantised` takes rows with one warp for each (see
+`kv_rows`). `encode_row` and `encode_key` take vectors over a warpgroup (see `vectors`).
 """
 
 from collections.abc import Callable
@@ -21,24 +20,24 @@ from pallas_kernels.runtime.launch import primitive
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-# Midpoints between E2M1 magnitudes; the second of a pair tells whether the midpoint itself goes up.
+# Midpoints between E2M1 magnitudes, and whether the midpoint itself rounds up.
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
 def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(E8M0 bits, int32; what to multiply values with, float32) of blocks of E4M3 values, from largest magnitudes."""
+    """Returns the E8M0 bits, int32, and the float32 factors of blocks of E4M3 values, from largest magnitudes."""
     bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * jnp.float32(1 / E4M3_MAX))
     return bits, _power_of_two(254 - bits)
 
 
 def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
-    """(inverse scale; what to multiply values with) of rows of E4M3 values; float32 in a layout of registers."""
+    """Returns the inverse scales and the factors, float32, of rows of E4M3 values, from largest magnitudes."""
     inverse_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)
     return inverse_scale, divide_one(inverse_scale, layout)
 
 
 def e4m3_codes(x: jax.Array) -> jax.Array:
-    """E4M3 bits, uint8, saturating."""
+    """Rounds float32 to E4M3 bits, uint8, saturating."""
     return lax.bitcast_convert_type(_saturated(x).astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
@@ -53,7 +52,7 @@ _saturated.mosaic(lambda x: x)
 
 @primitive
 def divide_one(x: jax.Array, layout) -> jax.Array:
-    """1 / x of float32, correctly rounded: Mosaic's own division is approximate. `layout`: of x in registers."""
+    """Returns 1 / x, float32 in a register layout, correctly rounded: Mosaic's own division is approximate."""
     return 1 / x
 
 
@@ -67,9 +66,13 @@ def _(x, layout):
 
 
 def store_quantised(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
-    """Quantises x [4, 8, 64] float32, a row of each warp, and writes each to a row of pools; -1 writes nothing.
+    """Quantises a row in each warp and stores it, the padding of E8M0 scales included.
 
-    `pools`: references to (nope, rope, scale) [R, ..] in global memory; the padding of E8M0 scales is written too.
+    Args:
+      x: [4, 8, 64] float32.
+      pools: references to nope, rope and scale, [R, ..] in global memory.
+      row: [4] int32 row numbers; -1 stores nothing.
+      layout: the rows' layout.
     """
     nope, rope, scale = pools
     nope_groups = layout.nope_dim // kv_rows.GROUP
@@ -89,10 +92,16 @@ def store_quantised(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
 
 
 def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first, keep, scratch) -> None:
-    """Stores x [size] float32, channels first, first + 1, ... of a row, where `keep`; `first` is a multiple of 64.
+    """Quantises consecutive channels of a row and stores them, the padding of E8M0 scales included.
 
-    `pools`: references to the row's (nope, rope, scale) values, scales of 64 values or of the row; the padding of E8M0
-    scales is written too. `largest`: of a [size] float32 over all channels of the row, whoever holds them.
+    Args:
+      x: [size] float32.
+      pools: references to the row's nope, rope and scale values; a scale is for 64 values or the row.
+      layout: the row's layout.
+      largest: a function that returns the maximum of [size] float32 over all of the row's channels, whoever holds them.
+      first: the first channel, a multiple of 64.
+      keep: whether to store anything.
+      scratch: as in `vectors.exchange`.
     """
     nope, rope, scale = pools
     size, channel = jnp.abs(x), vectors.channels(x.shape[0]) + first
@@ -117,20 +126,26 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
 
 
 def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
-    """Stores an index key, [D] float32; pools = references to its (codes, scale) bytes."""
+    """Quantises and stores an index key x [D] float32; `pools` are references to its codes and scale bytes."""
     codes, scale = pools
     channel = vectors.channels(x.shape[0])
     code, stored, _ = quantise_keys(x, layout, scratch)
-    # The even channel of a pair writes both: its own nibble is the low one.
+    # The even channel of a pair writes both nibbles, its own as the low one.
     pair = code | (vectors.exchange(code, 1, scratch) << 4)
     vectors.store_channels(codes, pair.astype(jnp.uint8), channel, every=2)
     vectors.store_channels(scale, stored, channel, every=layout.scale_block)
 
 
 def quantise_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantises x [size] float32, keys of `layout.dim` channels one after the other; scratch as in `vectors.exchange`.
+    """Quantises consecutive keys of `layout.dim` channels.
 
-    Returns (E2M1 codes 0 .. 15, int32; scale bits, uint8; what codes are multiples of, float32), [size] each.
+    Args:
+      x: [size] float32.
+      layout: the keys' layout.
+      scratch: as in `vectors.exchange`.
+
+    Returns:
+      [size] each: E2M1 codes 0 to 15, int32; scale bits, uint8; steps whose multiples the values are, float32.
     """
     if layout.hadamard:
         x = round_bfloat16(_hadamard(x, layout.dim, scratch))
@@ -140,9 +155,12 @@ def quantise_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, 
 
 
 def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(Scale bits, uint8; what codes are multiples of; what to multiply values with) of blocks of E2M1 values.
+    """Returns the scale bits, uint8, the steps and the factors, float32, of blocks of E2M1 values.
 
-    `amax`: their largest magnitudes, float32; `registers`: its layout.
+    Args:
+      amax: largest magnitudes, float32.
+      layout: the keys' layout.
+      registers: the register layout of `amax`.
     """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
@@ -163,7 +181,7 @@ def _hadamard(x, dim, scratch):
 
 
 def _e8m0_ceil(x):
-    """Bits of the smallest power of two that is not below x."""
+    """Returns the E8M0 bits of the smallest power of two that is not below x."""
     return (lax.bitcast_convert_type(x, jnp.int32) + 0x7FFFFF) >> 23
 
 
@@ -172,14 +190,14 @@ def _power_of_two(bits):
 
 
 def _e4m3_value(bits):
-    """Of non-negative codes. In integers: compilers may delete a pair of casts, and the rounding with it."""
+    """Decodes non-negative codes, by integer operations: compilers may delete a pair of casts and its rounding."""
     size = bits.astype(jnp.int32)
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
     return jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
 
 
 def e2m1_codes(x: jax.Array) -> jax.Array:
-    """Codes 0 to 15 as int32, ties to even."""
+    """Rounds float32 to E2M1 codes 0 to 15, int32, ties to even."""
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8
     for midpoint, up in _MIDPOINTS:

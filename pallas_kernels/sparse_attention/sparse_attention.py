@@ -71,7 +71,7 @@ def sparse_attention(
     return decode_attention(problem, q, sinks=sinks, angles=angles, splits=None, interpret=interpret)
 
 
-@cached_trace("config")
+@cached_trace()
 def attention_sums(
     q: jax.Array,
     slots: jax.Array,
@@ -79,13 +79,12 @@ def attention_sums(
     rings: Rings,
     compressed: Paged | None,
     *,
-    config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the KV splits of `sparse_attention` without combining them, for `combine` or for other devices.
 
     Args:
-      q, slots, positions, rings, compressed, config, interpret: as in `sparse_attention`; T at least 1.
+      q, slots, positions, rings, compressed, interpret: as in `sparse_attention`; T at least 1.
 
     Returns:
       (sums [T, S, H, 512], stats [T, S, 2, H]) float32, S splits, H rounded up to a multiple of 64; see `combine`.
@@ -94,7 +93,7 @@ def attention_sums(
       NotImplementedError: as in `sparse_attention`.
     """
     problem = _check_and_merge(q, slots, positions, rings, compressed)
-    splits = (config or Config.choose(problem, *q.shape[:2])).splits
+    splits = Config.choose(problem, *q.shape[:2]).splits
     return decode_attention(problem, q, splits=splits, interpret=interpret)
 
 
@@ -108,8 +107,8 @@ def _check_and_merge(q, slots, positions, rings, compressed):
     rings.check()
     check_rules(
         {
-            f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % min(HEADS, -(-heads // 8) * 8)
-            == 0,
+            f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": not heads
+            % (8 if heads < HEADS else HEADS),
             f"windows of a multiple of {TILE} rows, got {rings.window}": rings.window % TILE == 0,
             f"rows with RoPE values, got {layout}": layout.rope_dim > 0,
         }

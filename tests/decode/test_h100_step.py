@@ -13,7 +13,7 @@ from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, SamplingParams
-from dsv4_jax.decode.step import draw, last_logits
+from dsv4_jax.decode.step import last_logits, sample_tokens
 from dsv4_jax.engine import Engine, MTPDrafter
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import SCOPES, DeepseekV4ForCausalLM
@@ -23,7 +23,7 @@ from tests.pallas_kernels.kernels import compile_in_process
 def step(model, cache, batch, *drawing):
     """A step that returns logits; with arguments for drawing, one that verifies a draft and makes one."""
     with ops.use_implementation("mosaic_gpu"):
-        return draw(model, cache, batch, *drawing, drafts=1) if drawing else last_logits(model, cache, batch)
+        return sample_tokens(model, cache, batch, *drawing, drafts=1) if drawing else last_logits(model, cache, batch)
 
 
 def small_config(drafts):
@@ -76,7 +76,7 @@ def check_in_place(compiled, cache):
 
 
 def test_a_profile_can_name_every_part_of_a_step():
-    text = jax.jit(lambda *args: draw(*args, drafts=1)).lower(*arguments(drafts=1)).as_text(debug_info=True)
+    text = jax.jit(lambda *args: sample_tokens(*args, drafts=1)).lower(*arguments(drafts=1)).as_text(debug_info=True)
     assert [scope for scope in SCOPES if not re.search(rf"[/\"]{scope}[/\"]", text)] == []
 
 

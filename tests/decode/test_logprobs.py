@@ -2,11 +2,19 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from dsv4_jax.decode import BatchedSamplingParams, LogprobRows, SamplingParams, decode_loop, sample, sample_step
+from dsv4_jax.decode import (
+    BatchedSamplingParams,
+    LogprobOptions,
+    SamplingParams,
+    StepOutput,
+    decode_loop,
+    sample,
+    sample_step,
+)
 from dsv4_jax.decode.step import accepted_lengths
 from tests.decode.bigram import MODEL, check
 from tests.host.managers import make
@@ -29,31 +37,31 @@ def test_a_step_without_them_has_no_more_to_do():
         tokens = sample(logits, sampling[slots], seeds[slots], batch.positions[at] + 1)
         logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
         cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, rows, tokens))
-        jnp.zeros((4, 0), jnp.int32)  # no drafts
-        return tokens, logprobs, cache
+        return StepOutput(tokens, logprobs), cache
 
     args = MODEL, *arguments()
     plain = str(jax.make_jaxpr(sample_step.__wrapped__)(*args))
     assert plain == str(jax.make_jaxpr(expected)(*args))
     assert "top_k" not in plain
-    assert "top_k" in str(jax.make_jaxpr(sample_step.__wrapped__)(*args, LogprobRows(top=3)))
+    assert "top_k" in str(jax.make_jaxpr(sample_step.__wrapped__)(*args, LogprobOptions(num_top=3)))
 
 
-def test_likeliest_and_given_tokens():
-    """A given token takes the place of a drawn one: here a draft that stands, though another would be drawn."""
-    given = jnp.asarray([9, -1, -1, -1], jnp.int32)
+def test_likeliest_and_forced_tokens():
+    """A forced token takes the place of a drawn one: here a draft that stands, though another would be drawn."""
+    forced = jnp.asarray([9, -1, -1, -1], jnp.int32)
     for wanted in (True, False):
-        rows = LogprobRows(given, jnp.asarray(wanted), top=4)
-        tokens, logprobs, top, cache = sample_step(MODEL, *arguments(), rows)
+        options = LogprobOptions(forced, jnp.asarray(wanted), num_top=4)
+        output, cache = sample_step(MODEL, *arguments(), options)
+        tokens, top = output.tokens, output.top_logprobs
         assert int(tokens[0]) == 9 and cache.lengths.tolist()[:2] == [2, 1]
         if wanted:
             for i, before in enumerate((7, 9, 5)):
-                check([before, int(tokens[i])], logprobs[i : i + 1], top[i : i + 1])
+                check([before, int(tokens[i])], output.logprobs[i : i + 1], top[i : i + 1])
         else:
             assert not top.ids.any() and not top.logprobs.any()
-    drawn, *_, cache = sample_step(MODEL, *arguments())
-    np.testing.assert_array_equal(drawn[1:3], tokens[1:3])
-    assert int(drawn[0]) != 9 and cache.lengths.tolist()[:2] == [1, 1]
+    drawn, cache = sample_step(MODEL, *arguments())
+    chex.assert_trees_all_equal(drawn.tokens[1:3], tokens[1:3])
+    assert int(drawn.tokens[0]) != 9 and cache.lengths.tolist()[:2] == [1, 1]
 
 
 def test_the_loop_on_the_device_tells_them():
@@ -62,12 +70,13 @@ def test_the_loop_on_the_device_tells_them():
     batch, seeds = manager.prepare_forward({slot: [7 + slot] for slot in slots}, reserve=11), jnp.zeros(4, jnp.uint32)
     options = dict(steps=12, sampling=SamplingParams(1.0, top_k=20))
     plain, _ = decode_loop(MODEL, manager.init_cache(), batch, seeds, **options)
-    stop = int(plain[1, 5])
+    stop = int(plain.tokens[1, 5])
     options |= dict(stop_tokens=(stop,), top_logprobs=5)
-    tokens, logprobs, top, _ = decode_loop(MODEL, manager.init_cache(), batch, seeds, **options)
+    output, _ = decode_loop(MODEL, manager.init_cache(), batch, seeds, **options)
+    tokens, logprobs, top = output.tokens, output.logprobs, output.top_logprobs
     for slot in slots:
         count = int((tokens[slot] >= 0).sum())
-        np.testing.assert_array_equal(tokens[slot, :count], plain[slot, :count])
+        chex.assert_trees_all_equal(tokens[slot, :count], plain.tokens[slot, :count])
         check([7 + slot, *tokens[slot, :count].tolist()], logprobs[slot, :count], top[slot, :count])
     ended = tokens[1].tolist().index(stop) + 1
     assert ended <= 6 and not logprobs[1, ended:].any() and not top.logprobs[1, ended:].any()

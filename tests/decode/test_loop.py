@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import SamplingParams, decode_loop, decode_step, last_tokens, sample_step
+from dsv4_jax.decode import SamplingParams, decode_loop, decode_step, last_token_indices, sample_step
 from dsv4_jax.engine import generate, stream
 from dsv4_jax.host import CacheFullError
 
@@ -58,7 +58,8 @@ def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
     cache = manager.init_cache()
     batch = manager.prepare_forward({slot: [3]}, reserve=39)
     seeds = jnp.zeros((3,), jnp.uint32)
-    tokens, cache = decode_loop(model, cache, batch, seeds, steps=40)
+    output, cache = decode_loop(model, cache, batch, seeds, steps=40)
+    tokens = output.tokens
     manager.advance(slot, 39)
     logits, _ = decode_step(model, cache, manager.prepare_forward({slot: [int(tokens[slot, -1])]}))
     manager.release(slot)
@@ -120,4 +121,4 @@ def test_last_tokens_are_found_in_every_slot(manager, slot):
         manager.admit()
     batch = manager.prepare_forward({slot: [5, 6, 7, 8, 9]})
     assert batch.slots.tolist() == [slot] * 5 + [-1] * 3
-    assert last_tokens(batch, 3).tolist() == [4 if i == slot else -1 for i in range(3)]
+    assert last_token_indices(batch, 3).tolist() == [4 if i == slot else -1 for i in range(3)]

@@ -13,7 +13,6 @@ from dsv4_jax.decode import (
     decode_step,
     forward,
     sample_step,
-    topk_step,
 )
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.nn import fuse_projections
@@ -35,7 +34,7 @@ def test_each_method_is_the_function_of_its_name(one_layer, manager):
         (forward, (), {}),
         (decode_step, (), {}),
         (sample_step, (rows, sampling, seeds), {}),
-        (topk_step, (), dict(k=3)),
+        (sample_step, (), {}),
         (decode_loop, (seeds,), dict(steps=1)),
     ):
         got = getattr(compiled, function.__name__)(manager.init_cache(), batch, *args, **options)

@@ -17,10 +17,8 @@ from dsv4_jax.decode import (
     SamplingParams,
     decode_loop,
     decode_step,
-    draft_step,
     forward,
     sample_step,
-    topk_step,
 )
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.decode.step import last_logits
@@ -99,7 +97,7 @@ def test_a_step_that_was_not_begun_is_refused_while_it_is_traced(manager, begins
         lambda cache: forward.__wrapped__(Forgetful(begins), cache, batch),
         lambda cache: decode_step.__wrapped__(Forgetful(begins), cache, batch),
         lambda cache: sample_step.__wrapped__(Forgetful(begins), cache, batch, *rest),
-        lambda cache: topk_step.__wrapped__(Forgetful(begins), cache, batch, k=1),
+        lambda cache: sample_step.__wrapped__(Forgetful(begins), cache, batch),
         lambda cache: decode_loop.__wrapped__(Forgetful(begins), cache, batch, seeds, steps=2),
     ):
         with pytest.raises(ValueError, match=r"must begin with `cache = cache.begin_step\(batch\)`"):
@@ -232,8 +230,9 @@ def test_the_device_loop_makes_no_transfer(model, manager):
     batch = manager.prepare_forward({slot: [3]}, reserve=7)
     cache, seeds = manager.init_cache(), jnp.zeros((3,), jnp.uint32)
     with jax.transfer_guard("disallow"):
-        tokens, cache = decode_loop(model, cache, batch, seeds, steps=8)
+        output, cache = decode_loop(model, cache, batch, seeds, steps=8)
     manager.advance(slot, 7)
+    tokens = output.tokens
     assert int(cache.lengths[slot]) == manager.length(slot) == 8
     assert (np.asarray(tokens[slot]) >= 0).all() and (np.asarray(tokens)[[1, 2]] == -1).all()
 
@@ -249,7 +248,7 @@ def test_no_copy_of_a_pool_in_a_step_that_drafts(tokens):
     cache = KVCache.abstract(host.schema)
     rows, seeds = jnp.zeros((12,), jnp.int32), jnp.zeros((3,), jnp.uint32)
     sampling = jax.device_put(BatchedSamplingParams.of([GREEDY] * 3))
-    compiled = draft_step.lower(model, cache, batch, rows, sampling, seeds, drafts=3).compile()
+    compiled = sample_step.lower(model, cache, batch, rows, sampling, seeds, drafts=3).compile()
     scratch, pools = check_in_place(compiled, cache), host.schema.block_bytes_by_pool()
     # Of the largest pool, at least; the other pools share a name in the program with smaller arrays.
     assert scratch < max(pools.values()), (scratch, pools)

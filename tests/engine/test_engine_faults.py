@@ -8,7 +8,7 @@ import copy
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import CompiledModel, SamplingParams
+from dsv4_jax.decode import CompiledModel, SamplingParams, StepOutput
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache
 from tests.host.faults import ENGINE, HOST, Fault, Inject, consistent
@@ -19,10 +19,11 @@ def token_after(position, seed):
     return (7 * position * position + position + 31 * seed) % CONFIG.vocab_size
 
 
-def formula_step(model, cache, batch, rows, sampling, seeds):
+def formula_step(model, cache, batch, rows, sampling, seeds, *, drafts):
     rows, slots, positions, seeds = map(np.asarray, (rows, batch.slots, batch.positions, seeds))
     at = np.maximum(rows, 0)
-    return token_after(positions[at], seeds[slots[at]].astype(int)), np.zeros(len(rows), np.float32), cache
+    tokens = token_after(positions[at], seeds[slots[at]].astype(int))
+    return StepOutput(tokens, np.zeros(len(rows), np.float32)), cache
 
 
 class Guess:
@@ -77,7 +78,7 @@ class Life:
         for request in self.requests:
             assert self.told.get(request.order, []) == request.generated
             known, start = request.tokens.tolist(), len(request.prompt)
-            assert known[start:] == [token_after(at, request.seed) for at in range(start - 1, len(known) - 1)]
+            assert known[start:] == [token_after(at, request.params.seed) for at in range(start - 1, len(known) - 1)]
             assert request.remaining == 0 or request.finish_reason == "cancelled"
         self.prefix.evict(6)
         consistent(self.manager, self.prefix)
@@ -167,7 +168,7 @@ def test_a_request_that_cannot_be_prepared_fails_alone(monkeypatch):
     life = Life()
     bad = life.engine.add(ids(5), max_new_tokens=4, sampling=SamplingParams(1.0), id="bad")
     life.add(7, 0, 4)
-    object.__setattr__(bad.sampling, "top_k", 2**31)  # as no argument can make it
+    object.__setattr__(bad.params.sampling, "top_k", 2**31)  # as no argument can make it
     outputs = life.engine.step()
     assert [output.request for output in outputs] == [bad, life.requests[0]]
     assert bad.finish_reason == "error" and isinstance(bad.error, OverflowError) and bad.slot == -1

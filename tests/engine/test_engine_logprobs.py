@@ -93,7 +93,7 @@ def test_with_drafts_of_the_device():
     manager = make(config)
     slot = manager.admit()
     batch = manager.prepare_forward({slot: LONG[-1:]}, reserve=39)
-    *found, _ = decode_loop(
+    output, _ = decode_loop(
         DraftingBigram(MODEL.table),
         manager.init_cache(),
         batch,
@@ -102,9 +102,10 @@ def test_with_drafts_of_the_device():
         drafts=2,
         top_logprobs=3,
     )
-    tokens, accepted, logprobs, top = (jax.tree.map(lambda x: x[slot], x) for x in found)
-    assert tokens.tolist() == requests[0].generated and accepted.max() > 0
-    check([LONG[-1], *tokens.tolist()], logprobs, top)
+    mine = jax.tree.map(lambda x: x[slot], output)
+    tokens = mine.tokens
+    assert tokens.tolist() == requests[0].generated and mine.accepted.max() > 0
+    check([LONG[-1], *tokens.tolist()], mine.logprobs, mine.top_logprobs)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, BLOCK, BLOCK + 1])
@@ -185,8 +186,8 @@ def test_a_new_cache_lies_where_the_lost_one_did(monkeypatch, devices):
     before, programs = jax.tree.leaves(engine.cache), engine.metrics.compilations
     step = CompiledModel.sample_step
 
-    def failing(*args):
-        step(*args)
+    def failing(*args, drafts):
+        step(*args, drafts=drafts)
         raise RuntimeError("after the launch")
 
     with monkeypatch.context() as patch:

@@ -62,7 +62,7 @@ def test_arguments_of_another_kind_change_nothing(small, roomy, options, message
 def test_a_fork_with_a_bad_seed_changes_nothing(small, roomy):
     engine = make(small, roomy)
     request = engine.add([1, 2], max_new_tokens=4, seed=-1)
-    assert request.seed == 2**32 - 1
+    assert request.params.seed == 2**32 - 1
     with pytest.raises(TypeError, match="seed=0.5 must be a whole number"):
         engine.fork(request, [3, 0.5])
     assert engine.waiting == (request,) and engine.metrics.restarts == 0
@@ -93,7 +93,7 @@ def test_a_long_queue_is_not_sorted_for_each_request(small, roomy, monkeypatch):
     added = engine.add([1], max_new_tokens=2, priority=3)
     assert len(compared) < 20
     engine.cancel(added)
-    waiting = [(-r.priority, r.order) for r in engine.waiting]
+    waiting = [(-r.params.priority, r.order) for r in engine.waiting]
     assert waiting == sorted(waiting) and len(waiting) == 300
 
 

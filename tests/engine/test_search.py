@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import SamplingParams, topk_step
+from dsv4_jax.decode import LogprobOptions, SamplingParams, sample_step
 from dsv4_jax.engine import Engine, beam_search, n_best
 from dsv4_jax.host import CacheFullError, KVCacheManager
 
@@ -83,8 +83,9 @@ def naive_beams(model, make, prompt, beams, steps, stops):
         cache, slot = manager.init_cache(), manager.admit()
         for start in range(0, len(tokens), CHUNK):
             batch = manager.prepare_forward({slot: tokens[start : start + CHUNK]}, prefill_size=CHUNK + 3)
-            best, ids, cache = topk_step(model, cache, batch, k=2 * beams)
-        return zip(*jax.device_get((best[slot], ids[slot])), strict=True)
+            output, cache = sample_step(model, cache, batch, logprobs=LogprobOptions(num_top=2 * beams))
+        top = jax.device_get(output.top_logprobs[slot])
+        return zip(top.logprobs, top.ids, strict=True)
 
     alive, ended = [([], 0.0)], []
     for _ in range(steps):

@@ -13,8 +13,8 @@ from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
-from dsv4_jax.decode.drafts import draft, forward_for_drafts, newest_tokens
-from dsv4_jax.decode.step import last_tokens
+from dsv4_jax.decode.drafts import draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import Engine, MTPDrafter, generate, stream
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.nn import StepCarry
@@ -55,11 +55,11 @@ def step(model, cache, batch):
     """By slot: the streams and logits after the last token, and K greedy drafts with their logits."""
     hidden, streams, cache = forward_for_drafts(model, cache, batch)
     slots = cache.lengths.shape[0]
-    last = last_tokens(batch, slots)
+    last = last_token_indices(batch, slots)
     at = jnp.maximum(last, 0)
     logits = model.logits(hidden[at])
     choice = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    newest = newest_tokens(choice, jnp.where(last >= 0, batch.positions[at], -1))
+    newest = one_token_batch(choice, jnp.where(last >= 0, batch.positions[at], -1))
     seeds = jnp.zeros((slots,), jnp.uint32)
     tokens, draft_logits, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, count=K)
     return dict(streams=streams[at], logits=logits, draft_tokens=tokens, draft_logits=draft_logits), cache
@@ -365,7 +365,8 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
     steps = length_that_ends_with_drafts(golden, 0)
     batch = host.prepare_forward({slot: prompts[slot, -1:] for slot in slots}, reserve=steps - 1)
     seeds = jnp.zeros((3,), jnp.uint32)
-    tokens, accepted, cache = decode_loop(model, cache, batch, seeds, steps=steps, drafts=K)
+    output, cache = decode_loop(model, cache, batch, seeds, steps=steps, drafts=K)
+    tokens, accepted = output.tokens, output.accepted
     chex.assert_trees_all_equal(tokens[:2], want[:, :steps])
     assert (np.asarray(tokens[2]) == -1).all() and (np.asarray(accepted[2]) == -1).all()
     held = 21 + steps - 1

@@ -28,7 +28,7 @@ from training import Recipe, evaluate, train_step
 
 from dsv4_jax import DeepseekV4ForCausalLM, DSV4Config, KVCacheManager, load_checkpoint
 from dsv4_jax.checkpoint import save_release
-from dsv4_jax.decode.drafts import forward_for_drafts, newest_tokens
+from dsv4_jax.decode.drafts import forward_for_drafts, one_token_batch
 from dsv4_jax.decode.step import forward
 
 
@@ -119,7 +119,7 @@ def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
     def passes(model, cache, batch, true):
         _, streams, cache = forward_for_drafts(model, cache, batch)
         at, logits = jnp.arange(2, dtype=jnp.int32) * (t + 1) + t, []
-        newest, streams = newest_tokens(true[:, 0], batch.positions[at]), streams[at]
+        newest, streams = one_token_batch(true[:, 0], batch.positions[at]), streams[at]
         for i in range(3):
             step = dataclasses.replace(newest, token_ids=true[:, i], positions=newest.positions + i)
             hidden, streams, cache = model.mtp_forward(streams, cache, step)

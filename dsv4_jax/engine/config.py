@@ -1,0 +1,67 @@
+"""The configuration of an engine."""
+
+import dataclasses
+from typing import Any
+
+from dsv4_jax.arguments import check_whole
+from dsv4_jax.decode.drafts import check_drafts
+from dsv4_jax.host import KVCacheManager
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """The sizes and options that an engine's compiled programs depend on.
+
+    Attributes:
+      token_budget: the most tokens that a step runs, in each shard of a mesh's axis "data". A larger budget reads
+        prompts faster and delays running requests longer.
+      draft_tokens: the most drafts of a request that a step verifies. None = 0 without a drafter, else as many as the
+        manager's `max_query_tokens` allows.
+      batch_invariant: whether all steps run in one program of `token_budget` tokens. Matrix products with another
+        number of rows may add in another order, so the last bit of a logit can depend on whether a token came in a
+        chunk, alone or as a draft. This option prevents it and makes decode steps slower.
+      max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts.
+      num_scheduler_steps: number of decode steps that a call of `step` runs on the device without the host, while all
+        requests decode and none waits. Their tokens come together. Excludes drafts and `batch_invariant`.
+    """
+
+    token_budget: int = 256
+    draft_tokens: int | None = None
+    batch_invariant: bool = False
+    max_logprobs: int = 0
+    num_scheduler_steps: int = 1
+
+    def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
+        """Checks the values and fills in `draft_tokens`; raises as `Engine` says.
+
+        Args:
+          manager: the engine's manager.
+          drafter: the engine's drafter, or None.
+        """
+        schema, slots = manager.schema, manager.requests.slots_per_shard
+        spare = schema.max_query_tokens - 1
+        draft_tokens = self.draft_tokens
+        if draft_tokens is None:
+            draft_tokens = spare if drafter is not None else 0
+        if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):
+            raise ValueError(
+                f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
+                f"max_query_tokens={spare + 1}"
+            )
+        if getattr(drafter, "on_device", False):
+            check_drafts(schema, draft_tokens)
+        config = dataclasses.replace(self, draft_tokens=draft_tokens)
+        if self.token_budget < (decode_size := config.decode_size(slots)):
+            raise ValueError(
+                f"token_budget={self.token_budget} must be at least {decode_size}: {1 + draft_tokens} for each of "
+                f"{slots} requests"
+            )
+        check_whole("max_logprobs", self.max_logprobs, 0, schema.config.vocab_size)
+        steps, batch_invariant = check_whole("num_scheduler_steps", self.num_scheduler_steps, 1), self.batch_invariant
+        if steps > 1 and (drafter is not None or batch_invariant):
+            raise ValueError(f"num_scheduler_steps={steps} must be 1 with a drafter, or {batch_invariant=}")
+        return config
+
+    def decode_size(self, slots: int) -> int:
+        """Returns the number of tokens of a decode step of `slots` requests: their last tokens and drafts."""
+        return slots * (1 + (self.draft_tokens or 0))
