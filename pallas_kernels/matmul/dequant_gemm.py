@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels.matmul import dequant_epilogue, dequant_wgmma
 from pallas_kernels.matmul.dequant_wgmma import code_transforms
 from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
-from pallas_kernels.mgpu import barriers
+from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import interpreting
@@ -81,9 +81,7 @@ class Operands(NamedTuple):
     finish: Callable[[jax.Array, jax.Array], None]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DequantScratch:
+class DequantScratch(NamedTuple):
     """Scratch of a GEMM: the types to allocate, and within the kernel the references.
 
     Attributes:
@@ -271,9 +269,8 @@ def _load_scales(gemm, operands, refs, place, number, step):
 
 def _multiply_tile(gemm, operands, refs, warpgroup, n):
     place = operands.locate(n)
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, gemm.inputs), jnp.float32), plgpu.Layout.WGMMA)
     add_step = functools.partial(_add_step, gemm, operands, refs, warpgroup, n, place)
-    sums = lax.fori_loop(0, gemm.steps, add_step, zeros)
+    sums = lax.fori_loop(0, gemm.steps, add_step, wgmma.zeros((ROWS, gemm.inputs)))
     if gemm.overlaps:
         sums = dequant_wgmma.complete_sums(sums)
         _release(refs, (n + 1) * gemm.steps - 1)
