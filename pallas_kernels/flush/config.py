@@ -7,10 +7,7 @@ import jax
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats.exact_math import CHUNKS
 from pallas_kernels.mgpu import vectors
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-
-
-SHARED_BYTES = 226 << 10
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
