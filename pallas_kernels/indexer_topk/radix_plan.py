@@ -47,7 +47,7 @@ class RadixPlan:
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
         """Chooses the plan for `rows` rows of `entries` scores; measured on an H100 and an H200."""
-        # All clusters run at once if possible: one row more would wait for all others. Beyond that, blocks that share
+        # The clusters run at once if possible: one row more would wait for all others. Beyond that, blocks that share
         # a row only wait for each other.
         max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
         if entries <= 32768:
