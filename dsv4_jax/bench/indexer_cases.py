@@ -11,7 +11,6 @@ import numpy as np
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, int32, layer_count, normal, random_rows, tree_bytes
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.config import CSA
 from dsv4_jax.ops.indexer_scores import round_index_query_operands, score_rounded_kernel, score_rounded_xla
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
@@ -55,7 +54,7 @@ def indexer_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 def _query_case(schema, group, tokens):
     config, key = schema.config, group.key
-    inv_freq = jnp.asarray(config.inv_freq(config.layer_types.index(CSA)))
+    inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
 
     def make(rng, calls):
         shape = tokens, config.index_n_heads, config.index_head_dim

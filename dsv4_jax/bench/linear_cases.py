@@ -35,7 +35,7 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
         for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
             linears = list(fused.separate(attention).values())
             sizes = tuple(linear.weight.shape[0] for linear in linears)
-            dtypes = tuple(jnp.bfloat16 if linear.rounded else jnp.float32 for linear in linears)
+            dtypes = tuple(linear.out_dtype or jnp.bfloat16 for linear in linears)
             maps[f"{group}, of {source}"] = LinearSpec(sizes, dtypes), (sum(sizes), linears[0].weight.shape[1])
     _, attention = attentions.popitem()  # all groups have the same output projections
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):

@@ -30,8 +30,8 @@ class Attention(nnx.Module):
       sinks: [heads] float32, a logit per head that takes attention away from every entry.
       compressor: Compressor of a layer that stores entries, else None. It holds the layer's indexer.
       indexer: IndexerQuery of a layer that selects among entries that another layer stores, else None.
-      input_projections, latent_projections: Projections of the layer's input, and of the normed query latent. The maps
-        of these that are fused are None above.
+      input_projections, latent_projections: Projections of the layer's input, and of the normed query latent. Fused
+        maps are None above.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -74,24 +74,28 @@ class Attention(nnx.Module):
         Args:
           x: [T, hidden] normed input in the model's dtype.
           handle: the layer's cache for this batch; padding tokens write nothing and yield values nobody reads.
-          carry: what earlier layers of this step selected.
+          carry: selections of earlier layers of this step.
 
         Returns:
-          y [T, hidden] in x's dtype, on several devices this one's part, see `ops.all_reduce`; the carry, with this
-          layer's own selection; the updated cache.
+          (y [T, hidden] in x's dtype, on a mesh this device's partial sum, see `ops.all_reduce`; the carry with this
+          layer's selection; the updated cache).
         """
         config, spec = self.config, self.config.layers[self.layer]
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
-        of_x = self.input_projections(self, x)
-        of_latent = self.latent_projections(self, of_x["q_a_proj"], self.q_a_norm)
-        q = of_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
-        rows = q, of_x["kv_proj"], self.kv_norm.weight[...]
+        projected_x = self.input_projections(self, x)
+        projected_latent = self.latent_projections(self, projected_x["q_a_proj"], self.q_a_norm)
+        q = projected_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
+        rows = q, projected_x["kv_proj"], self.kv_norm.weight[...]
         with jax.named_scope("norm_rope"):
             q, handle = handle.norm_rope_append(*rows, inv_freq, eps=config.rms_norm_eps)
 
         def operands(path):
-            return of_x[f"{path}.kv_proj"], of_x[f"{path}.gate_proj"], operator.attrgetter(path)(self).weights()
+            return (
+                projected_x[f"{path}.kv_proj"],
+                projected_x[f"{path}.gate_proj"],
+                operator.attrgetter(path)(self).weights(),
+            )
 
         if spec.owner:
             keys = operands("compressor.indexer") if spec.key_compressor else None
@@ -100,10 +104,12 @@ class Attention(nnx.Module):
         if spec.selects:
             path = _query_path(spec)
             query = operator.attrgetter(path)(self)
-            indices = query.select(of_latent[f"{path}.q_b_proj"], of_x[f"{path}.scorer.weights_proj"], handle)
+            indices = query.select(
+                projected_latent[f"{path}.q_b_proj"], projected_x[f"{path}.scorer.weights_proj"], handle
+            )
             carry = carry.with_selection(self.layer, indices)
         indices = None if spec.selection is None else carry.selections[spec.selection]
-        # Values carry their own RoPE; turning back at the query's position leaves the relative one.
+        # Values carry their own RoPE. The inverse rotation at the query's position leaves the relative one.
         with jax.named_scope("attention"):
             out, handle = handle.attend(q, self.sinks[...], indices, inv_freq)
         heads_a_group = config.num_attention_heads // config.o_groups
@@ -111,12 +117,12 @@ class Attention(nnx.Module):
         return y, carry, handle.cache
 
     def write_window(self, x: Float[Array, "T D"], handle: CacheHandle) -> Any:
-        """The cache after `__call__` in a layer without entries, for callers that do not need what it returns."""
+        """Updates the cache as `__call__` does in a layer without entries; returns the cache."""
         kv = self.kv_norm(self.input_projections(self, x)["kv_proj"])
         positions = jnp.maximum(handle.batch.positions, 0)
         return handle.write_swa(apply_rope(kv, positions, jnp.asarray(self.config.inv_freq(self.layer)))).cache
 
 
 def _query_path(spec: LayerSpec) -> str:
-    """Where the query half of a layer's indexer is in its attention: beside the key half, if there is one."""
+    """Returns the path of the indexer's query half in the attention: beside the key half, if there is one."""
     return "compressor.indexer" if spec.owner else "indexer"

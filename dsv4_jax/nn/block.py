@@ -24,7 +24,7 @@ SCOPES = (
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MoE, each between a collapse and an expansion of the residual streams.
+    """Applies attention and MoE, each between a collapse and an expansion of the residual streams.
 
     Attributes:
       self_attn: Attention.
@@ -45,14 +45,14 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[Float[Array, "T h D"], StepCarry, Any]:
-        """[T, hc_mult, hidden] streams to the same, the carry for the next layer and the updated cache."""
+        """Returns the updated streams [T, hc_mult, hidden], the carry for the next layer and the updated cache."""
         residual, carry, cache = self.fused(ResidualStreams(streams), cache, batch, carry)
         return residual.merged(), carry, cache
 
     def fused(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
-        """`__call__` that leaves it to what follows to add the last block's output to the streams."""
+        """Does `__call__`, but leaves the last block's output unmerged, so that the next op can merge it."""
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
         carry = carry.with_attention(self.layer, x, y)

@@ -21,7 +21,7 @@ from dsv4_jax.ops.hyper_connections import apply_post, apply_pre, mixing_weights
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ResidualStreams:
-    """The residual between blocks, before it has taken in the last block's output.
+    """The residual streams between blocks, and the last block's output that is not merged yet.
 
     Attributes:
       streams: [T, hc_mult, hidden] as that block read them.
@@ -34,19 +34,19 @@ class ResidualStreams:
     mixing: Any = None
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
-        """The residual after a block that it was collapsed for has returned y [T, hidden]."""
+        """Returns the residual with the block's output y [T, hidden], to be merged later."""
         return dataclasses.replace(self, y=y)
 
     @jax.named_scope("hyper_connections")
     def merged(self) -> Float[Array, "T h D"]:
-        """The streams [T, hc_mult, hidden] with that output."""
+        """Returns the streams [T, hc_mult, hidden] with the last block's output merged."""
         if self.y is None:
             return self.streams
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
 
 class HyperConnection(nnx.Module):
-    """How one block (attention or MoE) reads the streams and writes them back.
+    """The hyper-connection of one block: attention or MoE.
 
     Attributes:
       fn: [(2 + h) * h, h * hidden] float32, projects the streams to the mixing logits; h = hc_mult.
@@ -63,7 +63,7 @@ class HyperConnection(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
-        """Takes in the last block's output and collapses the streams to the normed input of this one.
+        """Merges the last block's output and collapses the streams to the normed input of this block.
 
         Args:
           residual: as the last block left it.
@@ -110,13 +110,13 @@ class HyperHead(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
-        """Takes in the last block's output: (normed [T, hidden], streams [T, h, hidden]), in the streams' dtype."""
+        """Merges the last block's output; returns the normed input [T, hidden] and the streams [T, h, hidden]."""
         arrays = residual.streams, self.hc_fn[...], self.hc_base[...], self.hc_scale[...], norm.weight[...]
         streams, x, _ = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))
         return x, streams
 
     def __call__(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
-        """[T, h, hidden] streams to [T, hidden] in their dtype, without a norm."""
+        """Collapses [T, h, hidden] streams to [T, hidden] in their dtype, without a norm."""
         arrays = self.hc_fn[...], self.hc_base[...], self.hc_scale[...]
         return apply_pre(streams, mixing_weights(streams, *arrays, **_options(self.config)))
 

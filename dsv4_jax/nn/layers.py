@@ -1,4 +1,4 @@
-"""The small parametrised pieces: linear maps, RMS norm, embedding."""
+"""Small modules with parameters: linear maps, RMS norm, embedding."""
 
 import dataclasses
 from typing import Any
@@ -27,16 +27,16 @@ def normal(
     std: float = 0.02,
     axes: Axes = (),
 ) -> nnx.Param:
-    """A parameter of the given shape and dtype, drawn from a normal distribution.
+    """Returns a parameter of the given shape and dtype, drawn from a normal distribution.
 
-    `axes` names its logical axes, which `parallel.axis_rules` cuts over a mesh; what has no name is copied.
+    `axes` names its logical axes, which `parallel.axis_rules` shards over a mesh; unnamed axes are replicated.
     """
     metadata: dict[str, Any] = dict(axes=axes) if axes else {}
     return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype), **metadata)
 
 
 def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array, "... m"]:
-    """`x @ weight.T` in float32, with exact products: [..., n] times [m, n] ([out, in] as in the checkpoint)."""
+    """Computes `x @ weight.T` in float32 with exact products; the weight is [out, in] as in the checkpoint."""
     return linear(x, weight)[0]
 
 
@@ -53,7 +53,7 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
-        """[T, features], any floating dtype, to the same."""
+        """Normalizes [T, features] of any floating dtype."""
         return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
 
 
@@ -90,7 +90,7 @@ class Linear(nnx.Module):
 
     Attributes:
       weight: [out_features, in_features] in `param_dtype`.
-      rounded: whether the product is rounded, once, to its input's dtype, or stays float32.
+      out_dtype: dtype that the product is rounded to, once; None = that of the input.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class Linear(nnx.Module):
         out_features: int,
         *,
         param_dtype: DTypeLike,
-        rounded: bool = True,
+        out_dtype: DTypeLike | None = None,
         axes: Axes = (),
         rngs: nnx.Rngs,
     ):
-        self.rounded = rounded
+        self.out_dtype = out_dtype
         self.weight = normal(rngs, (out_features, in_features), param_dtype, axes=axes)
 
     def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> Float[Array, "... m"]:
-        """[..., in_features], normed first if there is a norm, to [..., out_features] in the same dtype, or float32."""
+        """Maps [..., in_features], normalized first if there is a norm, to [..., out_features] in `out_dtype`."""
         weight = self.weight.get_value()
-        spec = LinearSpec(output_dtype=x.dtype if self.rounded else jnp.float32)
+        spec = LinearSpec(output_dtype=x.dtype if self.out_dtype is None else self.out_dtype)
         return multiply(x, weight, spec, norm)[0]
 
 
@@ -125,14 +125,14 @@ class GroupedLinear(nnx.Module):
 
     @jax.named_scope("projections")
     def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
-        """[T, groups, in_features] to [T, groups * out_features] in the same dtype."""
+        """Maps [T, groups, in_features] to [T, groups * out_features] in the same dtype."""
         tokens, groups, _ = x.shape
         weight = self.weight.get_value()
         return linear(x.reshape(tokens, -1), weight, LinearSpec(output_dtype=x.dtype, num_groups=groups))[0]
 
 
 class Embedding(nnx.Module):
-    """A row of the table for each token.
+    """Looks up a row of a table for each token.
 
     Attributes:
       weight: [vocab, features] in `param_dtype`.
@@ -143,7 +143,7 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T n"]:
-        """[T] int32 to [T, features]; zeros for padding ids (-1)."""
+        """Maps [T] int32 ids to [T, features]; zeros for padding ids (-1)."""
         rows = self.weight[...]
         local = token_ids - model_index() * rows.shape[0]
         here = (local >= 0) & (local < rows.shape[0])

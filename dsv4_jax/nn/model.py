@@ -42,20 +42,20 @@ class DeepseekV4Model(nnx.Module):
     def __call__(
         self, cache: StepCache, batch: Batch, *, record: bool = False
     ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], dict[str, Float[Array, "T D"]], Any]:
-        """Runs one step: hidden states, the streams they come from, recorded activations if any, the updated cache."""
+        """Runs one step; returns hidden states, their streams, recorded activations if any, and the updated cache."""
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
         cache, carry = cache.begin_step(batch), StepCarry(activations={} if record else None)
         x = self.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
-            # Or XLA would dequantise stored weights of all layers at once, or before a loop that calls this.
+            # Without it XLA would dequantise weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
         return *self.hc_head.pre(residual, self.norm), carry.activations or {}, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
-        """[T, hidden] embeddings of the batch's tokens in the model's dtype."""
+        """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""
         return round_to(self.embed_tokens(batch.token_ids), self.dtype)
 
 
@@ -114,7 +114,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
         Args:
           cache: the cache as the last step left it.
-          batch: T tokens, ragged; padding tokens leave the cache alone, and their rows of the result mean nothing.
+          batch: ragged batch of T tokens; padding tokens leave the cache alone, and their rows are undefined.
 
         Returns:
           hidden [T, hidden] after the final norm in the model's dtype, and the updated cache.
@@ -128,7 +128,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
     def forward_recorded(
         self, cache: StepCache, batch: Batch
     ) -> tuple[Float[Array, "T D"], dict[str, Float[Array, "T D"]], Any]:
-        """Runs one step and also returns what enters and leaves the attention of every layer.
+        """Runs one step and also returns the input and output of every layer's attention.
 
         Returns:
           hidden as from `__call__`; {"attn_in_L", "attn_out_L": [T, hidden] in the model's dtype, of every layer L};
@@ -138,7 +138,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         return hidden, activations, cache
 
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
-        """`__call__` that also returns the residual streams [T, hc_mult, hidden] before the model's head."""
+        """Does `__call__` and also returns the residual streams [T, hc_mult, hidden] before the model's head."""
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache
 
@@ -157,16 +157,16 @@ class DeepseekV4ForCausalLM(nnx.Module):
           hidden [T, hidden], for `logits`; the block's own streams [T, hc_mult, hidden]; the updated cache.
         """
         block = self.mtp[0]
-        # Or XLA would dequantise stored weights before a loop that calls this.
+        # Without the barrier XLA would dequantise stored weights before a loop that calls this.
         block, streams = jax.lax.optimization_barrier((block, streams))
         return block.draft(block.join(streams, self.model.embed(batch)), cache, batch)
 
     def mtp_write(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
-        """What `mtp_forward` does to the cache, without the rest of its work."""
+        """Updates the cache as `mtp_forward` does, without the rest of its work."""
         block = self.mtp[0]
         return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """[..., hidden] of `__call__`, all tokens or only those that matter, to [..., vocab] float32 logits."""
+        """Maps [..., hidden] of `__call__`, for all or some tokens, to [..., vocab] float32 logits."""
         return all_gather(matmul(hidden, self.lm_head.weight[...]))

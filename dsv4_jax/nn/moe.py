@@ -15,7 +15,7 @@ from dsv4_jax.quant import round_to
 
 
 class Router(nnx.Module):
-    """Scores the experts; subclasses say which of them a token goes to.
+    """Scores the experts; subclasses select the experts of a token.
 
     Attributes:
       weight: [E, hidden] float32.
@@ -42,7 +42,7 @@ class Router(nnx.Module):
         return ops.router(x, weight, *self._selection(token_ids), **options)
 
     def _selection(self, token_ids: Int[Array, "T"]) -> tuple[Array | None, ...]:
-        """What `ops.router` selects by: (bias,), or (None, table, token ids)."""
+        """Returns the arguments that `ops.router` selects by: (bias,), or (None, table, token ids)."""
         raise NotImplementedError
 
 
@@ -86,9 +86,9 @@ class MLP(nnx.Module):
     """The shared expert, a gated MLP that every token passes.
 
     Attributes:
-      gate_proj, up_proj: Linear, hidden to n_shared_experts * moe_intermediate_size; None where they are fused.
+      gate_proj, up_proj: Linear, hidden to n_shared_experts * moe_intermediate_size; None if they are fused.
       down_proj: Linear, back.
-      input_projections: Projections of the input: the first two.
+      input_projections: Projections of the input: gate_proj and up_proj.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -103,20 +103,21 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
         if self.input_projections.fused:
-            return self.down_proj(self.input_projections.fused[0].swiglu(x, self.limit))
+            gate_up = self.input_projections.fused[0].weight.get_value()
+            return self.down_proj(ops.linear_swiglu(x, gate_up, self.limit))
         projected = self.input_projections(self, x)
         inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))
 
     def fused_matrices(self) -> tuple[Matrix, Matrix] | None:
-        """(those of gate and up, that of down) as `ops.experts` takes them; None where the first two are not fused."""
+        """Returns the matrices (gate and up, down) for `ops.experts`; None if gate and up are not fused."""
         if not self.input_projections.fused:
             return None
         return self.input_projections.fused[0].weight.get_value(), self.down_proj.weight.get_value()
 
 
 class Experts(nnx.Module):
-    """All routed experts' weights, and their sum for each token.
+    """The routed experts.
 
     Attributes:
       gate_up_proj: [E, 2, I, hidden] in `param_dtype`, the gate first.
@@ -134,12 +135,12 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], routing: ops.Routing, shared: tuple[Matrix, Matrix] | None = None
     ) -> Float[Array, "T D"]:
-        """The sum of each token's experts, see `ops.experts`.
+        """Computes the sum of each token's experts, see `ops.experts`.
 
         Args:
           x: [T, hidden].
-          routing: experts in [0, E).
-          shared: None, or the matrices of an expert that all tokens have.
+          routing: expert ids in [0, E) and their weights.
+          shared: matrices of an expert that all tokens pass, or None.
 
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not, but with a shared expert.
@@ -147,7 +148,7 @@ class Experts(nnx.Module):
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
         experts, weights, permutation = routing
-        if gate_up.shape[0] < self.number:  # those of this device; others add nothing here
+        if gate_up.shape[0] < self.number:  # this device has some of the experts; ids of others add nothing
             experts, permutation = experts - ops.model_index() * gate_up.shape[0], None
         return ops.experts(x, experts, weights, gate_up, down, permutation, shared, limit=self.limit)
 

@@ -1,4 +1,4 @@
-"""The multi-token-prediction block: a layer that guesses the token after the next one."""
+"""The multi-token-prediction block: a layer that predicts the token after the next one."""
 
 from typing import Any
 
@@ -37,20 +37,20 @@ class MTPBlock(DecoderLayer):
         self.hc_head = HyperHead(config, rngs=rngs)
 
     def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
-        """What enters the layer: streams [T, h, hidden], each with the embedding [T, hidden] of the next token."""
+        """Adds the embedding [T, hidden] of the next token to each of the streams [T, h, hidden]: the layer's input."""
         tokens, h, hidden = streams.shape
         of_streams = self.h_proj(self.hnorm(streams.reshape(-1, hidden))).reshape(tokens, h, hidden)
         of_embedding = self.e_proj(self.enorm(embedded))[:, None, :]
         return round_to(of_embedding.astype(jnp.float32) + of_streams.astype(jnp.float32), streams.dtype)
 
     def write_window(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
-        """The cache after the layer has stored the window rows of streams [T, h, hidden] from `join`."""
+        """Stores the window rows of streams [T, h, hidden] from `join`; returns the updated cache."""
         x, _ = self.attn_hc.pre(ResidualStreams(streams), self.input_layernorm)
         return self.self_attn.write_window(x, cache.handle(self.layer, batch))
 
     def draft(
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch
     ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
-        """Streams [T, h, hidden] from `join` to the head's input [T, hidden], those that leave, the updated cache."""
+        """Runs the layer on streams from `join`; returns the head's input [T, hidden], new streams and the cache."""
         residual, _, cache = self.fused(ResidualStreams(streams), cache, batch, StepCarry())
         return *self.hc_head.pre(residual, self.norm), cache

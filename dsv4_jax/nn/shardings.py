@@ -1,4 +1,4 @@
-"""Where the parameters of a module belong on a mesh."""
+"""Shardings of a module's parameters on a mesh."""
 
 from typing import Any
 
@@ -16,22 +16,22 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = False) -> M:
     """The module with a `NamedSharding` for each array, as `jax.device_put` takes them.
 
-    Parameters are cut as their `axes` and `parallel.axis_rules` say; codes and scales of a `QuantizedWeight` alike.
+    `parallel.axis_rules` maps each parameter's `axes` to the mesh; codes and scales of a `QuantizedWeight` share one.
 
     Args:
       module: a module, with arrays or instances of `jax.ShapeDtypeStruct`.
       mesh: the devices.
-      expert_parallel: each device along "model" gets some of the experts, instead of a part of each.
+      expert_parallel: whether each device along "model" gets some of the experts whole, instead of a shard of each.
 
     Raises:
-      ValueError: the mesh has unknown axes or does not divide a parameter, would cut through blocks that share a scale,
-        or maps that it cuts are fused.
+      ValueError: the mesh has unknown axes, does not divide a parameter, would split blocks that share a scale, or
+        shards fused maps.
     """
     check_mesh(mesh)
     for path, fused in nnx.iter_modules(module):
         if isinstance(fused, FusedLinear) and fused.is_sharded:
             where = ".".join(map(str, path))
-            raise ValueError(f"{where} joins maps that a mesh cuts: place the model first, and join it then")
+            raise ValueError(f"{where} fuses maps that the mesh shards: shard the model before fusing its projections")
     graph, state = nnx.split(module)
 
     def place(path, parameter):
@@ -44,19 +44,19 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
 
 
 def parameter_sharding(parameter: Any, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
-    """Where the arrays of a parameter, an `nnx.Variable`, belong."""
+    """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())
     return named_sharding([axis if axis != "experts" or expert_parallel else None for axis in axes], mesh)
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: str, where: NamedSharding) -> None:
-    """Raises ValueError if a device would get a part of a block of values that share a scale.
+    """Raises ValueError if a mesh would split a block of values that share a scale.
 
     Args:
-      name: of the weight.
-      shape: [..., out, in] of its values.
-      kind: its storage, "FP8" or "FP4".
-      where: how it is cut.
+      name: path of the weight.
+      shape: [..., out, in] shape of its values.
+      kind: storage of the weight, "FP8" or "FP4".
+      where: sharding of the weight.
     """
     blocks = {"FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP4": (1, MXFP4_BLOCK)}[kind]
     both = zip(("rows", "columns"), shape[-2:], where.shard_shape(shape)[-2:], blocks, strict=True)

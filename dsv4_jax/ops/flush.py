@@ -1,7 +1,7 @@
-"""Compression: state rows in, and for every window that closes one pooled, quantised entry out.
+"""Compression of tokens: stores their state rows, and one pooled, quantized entry for every window that closes.
 
-It has two halves, which are ops of their own: `pool_windows` makes normed, unrotated vectors of the windows that close,
-and `write_entries` rotates, quantises and stores them. `flush` is both, on a GPU in one launch.
+`flush` does both halves, on a GPU in one launch. As ops of their own, `pool_windows` pools and norms the windows that
+close, and `write_entries` rotates, quantizes and stores the results.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from dsv4_jax.quant import ordered_sum, round_to
 from pallas_kernels.flush import flush as flush_kernel
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats.exact_math import (
+    CHUNKS,
     LOWEST,
-    PARTS,
+    MAX_SHORT,
     SLICE,
-    WHOLE,
     exp_negative,
     inverse_sqrt,
     product,
@@ -37,10 +37,10 @@ class CompressorWeights:
     """The compressor's parameters that act after its projections.
 
     Attributes:
-      position_bias: [rate, width] float32, added to the gate by position within the window (`ape`), or None.
-      norm_weight: [D] float32, of the RMS norm on the pooled entry.
+      position_bias: [rate, width] float32, added to the gate by position in the window (`ape`), or None.
+      norm_weight: [D] float32 weight of the RMS norm.
       inv_freq: [rope dims / 2] float32, radians per token.
-      eps: of the RMS norm.
+      eps: epsilon of the RMS norm.
     """
 
     position_bias: Any
@@ -52,12 +52,12 @@ class CompressorWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClosedWindows:
-    """The windows that tokens of a call close, each pooled to one vector.
+    """The windows that a call closes, each pooled to one vector.
 
     Attributes:
-      values: [n, D] in the model's dtype, after the RMS norm and before RoPE.
+      values: [n, D] vectors in the model's dtype, after the RMS norm and before RoPE.
       slots: [n] int32 request slots.
-      entries: [n] int32 numbers of the entries they become; -1 = none.
+      entries: [n] int32 entry numbers; -1 = none.
     """
 
     values: Any
@@ -75,14 +75,21 @@ def pool_windows(
     *,
     dtype=jnp.bfloat16,
 ) -> tuple[ClosedWindows, StateView]:
-    """The first half of `flush`: pools and norms the windows that close, and stores the tokens' state rows.
+    """Runs the first half of `flush`: pools and norms the windows that close, and stores the tokens' state rows.
+
+    If the state has no arrays, a window is a single token: nothing is pooled or stored, and no gate is needed.
 
     Args:
-      state, kv, gate, weights, slots, positions, dtype: as for `flush`. A state without arrays is one of windows of
-        single tokens: nothing is pooled and nothing stored, and no gate is needed.
+      state: as in `flush`.
+      kv: as in `flush`.
+      gate: as in `flush`.
+      weights: as in `flush`.
+      slots: as in `flush`.
+      positions: as in `flush`.
+      dtype: as in `flush`.
 
     Returns:
-      (ClosedWindows of at most `T // rate` windows and one more a slot, state).
+      The closed windows, at most `T // rate` and one more per slot, and the updated state.
     """
     rate = state.compress_rate
     if state.kv is None:
@@ -94,12 +101,12 @@ def pool_windows(
     start, end = run_bounds(slots)
     real = (slots >= 0) & (positions >= 0)
 
-    # Each request closes at most one window more than its tokens fill, so few rows are pooled in a long call.
-    most = min(tokens.shape[0], tokens.shape[0] // rate + state.kv.shape[1])
-    closing = jnp.nonzero(real & ((positions + 1) % rate == 0), size=most, fill_value=-1)[0].astype(jnp.int32)
+    # A request closes at most one window more than its tokens fill.
+    size = min(tokens.shape[0], tokens.shape[0] // rate + state.kv.shape[1])
+    closing = jnp.nonzero(real & ((positions + 1) % rate == 0), size=size, fill_value=-1)[0].astype(jnp.int32)
     slot, position, first = (take(x, closing) for x in (slots, positions, start))
     pooled = _pool_windows(state, kv, gate, closing, slot, position, first)
-    # The rings are read above and written below: tie the order down, or XLA keeps a copy of them for the reads.
+    # Orders the reads of the rings above before the writes below; otherwise XLA copies the rings.
     kv, gate, pooled = jax.lax.optimization_barrier((kv, gate, pooled))
     closed = ClosedWindows(_norm(pooled, weights, dtype), slot, jnp.where(closing >= 0, position // rate, -1))
     keep = real & (end - tokens <= state.ring)
@@ -111,12 +118,12 @@ def pool_windows(
 def write_entries(
     pool: ClassicalView | IndexerView, closed: ClosedWindows, inv_freq: Float[Array, "P"]
 ) -> ClassicalView | IndexerView:
-    """The second half of `flush`: rotates, quantises and stores vectors as entries, or as index keys.
+    """Runs the second half of `flush`: rotates, quantizes and stores vectors as entries or indexer keys.
 
     Args:
-      pool: where they go.
-      closed: from `pool_windows`, or other vectors for the same windows.
-      inv_freq: [P] radians per token: the last 2 * P channels are rotated, at each window's first position.
+      pool: destination.
+      closed: the result of `pool_windows`, or other vectors for the same windows.
+      inv_freq: [P] radians per token; the last 2 * P channels are rotated at each window's first position.
 
     Returns:
       The view with updated rows.
@@ -140,30 +147,29 @@ def flush(
     max_query_tokens: int | None = None,
     implementation: str | None = None,
 ) -> tuple[StateView, ClassicalView | IndexerView]:
-    """Feeds this call's tokens to the compressor and stores the entries of the windows they close.
+    """Feeds tokens to the compressor and stores the entries of the windows that they close.
 
-    For every token that closes a window (`(position + 1) % rate == 0`): a softmax over the window's rows, per channel
-    and in float32, pools them to one vector, which is rounded to `dtype`, RMS-normed, rotated at the window's first
-    position, quantised and scattered through the block table as entry `position // rate` (dsv4.md 3). With overlap
-    (CSA) an entry pools 2 * rate rows: the first half of the channels of the previous window, the second half of its
-    own; the first window has no previous one. Rotating the streams moves no bytes: the state is a ring addressed by
-    position. Nothing depends on how tokens are split into calls.
+    A token closes a window if `(position + 1) % rate == 0`. A softmax over the window's rows, per channel and in
+    float32, pools them to one vector. It is rounded to `dtype`, RMS-normed, rotated at the window's first position,
+    quantized and stored as entry `position // rate` (dsv4.md 3). With overlap (CSA) an entry also pools the previous
+    window, if there is one: the first half of its channels with the second half of the own window's. The bytes do not
+    depend on how tokens are split into calls.
 
     Args:
-      state: the layer's compressor state.
-      pool: where entries go: KV entries, or indexer keys (same maths, another format).
+      state: the layer's compressor state, a ring addressed by position.
+      pool: destination, either KV entries or indexer keys.
       kv: [T, width] float32 projections, width = D or 2 * D with overlap.
       gate: [T, width] float32 pooling logits, without position bias.
       weights: the compressor's parameters.
-      slots: [T] request slots; -1 = padding: nothing is written.
-      positions: [T] absolute positions; -1 = padding: nothing is written.
-      dtype: the model's dtype, to which the pooled entry, the normed one and the rotated one are rounded.
-      max_query_tokens: a request brings at most so many tokens in this call; None = any number. A promise that saves
-        a launch, and changes no byte.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret".
+      slots: [T] request slots; -1 = padding, for which nothing is written.
+      positions: [T] absolute positions; -1 = padding.
+      dtype: the model's dtype, to which pooled, normed and rotated vectors are rounded.
+      max_query_tokens: maximum number of tokens per request in this call, or None. It saves a launch and changes no
+        byte.
+      implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret".
 
     Returns:
-      (state, pool) views with updated arrays.
+      The views (state, pool) with updated arrays.
     """
     options = dict(dtype=dtype, max_query_tokens=max_query_tokens, implementation=implementation)
     return flush_together([(state, pool, kv, gate, weights)], slots, positions, **options)[0]
@@ -178,21 +184,25 @@ def flush_together(
     max_query_tokens: int | None = None,
     implementation: str | None = None,
 ) -> list[tuple[StateView, ClassicalView | IndexerView]]:
-    """`flush` of several compressors that see the same tokens: the two of a CSA layer, in one launch.
+    """Flushes several compressors that see the same tokens, such as the two of a CSA layer, in one launch.
 
     Args:
       compressors: (state, pool, kv [T, width], gate [T, width], weights) of each, as in `flush`.
-      slots, positions, dtype, max_query_tokens, implementation: as in `flush`.
+      slots: as in `flush`.
+      positions: as in `flush`.
+      dtype: as in `flush`.
+      max_query_tokens: as in `flush`.
+      implementation: as in `flush`.
 
     Returns:
-      (state, pool) of each.
+      The views (state, pool) of each compressor.
     """
     options = dict(dtype=dtype, max_query_tokens=max_query_tokens)
     args = compressors, slots, positions
     return dispatch("flush", implementation, *args, xla=_flush_xla, kernel=_flush_kernel, **options)
 
 
-def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret):
+def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
     if jnp.dtype(dtype) != jnp.bfloat16:
         raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
     operands = []
@@ -218,7 +228,8 @@ def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, int
             )
         )
     results = []
-    written = flush_kernel(tuple(operands), slots, positions, max_query_tokens=max_query_tokens, interpret=interpret)
+    options = dict(max_query_tokens=max_query_tokens, config=config, interpret=interpret)
+    written = flush_kernel(tuple(operands), slots, positions, **options)
     for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
         rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
         results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
@@ -234,7 +245,7 @@ def _flush_xla(compressors, slots, positions, *, dtype, max_query_tokens):
 
 
 def _pool_windows(state, kv, gate, closing, slot, position, first):
-    """[n, D] pooled vectors of the windows that end at `position`, rows from this call or from the ring."""
+    """Pools the windows that end at `position`, with rows from the call or the ring, to vectors [n, D]."""
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
     back = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
@@ -257,17 +268,17 @@ def _pool_windows(state, kv, gate, closing, slot, position, first):
 
 
 def _softmax_pool(logits, values):
-    """[n, D] from [n, rows, D], in the kernel's order: the rows of each part, then the parts."""
+    """Pools [n, rows, D] to [n, D] in the kernel's order: the rows of each chunk, then the chunks."""
     n, rows, dim = logits.shape
-    parts = PARTS if rows > WHOLE else 1
-    padding = [(0, 0), (0, -rows % parts), (0, 0)]
-    logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, parts, -1, dim)
-    values = jnp.pad(values, padding).reshape(n, parts, -1, dim)
-    # A part of nothing but padding must not make infinity minus infinity.
+    chunks = CHUNKS if rows > MAX_SHORT else 1
+    padding = [(0, 0), (0, -rows % chunks), (0, 0)]
+    logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, chunks, -1, dim)
+    values = jnp.pad(values, padding).reshape(n, chunks, -1, dim)
+    # The peak of a chunk of padding is finite, so that no infinities are subtracted.
     peak = jnp.maximum(jnp.max(logits, axis=2), LOWEST)
     weight = exp_negative(logits - peak[:, :, None])
     weight, total = ordered_sum(weight, axis=2), ordered_sum(product(weight, values), axis=2)
-    if parts == 1:
+    if chunks == 1:
         return total[:, 0] * reciprocal(weight[:, 0])
     factor = exp_negative(peak - jnp.max(peak, axis=1, keepdims=True))
     weight, total = (ordered_sum(product(factor, x), axis=1) for x in (weight, total))
@@ -275,7 +286,7 @@ def _softmax_pool(logits, values):
 
 
 def _norm(pooled, weights, dtype):
-    """Rounding and RMS norm; the roundings decide whether entries equal the released model's (dsv4.md 7.3)."""
+    """Applies the RMS norm with the released model's roundings (dsv4.md 7.3)."""
     pooled = round_to(pooled, dtype).astype(jnp.float32)
     mean_square = product(_sum_channels(product(pooled, pooled)), jnp.float32(1 / pooled.shape[1]))
     normed = weights.norm_weight[None, :] * (pooled * inverse_sqrt(mean_square + weights.eps)[:, None])
@@ -283,6 +294,6 @@ def _norm(pooled, weights, dtype):
 
 
 def _sum_channels(x):
-    """[n] from [n, D]: each slice of channels, then the slices."""
+    """Sums [n, D] to [n]: the channels of each slice, then the slices."""
     slices = x.shape[1] // SLICE if x.shape[1] % SLICE == 0 else 1
     return ordered_sum(ordered_sum(x.reshape(x.shape[0], slices, -1), axis=2), axis=1)

@@ -23,7 +23,7 @@ from pallas_kernels.linear import (
 
 
 Matrix = Float[Array, "_ _"] | QuantizedWeight
-# With fewer rows XLA is faster: it multiplies several weights at once where they have one input.
+# XLA is faster with fewer rows: it multiplies several weights of one input at once.
 MIN_ROWS = 1536
 
 

@@ -39,7 +39,8 @@ def apply_rope_deterministic(
     x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
 ) -> Float[Array, "T ... D"]:
     """Computes `apply_rope` with the same bits on every backend, whose cos and sin differ."""
-    return _rotate(x, *cos_sin(_angles(x, positions, inv_freq)), product)
+    cos, sin = cos_sin(_angles(x, positions, inv_freq))
+    return _rotate(x, cos, sin, product)
 
 
 def _angles(x, positions, inv_freq):

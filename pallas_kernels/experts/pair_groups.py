@@ -25,14 +25,7 @@ from pallas_kernels.runtime.launch import kernel, primitive
 def group_by_expert(
     selected: jax.Array, experts: int, channels: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the table and the counts of `group_pairs`; one block of one warpgroup makes them.
-
-    Args:
-      selected: [P] int32, the expert of each pair.
-      experts: number of experts.
-      channels: channels of a token.
-      interpret: run on the CPU, interpreted, with the race detector on.
-    """
+    """Returns the table and the counts of `group_pairs` for `selected` [P] int32; one warpgroup runs it."""
     groups = max_groups(selected.size, experts)
     run = kernel(
         functools.partial(_body, experts),
@@ -77,12 +70,9 @@ def _load_groups_mosaic(table_gmem, first, groups_smem):
 
 @primitive
 def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
-    """Copies the routing weights of the pairs in groups; the warpgroup that called `load_groups` runs it.
+    """Copies the routing weights of groups' pairs; the warpgroup that called `load_groups` runs it.
 
-    Args:
-      weights_gmem: [P] float32.
-      groups_smem: [16 * groups] int32.
-      weights_smem: [8 * groups] float32, unspecified where there is no pair.
+    `weights_smem` [8 * groups] float32 is unspecified where a group has no pair.
     """
     pairs = groups_smem[...].reshape(-1, GROUP_WORDS)[:, FIRST_PAIR:].reshape(-1)
     inside = (pairs >= 0) & (pairs < weights_gmem.shape[0])

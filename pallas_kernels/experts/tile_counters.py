@@ -58,18 +58,9 @@ def reduce_if_last(
     """Counts a term of 64 channels that this warpgroup has written; after the last term, adds them all up.
 
     Each group of pairs has a term, and so has the shared expert. The warpgroup that writes the last one also writes
-    `total_gmem`: the sum over a token's pairs in their order, then the shared expert's term.
-
-    Args:
-      total_gmem: [T, D] bfloat16.
-      terms_gmem: [P, D] bfloat16, terms of pairs; those of pairs without an expert are not read.
-      last_gmem: [T, D] bfloat16, terms of the shared expert.
-      selected_gmem: [P] int32, the expert of each pair.
-      counts_gmem: [N] int32.
-      first: place of the first 64 channels' counter in the counts.
-      tile: number of the 64 channels.
-      experts: number of experts.
-      flag_smem: [4] int32, this warpgroup's own.
+    `total_gmem` [T, D]: the sum over a token's `terms_gmem` [P, D] in the order of its pairs, without those that
+    `selected_gmem` [P] gives no expert, then its term in `last_gmem` [T, D]. All three are bfloat16. The counter of the
+    channels is `counts_gmem[first + tile]`; `flag_smem` [4] int32 is this warpgroup's own.
     """
     # The interpreter has no order of blocks' reads and writes: `experts` adds terms up behind an interpreted launch.
 

@@ -1,4 +1,4 @@
-"""One entry: what pooling needs, and norming, rotating, quantising and storing what was pooled."""
+"""One entry: the context of pooling it, and its norm, rotation, quantization and store."""
 
 import dataclasses
 import functools
@@ -29,55 +29,57 @@ from pallas_kernels.mgpu import vectors
 
 @dataclasses.dataclass(frozen=True)
 class FlushContext:
-    """What a warpgroup works on, and with.
+    """A warpgroup's view of a compressor; the buffers in shared memory are its own.
 
     Attributes:
-      c: the compressor, for shapes and static options.
+      c: compressor, for shapes and static options.
       refs: references to its operands, see `CompressorOperands.in_place`.
-      slots, positions: references, [T] int32.
-      most_in_call: rows of a window that can be in the call; the others are in the ring.
-      first: this warpgroup's first channel.
-      scratch: shared memory for exchanges, a value for each of this warpgroup's channels.
-      stage: short windows: [2 * rows * D], this warpgroup's rows of a window: values, then logits.
-      biases: short windows: [rows that can be in the call * D], this warpgroup's.
+      slots: [T] int32 reference.
+      positions: [T] int32 reference.
+      max_in_call: maximum number of a window's rows that are in the call; the others are in the ring.
+      first: first channel of the warpgroup.
+      scratch: buffer for exchanges, one value for each channel of the warpgroup.
+      stage: [2 * rows * D] values and logits of a short window.
+      biases: [rows that can be in the call * D] position biases of a short window.
     """
 
     c: CompressorOperands
     refs: CompressorOperands
     slots: Any
     positions: Any
-    most_in_call: int
+    max_in_call: int
     first: Any = 0
     scratch: Any = None
     stage: Any = None
     biases: Any = None
 
     def state_row(self, slot, position):
-        """Row of the states."""
+        """Returns the row of the states."""
         _, num_slots, ring, _ = self.c.state_kv.shape
         return (self.refs.state_layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
 
 
-def in_call(ctx: FlushContext, token) -> Any:
-    """How many rows of the window that closes at `token` are in the call."""
-    most = min(ctx.most_in_call, ctx.c.rows)
-    if most == 1:
+def rows_in_call(ctx: FlushContext, token) -> Any:
+    """Counts the rows in the call of the window that closes at `token`."""
+    limit = min(ctx.max_in_call, ctx.c.rows)
+    if limit == 1:
         return jnp.int32(1)
     back = vectors.thread()
     slots = vectors.take(ctx.slots, token - back)
-    # Tokens of one slot stand together.
-    is_row = (slots == ctx.slots[token]) & (back <= token) & (back < most)
+    # The tokens of a slot are adjacent.
+    is_row = (slots == ctx.slots[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class EntryTarget:
-    """Where an entry goes, and what it takes to finish it.
+    """The destination of an entry, and operands of its norm and rotation for the warpgroup's channels.
 
     Attributes:
-      row: references to the bytes of the entry in each pool.
-      keep: whether to store it.
-      norm, angle: of this warpgroup's channels; arbitrary angles of channels that are not rotated.
+      row: references to the entry's bytes in each pool.
+      keep: bool scalar, whether to store the entry.
+      norm: weights of the norm.
+      angle: angles of the rotation, arbitrary for channels that are not rotated.
     """
 
     row: Any
@@ -87,7 +89,7 @@ class EntryTarget:
 
 
 def find_target(ctx: FlushContext, token) -> EntryTarget:
-    """Reads what the entry of the window that closes at `token` needs beside its rows."""
+    """Returns the target of the window that closes at `token`."""
     c = ctx.c
     slot, position = ctx.slots[token], ctx.positions[token]
     per_block = jnp.int32(c.pools[0].shape[2])
@@ -105,7 +107,7 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
 
 
 def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles; arbitrary numbers of channels that are not rotated."""
+    """Returns the cosine and sine of the angles, arbitrary for channels that are not rotated."""
     held = ctx.scratch.shape[0] // vectors.THREADS
     last = ctx.first + (vectors.thread() + 1) * held - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
@@ -115,9 +117,15 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
 def store_entry(
     ctx: FlushContext, target: EntryTarget, cos: jax.Array, sin: jax.Array, x: jax.Array, across: Callable
 ) -> None:
-    """Norms, rotates, quantises and stores the pooled entry, of which x has this warpgroup's channels.
+    """Norms, rotates, quantizes and stores the pooled entry.
 
-    `across`: (combine, x) -> x combined over all slices of 64 channels, where it is the same throughout each slice.
+    Args:
+      ctx: the warpgroup's context.
+      target: destination of the entry.
+      cos: cosines of the angles.
+      sin: sines of the angles.
+      x: the warpgroup's channels of the entry.
+      across: function of (combine, x) that combines x, equal within each slice of 64 channels, over all slices.
     """
 
     def over_channels(combine, x):
@@ -132,29 +140,28 @@ def store_entry(
         pl.when(target.keep)(functools.partial(encode_key, x, target.row, layout, ctx.scratch))
 
 
-def peak_of(logits: list[jax.Array]) -> jax.Array:
-    """The largest."""
-    # Where no row exists all are -inf: infinity minus infinity must not happen.
+def max_logit(logits: list[jax.Array]) -> jax.Array:
+    """Returns the largest logit, finite even if no row exists and all are -inf."""
     return jnp.maximum(functools.reduce(jnp.maximum, logits), LOWEST)
 
 
-def factors(logits: list[jax.Array], peak: jax.Array) -> list[jax.Array]:
-    """e**(logit - peak) of each."""
+def softmax_weights(logits: list[jax.Array], peak: jax.Array) -> list[jax.Array]:
+    """Returns exp(logit - peak) of each logit."""
     return [exp_negative(logit - peak, vector_product) for logit in logits]
 
 
-def weighted(factors: list[jax.Array], values: list[jax.Array]) -> jax.Array:
-    """The sum of factor * value."""
-    return tree_sum([vector_product(f, x) for f, x in zip(factors, values, strict=True)])
+def weighted_sum(weights: list[jax.Array], values: list[jax.Array]) -> jax.Array:
+    """Returns the sum of weight * value."""
+    return tree_sum([vector_product(w, x) for w, x in zip(weights, values, strict=True)])
 
 
-def share_of(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """The pooled entry: total / weight."""
+def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
+    """Returns the pooled entry, total / weight."""
     return total * reciprocal(weight, vector_product)
 
 
 def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
-    """Rounding, RMS norm and RoPE."""
+    """Rounds x and applies the RMS norm and RoPE."""
     c, product = ctx.c, vector_product
     channel = vectors.channels(x.shape[0]) + ctx.first
     x = round_bfloat16(x)

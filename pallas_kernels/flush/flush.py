@@ -1,59 +1,63 @@
-"""Compression: state rows in, and for every window that closes one quantised entry out.
+"""Flush: stores the state rows of tokens, and a pooled, quantized entry for every window that closes.
 
-Where requests bring few tokens, reads and writes of the rings need no order: no row is read that a token of the call
-overwrites. Where they may bring more, entries and states take one launch each.
+    entry = rope(norm(sum_r softmax_r(gate[r] + bias[r]) * kv[r])) over the rows r of the window, for each channel
+
+A window's rows come from the call or from the ring of states. `short_windows` (a warpgroup pools whole windows) and
+`long_windows` (blocks of a cluster pool chunks) store entries. If no row of a ring is read that a token of the call
+overwrites, they store the state rows too; otherwise `states` does so in a launch of its own.
 """
 
 import jax
 
 from pallas_kernels.flush import long_windows, short_windows, states
+from pallas_kernels.flush.config import Config, FlushCall
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-@cached_trace("max_query_tokens", writes=True)
+@cached_trace("max_query_tokens", "config", writes=True)
 def flush(
     compressors: tuple[CompressorOperands, ...],
     slots: jax.Array,
     positions: jax.Array,
     *,
     max_query_tokens: int | None = None,
+    config: Config | None = None,
     interpret: bool = False,
 ) -> list[tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]]:
-    """Feeds tokens to compressors and stores the entries of the windows they close, states and pools in place.
+    """Feeds tokens to compressors and stores the entries of the windows that they close, in place.
 
     Args:
-      compressors: one, or several whose windows have at most 16 rows, in one launch.
-      slots: [T] int32, -1 = padding. Tokens of one slot stand together and in order.
-      positions: [T] int32, -1 = padding; those of one slot are consecutive.
-      max_query_tokens: a slot brings at most so many tokens; None = any number. With few, a ring's rows above those of
-        a window and one, a call is one launch instead of two.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      compressors: one compressor, or several with windows of at most 16 rows, which share a launch.
+      slots: [T] int32, -1 = padding. The tokens of a slot are adjacent and in order.
+      positions: [T] int32, -1 = padding; those of a slot are consecutive.
+      max_query_tokens: maximum number of tokens per slot, or None. If a ring has room for them, one launch is enough.
+      config: tuning choices, or None for the measured ones.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (state_kv, state_gate, pools), updated, of each compressor.
+      The updated (state_kv, state_gate, pools) of each compressor.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one that `CompressorOperands` describes.
+      NotImplementedError: a shape, dtype or layout is not supported, see `CompressorOperands`.
     """
     for c in compressors:
         c.check()
-    if len(compressors) > 1 and any(c.long for c in compressors):
+    if len(compressors) > 1 and any(c.is_long for c in compressors):
         raise NotImplementedError("the flush kernel takes windows of more than 16 rows of one compressor only")
     tokens = slots.shape[0]
     if tokens == 0:
         return [(c.state_kv, c.state_gate, c.pools) for c in compressors]
-    most = tokens if max_query_tokens is None else max_query_tokens
+    max_tokens = tokens if max_query_tokens is None else max_query_tokens
+    call = FlushCall(slots, positions, max_tokens, config or Config(), interpret)
     refs = [c.in_place() for c in compressors]
-    # Whether no row is read that a token of the call overwrites: then reads and writes of the rings need no order.
-    at_once = all(most <= c.state_kv.shape[2] - c.rows + 1 for c in compressors)
-    call = slots, positions, most
-    if compressors[0].long:
-        long_windows.store_entries(compressors[0], refs[0], *call, at_once, interpret)
+    with_states = all(call.max_tokens <= c.state_kv.shape[2] - c.rows + 1 for c in compressors)
+    if compressors[0].is_long:
+        long_windows.store_entries(compressors[0], refs[0], call, with_states)
     else:
-        short_windows.store_entries(compressors, refs, *call, at_once, interpret)
-    if not at_once:
-        states.store_states(compressors, refs, *call, interpret)
+        short_windows.store_entries(compressors, refs, call, with_states)
+    if not with_states:
+        states.store_states(compressors, refs, call)
     return [
         (
             jax.freeze(ref.state_kv).reshape(c.state_kv.shape),

@@ -1,11 +1,14 @@
-"""Windows of more than 16 rows to entries, at the speed of the memory.
+"""Stores the entries of windows of more than 16 rows, at the speed of memory.
 
-A window is 8 parts of consecutive rows, whole rows of all channels: long contiguous reads. Of a cluster of n blocks,
-block b pools parts b, b + n, ...; which channels a thread has does not change from the copy to the entry. While a part
-is pooled the rows of later parts, of the next window too, are copied; warps wait for nothing but their own copies. The
-first block receives each part's largest logits and sums, adds them up and finishes the entry: blocks synchronise once a
-window. Sums over parts are taken in the order of one tree (`tree_sum`) however many blocks there are, so that the bytes
-do not depend on it.
+A window is pooled in 8 chunks of consecutive rows. Sums over chunks are added in the order of one tree (`tree_sum`), so
+the bytes do not depend on the number of blocks. Grid: clusters of n blocks; a cluster has consecutive tokens. Each
+warpgroup has a slice of the channels from the copy to the entry.
+
+    block    role           does                                                   waits for     signals
+    all      row_writer     stores the state rows of the cluster's tokens
+    all      _start_rows    copies later chunks, also of the next window (cp.async)
+    all      _pool_chunk    pools chunks b, b + n, .. for block b                  own copies    chunks_full
+    first    _finish_entry  adds up the chunks, stores the entry                   chunks_full   arrive, of the cluster
 """
 
 import dataclasses
@@ -19,26 +22,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flush import entry
+from pallas_kernels.flush.config import FlushCall, LongWindowPlan
 from pallas_kernels.flush.entry import FlushContext
-from pallas_kernels.flush.long_window_plan import LongWindowPlan, plan
 from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.flush.states import LOOKS, has_state, is_last, look, row_writer
-from pallas_kernels.formats.exact_math import PARTS, SLICE, tree_sum
+from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, scan
+from pallas_kernels.formats.exact_math import CHUNKS, SLICE, tree_sum
 from pallas_kernels.mgpu import barriers, copies, transaction_barriers, vectors
 from pallas_kernels.runtime.launch import kernel
 
 
-MAX_LOOKS = 4  # at tokens, whose slots and positions are loaded at once
+MAX_SCANS = 4  # scans of 32 tokens whose loads overlap
 
 
 class WindowLocation(NamedTuple):
-    """Where the rows of a window are; int32 scalars.
+    """The location of a window's rows, int32 scalars.
 
     Attributes:
-      token: the token that closes it.
-      ring: row of the states where its first row is.
-      wrap: its first row that lies before that one, the ring's beginning.
-      new: its first row that is in the call.
+      token: token that closes the window.
+      ring: row of the states that has the window's first row.
+      wrap: first row of the window past the end of the ring, which lies at its beginning.
+      new: first row of the window that is in the call.
     """
 
     token: Any
@@ -49,98 +52,93 @@ class WindowLocation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LongWindowWorker:
-    """A warpgroup of a cluster, and the shared memory that it works with.
+    """A warpgroup's view of its cluster.
 
     Attributes:
-      block: its number in the cluster.
-      stage: [depth * plan.stage], this warpgroup's.
-      sums: [4 * D], the block's, for sums over channels.
-      inbox: [3 * PARTS * D], the block's; interpreted, the cluster's, in global memory.
-      filled: [warpgroups, 2] int32, `transaction_barriers` of the block's inbox; None where blocks write none but their
-        own memory, or are interpreted.
-      meeting: interpreted, a barrier of the block's warpgroups.
-      cluster: interpreted, a barrier of the cluster's warpgroups.
+      plan: division of the work.
+      ctx: context of the compressor.
+      block: int32 scalar, number of the block in the cluster.
+      stages: [stages * stage_size] float32, the warpgroup's stages.
+      sums: [4 * D] float32, the block's buffer for sums over channels.
+      partials: [3 * CHUNKS * D] float32, results of chunks, in the block; interpreted, in global memory.
+      chunks_full: [warpgroups, 2] int32, `transaction_barriers` of the block's partials; None for clusters of one
+        block and if interpreted.
+      block_barrier: barrier of the block's warpgroups, if interpreted.
+      cluster_barrier: barrier of the cluster's warpgroups, if interpreted.
     """
 
     plan: LongWindowPlan
     ctx: FlushContext
     block: Any
-    stage: Any
+    stages: Any
     sums: Any
-    inbox: Any
-    filled: Any = None
-    meeting: Any = None
-    cluster: Any = None
+    partials: Any
+    chunks_full: Any = None
+    block_barrier: Any = None
+    cluster_barrier: Any = None
 
     def row(self, k):
-        """First row of this block's part k."""
-        return (self.block + self.plan.blocks * k) * self.plan.part_rows
+        """Returns the first row of this block's chunk k."""
+        return (self.block + self.plan.blocks * k) * self.plan.chunk_rows
 
     def staged(self, k, begin: int, rows: int):
-        """`rows` rows of part k's stage: its logits, its biases and its values are one after the other."""
+        """Returns `rows` rows of chunk k's stage, which has logits, then biases, then values."""
         p = self.plan
-        at = lax.rem(k, jnp.int32(p.depth)) * p.stage + begin * p.vector
-        return self.stage.at[pl.ds(at, rows * p.vector)]
+        at = lax.rem(k, jnp.int32(p.stages)) * p.stage_size + begin * p.channels
+        return self.stages.at[pl.ds(at, rows * p.channels)]
 
-    def place(self, i: int, part):
-        """Where an inbox has a part's largest logits (0), sums of weights (1) or weighted sums (2)."""
-        return pl.ds((i * PARTS + part) * self.plan.c.dim + self.ctx.first, self.plan.vector)
+    def place(self, i: int, chunk):
+        """Returns the place in partials of a chunk's largest logits (0), sums of weights (1) or weighted sums (2)."""
+        return pl.ds((i * CHUNKS + chunk) * self.plan.c.dim + self.ctx.first, self.plan.channels)
 
     def received(self, i: int):
-        """What `place(i, part)` of the inbox holds, for every part."""
-        return [vectors.load(self.inbox.at[self.place(i, part)]) for part in range(PARTS)]
+        """Loads `place(i, chunk)` of the partials for every chunk."""
+        return [vectors.load(self.partials.at[self.place(i, chunk)]) for chunk in range(CHUNKS)]
 
     def barrier(self):
-        """This warpgroup's of `filled`."""
-        return self.filled.at[lax.axis_index("warpgroup")]
+        """Returns this warpgroup's barrier of `chunks_full`."""
+        return self.chunks_full.at[lax.axis_index("warpgroup")]
 
     def arrive(self):
-        """What this thread wrote is seen by blocks that `wait` for it."""
+        """Publishes this thread's writes to blocks that `wait`."""
         if self.plan.blocks > 1:
-            barriers.arrive_cluster(self.cluster)
+            barriers.arrive_cluster(self.cluster_barrier)
 
     def wait(self):
-        """Until all threads of the cluster arrived."""
+        """Waits until all threads of the cluster have arrived."""
         if self.plan.blocks > 1:
-            barriers.wait_cluster(self.cluster)
+            barriers.wait_cluster(self.cluster_barrier)
 
 
-def store_entries(
-    c: CompressorOperands,
-    refs: CompressorOperands,
-    slots: jax.Array,
-    positions: jax.Array,
-    most: int,
-    states: bool,
-    interpret: bool,
-) -> None:
-    """Stores the entries of the windows that close, and if `states` the state rows."""
-    p = plan(c, slots.shape[0], most)
+def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCall, with_states: bool) -> None:
+    """Stores the entries of the windows that close, and with `with_states` the state rows."""
+    most, interpret = call.max_tokens, call.interpret
+    p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], most)
     shared: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
     if p.blocks > 1 and not interpret:
-        shared |= dict(filled=transaction_barriers.scratch_type(p.warpgroups))
+        shared |= dict(chunks_full=transaction_barriers.scratch_type(p.warpgroups))
     out: Any = ()
     if interpret:
-        # Interpreted blocks meet in global memory.
-        shared |= dict(meeting=plgpu.Barrier(num_arrivals=p.warpgroups))
+        # Interpreted blocks exchange partials through global memory.
+        shared |= dict(block_barrier=plgpu.Barrier(num_arrivals=p.warpgroups))
         if p.blocks > 1:
-            del shared["inbox"]
-            out = [jax.ShapeDtypeStruct((p.workers, p.shared["inbox"]), jnp.float32)]
-            shared |= dict(cluster=plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=p.warpgroups))
+            del shared["partials"]
+            out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials"]), jnp.float32)]
+            shared |= dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups))
 
-    def body(slots, positions, refs, *inboxes, stage, scratch, **shared):
-        number, warpgroup, block = (lax.axis_index(name) for name in ("worker", "warpgroup", "part"))
+    def body(slots, positions, refs, *partials_gmem, stages, scratch, **shared):
+        number, warpgroup, block = (lax.axis_index(name) for name in ("worker", "warpgroup", "block"))
 
         def mine(ref):
             size = ref.shape[0] // p.warpgroups
             return ref.at[pl.ds(warpgroup * size, size)]
 
-        ctx = FlushContext(c, refs, slots, positions, most, first=warpgroup * p.vector, scratch=mine(scratch))
-        if inboxes:
-            shared |= dict(inbox=inboxes[0].at[number])
-        worker = LongWindowWorker(p, ctx, block, mine(stage), **shared)
+        ctx = FlushContext(c, refs, slots, positions, most, first=warpgroup * p.channels, scratch=mine(scratch))
+        if partials_gmem:
+            shared |= dict(partials=partials_gmem[0].at[number])
+        worker = LongWindowWorker(p, ctx, block, mine(stages), **shared)
         writer = block * p.warpgroups + warpgroup
-        _run(worker, number * p.share, writer, states)
+        _run(worker, number * p.share, writer, with_states)
 
     run = kernel(
         body,
@@ -149,65 +147,65 @@ def store_entries(
         grid=(p.workers,),
         grid_names=("worker",),
         cluster=(p.blocks,),
-        cluster_names=("part",),
+        cluster_names=("block",),
         num_threads=p.warpgroups,
         thread_name="warpgroup",
         scratch_types=shared,
-        # Primitives synchronise threads where they have to; what else a thread reads back it wrote itself.
+        # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    run(slots, positions, refs)
+    run(call.slots, call.positions, refs)
 
 
-def _run(worker, first, writer, states):
+def _run(worker, first, writer, with_states):
     p, ctx = worker.plan, worker.ctx
     end = jnp.minimum(first + p.share, ctx.slots.shape[0])
     writers = p.blocks * p.warpgroups
-    store = states and row_writer(ctx, first + writer, writers, -(-p.share // writers), end)
-    window = _find(worker, first, end)
+    store = with_states and row_writer(ctx, first + writer, writers, -(-p.share // writers), end)
+    window = _find_window(worker, first, end)
 
     @pl.when(window.token < end)
     def _():
-        if worker.filled is not None:
-            transaction_barriers.start(worker.filled)
-        for k in range(p.depth):
+        if worker.chunks_full is not None:
+            transaction_barriers.start(worker.chunks_full)
+        for k in range(p.stages):
             for i in range(2):
-                _fetch(worker, window, jnp.int32(k), i)
+                _start_rows(worker, window, jnp.int32(k), i)
                 copies.commit_copies()
 
     if store:
-        # It was read before the rows of the window, and is written while they are copied.
+        # The row was read before the rows of the window, and is written while they are copied.
         store()
-    if worker.filled is not None:
+    if worker.chunks_full is not None:
         pl.when(window.token < end)(lambda: barriers.wait_cluster(None))
     if p.share == 1:
         none = window._replace(token=end)
-        pl.when(window.token < end)(functools.partial(_entry, worker, window, none, end, jnp.int32(0)))
+        pl.when(window.token < end)(functools.partial(_store_window, worker, window, none, end, jnp.int32(0)))
         return
 
-    def one(carry):
+    def store_next(carry):
         count, window = carry
-        following = _find(worker, window.token + 1, end)
-        _entry(worker, window, following, end, count)
+        following = _find_window(worker, window.token + 1, end)
+        _store_window(worker, window, following, end, count)
         return count + 1, following
 
-    count, _ = lax.while_loop(lambda carry: carry[1].token < end, one, (jnp.int32(0), window))
+    count, _ = lax.while_loop(lambda carry: carry[1].token < end, store_next, (jnp.int32(0), window))
     pl.when(count > 0)(worker.wait)
 
 
-def _find(worker, first, end) -> WindowLocation:
-    """The first window that a token first, first + 1, ... closes, or one of token `end`."""
+def _find_window(worker, first, end) -> WindowLocation:
+    """Returns the first window that one of the tokens first, first + 1, ... closes, or one with token `end`."""
     ctx, tokens = worker.ctx, worker.ctx.slots.shape[0]
     c, ring = ctx.c, jnp.int32(ctx.c.state_kv.shape[2])
-    looks = min(MAX_LOOKS, -(-worker.plan.share // LOOKS))
+    scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
 
     def search(start):
-        seen = [look(ctx, start, 1, i * LOOKS, end) for i in range(looks)]
+        seen = [scan(ctx, start, 1, i * SCAN, end) for i in range(scans)]
         found = [vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in seen]
         token = end
         for i, bits in reversed(list(enumerate(found))):
-            token = jnp.where(bits != 0, start + i * LOOKS + vectors.lowest_bit(bits), token)
+            token = jnp.where(bits != 0, start + i * SCAN + vectors.lowest_bit(bits), token)
         return token
 
     if worker.plan.share == 1:
@@ -215,7 +213,7 @@ def _find(worker, first, end) -> WindowLocation:
         slot, position = ctx.slots[at], ctx.positions[at]
         token = jnp.where((first < end) & has_state(ctx, slot, position) & is_last(ctx, position), first, end)
     else:
-        step = looks * LOOKS
+        step = scans * SCAN
         _, token = lax.while_loop(
             lambda carry: (carry[1] == end) & (carry[0] + step < end),
             lambda carry: (carry[0] + step, search(carry[0] + step)),
@@ -225,11 +223,11 @@ def _find(worker, first, end) -> WindowLocation:
         slot, position = ctx.slots[at], ctx.positions[at]
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
     row = ctx.state_row(slot, position) - lax.rem(position, ring) + oldest
-    return WindowLocation(token, row, ring - oldest, c.rows - entry.in_call(ctx, at))
+    return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(ctx, at))
 
 
-def _fetch(worker, window, k, i):
-    """Starts to copy the logits (i = 0) or the values (1) of this block's part k."""
+def _start_rows(worker, window, k, i):
+    """Starts to copy the logits (i = 0) or the values (i = 1) of this block's chunk k."""
     p, ctx = worker.plan, worker.ctx
     c, row, ring = ctx.c, worker.row(k), ctx.c.state_kv.shape[2]
     call, state = ((ctx.refs.gate, ctx.refs.state_gate), (ctx.refs.kv, ctx.refs.state_kv))[i]
@@ -237,107 +235,111 @@ def _fetch(worker, window, k, i):
     if ring % c.rows:
         pieces.append((state, window.ring + row - ring, window.wrap - row))
     pieces.append((call, window.token - (c.rows - 1) + row, window.new - row))
-    start = functools.partial(copies.start_rows, column=ctx.first, size=p.vector)
-    start(worker.staged(k, i * (p.part_rows + p.bias_rows), p.part_rows), pieces)
+    start = functools.partial(copies.start_rows, column=ctx.first, size=p.channels)
+    start(worker.staged(k, i * (p.chunk_rows + p.bias_rows), p.chunk_rows), pieces)
     if i == 0:
-        target = worker.staged(k, p.part_rows, p.bias_rows)
-        biases = [(ctx.refs.position_bias, row + p.part_rows - p.bias_rows, jnp.int32(0))]
-        pl.when(window.new < row + p.part_rows)(functools.partial(start, target, biases))
+        target = worker.staged(k, p.chunk_rows, p.bias_rows)
+        biases = [(ctx.refs.position_bias, row + p.chunk_rows - p.bias_rows, jnp.int32(0))]
+        pl.when(window.new < row + p.chunk_rows)(functools.partial(start, target, biases))
 
 
-def _entry(worker, window, following, end, count):
-    """Stores the entry of a window, this worker's number `count`; starts to copy the rows of the one that follows."""
+def _store_window(worker, window, following, end, count):
+    """Stores the entry of the worker's window number `count` and starts to copy the rows of the following window."""
     p, ctx = worker.plan, worker.ctx
     target = entry.find_target(ctx, window.token)
-    # While the rows are copied.
+    # The rotation overlaps the copies.
     rotation = entry.rotation(ctx, target)
 
     if p.share > 1:
-        # Until the first block has read its inbox for the window before.
+        # The first block has read the partials of the window before.
         pl.when(count > 0)(worker.wait)
 
-    def one(k, _):
-        same = k + p.depth < p.parts
+    def pool_chunk(k, _):
+        same = k + p.stages < p.chunks
         coming = WindowLocation(*(jnp.where(same, a, b) for a, b in zip(window, following, strict=True)))
-        part = jnp.where(same, k + p.depth, k + p.depth - p.parts)
+        chunk = jnp.where(same, k + p.stages, k + p.stages - p.chunks)
 
         def refill(i):
-            # No copy may begin before the row whose place it takes was read.
+            # Copies overwrite rows that all threads of the warp have read.
             copies.sync_warp()
-            pl.when(coming.token < end)(functools.partial(_fetch, worker, coming, part, i))
+            pl.when(coming.token < end)(functools.partial(_start_rows, worker, coming, chunk, i))
             copies.commit_copies()
 
-        _pool_part(worker, window, k, refill)
+        _pool_chunk(worker, window, k, refill)
 
-    lax.fori_loop(0, p.parts, one, None)
-    if worker.filled is None:
+    lax.fori_loop(0, p.chunks, pool_chunk, None)
+    if worker.chunks_full is None:
         worker.arrive()
         worker.wait()
 
-    @pl.when(worker.block == 0)
-    def _():
-        if worker.filled is not None:
-            transaction_barriers.arrive(worker.barrier(), 3 * PARTS * 4 * p.vector // vectors.THREADS)
-            transaction_barriers.wait(worker.barrier(), count & 1)
-        peaks = worker.received(0)
-        scales = entry.factors(peaks, functools.reduce(jnp.maximum, peaks))
-        weight, total = [entry.weighted(scales, worker.received(i)) for i in (1, 2)]
-        if p.share > 1:
-            worker.arrive()
-        across = functools.partial(_across, worker, count, iter(range(2)))
-        entry.store_entry(ctx, target, *rotation, entry.share_of(weight, total), across)
-
+    pl.when(worker.block == 0)(functools.partial(_finish_entry, worker, target, rotation, count))
     if p.share > 1:
         pl.when(worker.block != 0)(worker.arrive)
 
 
-def _pool_part(worker, window, k, refill):
-    """Puts the largest logits, the sums of weights and the weighted sums of part k into the first block's inbox."""
+def _finish_entry(worker, target, rotation, count):
+    """Adds up the chunks of a window and stores its entry."""
+    p = worker.plan
+    if worker.chunks_full is not None:
+        transaction_barriers.arrive(worker.barrier(), 3 * CHUNKS * 4 * p.channels // vectors.THREADS)
+        transaction_barriers.wait(worker.barrier(), count & 1)
+    peaks = worker.received(0)
+    scales = entry.softmax_weights(peaks, functools.reduce(jnp.maximum, peaks))
+    weight, total = [entry.weighted_sum(scales, worker.received(i)) for i in (1, 2)]
+    if p.share > 1:
+        worker.arrive()
+    across = functools.partial(_across, worker, count, iter(range(2)))
+    cos, sin = rotation
+    entry.store_entry(worker.ctx, target, cos, sin, entry.normalize(weight, total), across)
+
+
+def _pool_chunk(worker, window, k, refill):
+    """Sends the largest logits, the sums of weights and the weighted sums of chunk k to the first block."""
     p = worker.plan
 
     def arrive():
-        # The copies of all parts before k, and of k the logits, or the values too.
-        copies.wait_copies(2 * p.depth - 1)
-        # What a thread reads a thread of its warp has copied.
+        # Waits for the chunks before k and, in turn, the logits and the values of chunk k.
+        copies.wait_copies(2 * p.stages - 1)
+        # Other threads of the warp copied some of them.
         copies.sync_warp()
 
     def logit(j):
         x = vectors.load(worker.staged(k, j, 1))
-        number = j - (p.part_rows - p.bias_rows)
+        number = j - (p.chunk_rows - p.bias_rows)
         if number < 0:
             return x
-        bias = vectors.load(worker.staged(k, p.part_rows + number, 1))
+        bias = vectors.load(worker.staged(k, p.chunk_rows + number, 1))
         return x + jnp.where(jnp.broadcast_to(worker.row(k) + j >= window.new, x.shape), bias, 0.0)
 
     arrive()
-    logits = [logit(j) for j in range(p.part_rows)]
+    logits = [logit(j) for j in range(p.chunk_rows)]
     refill(0)
-    peak = entry.peak_of(logits)
+    peak = entry.max_logit(logits)
     _send(worker, k, 0, peak)
-    weights = entry.factors(logits, peak)
+    weights = entry.softmax_weights(logits, peak)
     _send(worker, k, 1, tree_sum(weights))
     arrive()
-    values = [vectors.load(worker.staged(k, p.part_rows + p.bias_rows + j, 1)) for j in range(p.part_rows)]
-    _send(worker, k, 2, entry.weighted(weights, values))
+    values = [vectors.load(worker.staged(k, p.chunk_rows + p.bias_rows + j, 1)) for j in range(p.chunk_rows)]
+    _send(worker, k, 2, entry.weighted_sum(weights, values))
     refill(1)
 
 
 def _send(worker, k, i, x):
-    """Puts x where the first block's `received(i)` has this block's part k."""
-    target = worker.inbox.at[worker.place(i, worker.block + worker.plan.blocks * k)]
-    if worker.filled is None:
+    """Sends x to the place of this block's chunk k in the first block's partials."""
+    target = worker.partials.at[worker.place(i, worker.block + worker.plan.blocks * k)]
+    if worker.chunks_full is None:
         target[...] = x
     else:
         transaction_barriers.put(x, target, 0, worker.barrier())
 
 
 def _across(worker, count, uses, combine, x):
-    """x of all slices combined, where it is the same throughout each slice; the second or first of two `uses`."""
+    """Combines x, equal within each slice, over all slices; `uses` numbers the calls for one entry."""
     p, ctx = worker.plan, worker.ctx
-    # A warpgroup is at most one entry ahead of the others, so that entries take turns with two places.
+    # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
     base = (lax.rem(count, jnp.int32(2)) * 2 + next(uses)) * p.c.dim
-    worker.sums.at[pl.ds(base + ctx.first, p.vector)][...] = x
-    barriers.sync_block(worker.meeting)
+    worker.sums.at[pl.ds(base + ctx.first, p.channels)][...] = x
+    barriers.sync_block(worker.block_barrier)
     slices = (worker.sums.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
-    found = [vectors.load_repeated(x, p.vector) for x in slices]
+    found = [vectors.load_repeated(x, p.channels) for x in slices]
     return tree_sum(found) if combine is jnp.add else functools.reduce(combine, found)

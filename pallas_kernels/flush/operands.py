@@ -1,4 +1,4 @@
-"""What a flush works on."""
+"""The operands of a flush."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.exact_math import WHOLE
+from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools
 from pallas_kernels.runtime.checks import check_array, check_rules
 
@@ -14,21 +14,23 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressorOperands:
-    """One compressor's operands, or references to them within a kernel; D = 128, 256 or 512.
+    """The operands of a compressor, or references to them within a kernel; D = 128, 256 or 512.
 
     Attributes:
       kv: [T, width] float32 projections of this call's tokens, width = D, or 2 * D with overlap.
       gate: [T, width] float32 pooling logits, without position bias.
-      position_bias: [rate, width] float32; a window is `rate` tokens.
+      position_bias: [rate, width] float32; a window closes every `rate` tokens.
       norm_weight: [D] float32.
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
       block_table: [slots, blocks of a request] int32, -1 = none.
-      state_layer, pool_layer: int32 scalars, indices on axis 0 of states and of pools.
-      state_kv, state_gate: [layers, slots, ring, width] float32; ring >= rate, or 2 * rate with overlap.
+      state_layer: int32 scalar, index on axis 0 of states.
+      pool_layer: int32 scalar, index on axis 0 of pools.
+      state_kv: [layers, slots, ring, width] float32 values; ring >= rate, or 2 * rate with overlap.
+      state_gate: [layers, slots, ring, width] float32 logits with position bias.
       pools: [layers, blocks, entries, width], as the layout describes them: (nope, rope, scale) or (codes, scale).
-      layout: of the rows, or of the index keys, that entries are stored as.
-      eps: of the RMS norm.
-      overlap: an entry pools its own window and the one before it.
+      layout: format of the rows or indexer keys that entries are stored as.
+      eps: epsilon of the RMS norm.
+      overlap: whether an entry also pools the `rate` rows before its own.
     """
 
     kv: Any
@@ -56,16 +58,16 @@ class CompressorOperands:
 
     @property
     def rows(self) -> int:
-        """Rows that an entry pools."""
+        """The number of rows that an entry pools: a window."""
         return self.rate * (2 if self.overlap else 1)
 
     @property
-    def long(self) -> bool:
-        """Whether a window's rows are pooled in parts."""
-        return self.rows > WHOLE
+    def is_long(self) -> bool:
+        """Whether a window is pooled in chunks."""
+        return self.rows > MAX_SHORT
 
     def in_place(self) -> "CompressorOperands":
-        """With references to states, [layers * slots * ring, width], and pools, which a kernel writes in place."""
+        """Returns the operands with references to states [layers * slots * ring, width] and pools, to be updated."""
         width = self.state_kv.shape[-1]
         return dataclasses.replace(
             self,
@@ -85,7 +87,8 @@ class CompressorOperands:
                 f"entries of 128, 256 or 512 channels, got {dim}": dim in (128, 256, 512),
                 f"entries of {dim} channels, got a layout of {layout.dim}": layout.dim == dim,
                 f"windows of 4, 8, ... or 128 rows, got {self.rows}": self.rows in (4, 8, 16, 32, 64, 128),
-                f"overlapping windows of at most {WHOLE} rows, got {self.rows}": not self.overlap or not self.long,
+                f"overlapping windows of at most {MAX_SHORT} rows, got {self.rows}": not self.overlap
+                or not self.is_long,
                 f"states of at least {self.rows} rows, got {ring}": ring >= self.rows,
                 f"a block table with columns, got {list(self.block_table.shape)}": self.block_table.shape[1] > 0,
             }

@@ -1,4 +1,7 @@
-"""State rows: which tokens have one, and storing them."""
+"""State rows: finding the tokens that have one, and storing them.
+
+`store_states` is a kernel of its own with grid (compressor, block); its warpgroups take tokens in turn.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,48 +12,46 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.flush.config import FlushCall
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.mgpu.mlir import WARP
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 
 
-WARPGROUPS = 2  # of a block
-# Warpgroups that a device holds at once where all they do is store state rows.
-AT_ONCE = 8 * MULTIPROCESSORS
-LOOKS = WARP  # tokens that a warp looks at at once: a lane, and a bit, each
+WARPGROUPS = 2  # warpgroups in a block
+SCAN = WARP  # tokens that a warp examines at once, one per lane
 
 
-def look(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(token, whether there is one, slot, position) [128] of `number + 0 .. 31` of tokens first, first + step, ...
+def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (token, whether it has a state row, slot, position), [128] each, of 32 tokens.
 
-    Threads of a warp have one each, those of the others the same. `end`: past the last token.
+    Every warp has the same tokens, numbers `number` .. `number + 31` of first, first + step, ... < end.
     """
-    token = first + (number + (vectors.thread() & (LOOKS - 1))) * step
+    token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     at = jnp.where(token < end, token, -1)
     slot, position = (vectors.take(x, at) for x in (ctx.slots, ctx.positions))
     return token, (at >= 0) & has_state(ctx, slot, position), slot, position
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
-    """Whether a token is of a request that has states, and not padding."""
+    """Returns whether a token belongs to a request that has states, which padding does not."""
     return (slot >= 0) & (slot < ctx.c.state_kv.shape[1]) & (position >= 0)
 
 
 def closing(ctx: FlushContext, first, step: int, number, end) -> jax.Array:
-    """Bit i: whether token `first + (number + i) * step` closes a window."""
-    _, exists, _, position = look(ctx, first, step, number, end)
+    """Returns a word whose bit i says whether token `first + (number + i) * step` closes a window."""
+    _, exists, _, position = scan(ctx, first, step, number, end)
     return vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
 
 
 def is_last(ctx: FlushContext, position) -> jax.Array:
-    """Whether a position is the last one of a window."""
+    """Returns whether a position is the last one of a window."""
     return lax.rem(position, jnp.int32(ctx.c.rate)) == ctx.c.rate - 1
 
 
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
-    """A function that stores rows of `count` tokens first, first + step, ... < end; a single one is read at once."""
+    """Returns a function that stores the rows of tokens first, first + step, ... < end; it reads a single row now."""
     if count == 1:
         return _read_row(ctx, first, end)
 
@@ -60,10 +61,10 @@ def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable
     return lambda: lax.fori_loop(0, count, store, None)
 
 
-def store_states(compressors, refs, slots: jax.Array, positions: jax.Array, most: int, interpret: bool) -> None:
+def store_states(compressors, refs, call: FlushCall) -> None:
     """Stores the state rows of all tokens."""
-    tokens = slots.shape[0]
-    workers = min(tokens, AT_ONCE)
+    tokens = call.slots.shape[0]
+    workers = min(tokens, call.config.state_workers)
     share = -(-tokens // workers)
 
     def body(slots, positions, refs):
@@ -71,7 +72,7 @@ def store_states(compressors, refs, slots: jax.Array, positions: jax.Array, most
         # Surplus warpgroups get no token.
         first = jnp.where(number < workers, number, tokens)
         for j, c in enumerate(compressors):
-            ctx = FlushContext(c, refs[j], slots, positions, most)
+            ctx = FlushContext(c, refs[j], slots, positions, call.max_tokens)
             pl.when(lax.axis_index("compressor") == j)(functools.partial(_store_rows, ctx, first, workers, share))
 
     run = kernel(
@@ -83,39 +84,39 @@ def store_states(compressors, refs, slots: jax.Array, positions: jax.Array, most
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
+        interpret=call.interpret,
     )
-    run(slots, positions, refs)
+    run(call.slots, call.positions, refs)
 
 
 def _store_rows(ctx, first, step, share):
     tokens, ring = ctx.slots.shape[0], ctx.c.state_kv.shape[2]
 
-    def one(number, _):
-        token, mine, slot, _ = look(ctx, first, step, number * LOOKS, tokens)
-        if ctx.most_in_call > ring:
+    def store_rows(number, _):
+        token, mine, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
+        if ctx.max_in_call > ring:
             later = vectors.take(ctx.slots, jnp.where(token + ring < tokens, token + ring, -1))
             mine &= (token + ring >= tokens) | (later != slot)
 
         def store(bits):
-            _read_row(ctx, first + (number * LOOKS + vectors.lowest_bit(bits)) * step, tokens)()
+            _read_row(ctx, first + (number * SCAN + vectors.lowest_bit(bits)) * step, tokens)()
             return bits & (bits - 1)
 
         bits = vectors.ballot(jnp.where(mine, 1, 0))
         lax.while_loop(lambda bits: bits != 0, store, bits)
 
-    lax.fori_loop(0, -(-share // LOOKS), one, None)
+    lax.fori_loop(0, -(-share // SCAN), store_rows, None)
 
 
 def _read_row(ctx, token, end):
-    """Reads the token's row; the result stores it in the ring."""
+    """Reads a token's row; returns a function that stores it in the ring."""
     c = ctx.c
     tokens, ring = ctx.slots.shape[0], c.state_kv.shape[2]
     safe, later = jnp.minimum(token, tokens - 1), jnp.minimum(token + ring, tokens - 1)
     slot, position = ctx.slots[safe], ctx.positions[safe]
     mine = (token < end) & has_state(ctx, slot, position)
-    if ctx.most_in_call > ring:
-        # A token that its own request overwrites in this call.
+    if ctx.max_in_call > ring:
+        # Skips a token whose row a later token of the call overwrites.
         mine &= (token + ring >= tokens) | (ctx.slots[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), jnp.int32(c.rate))
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]

@@ -5,19 +5,24 @@ square roots, exp, sin and cos are missing because backends approximate them dif
 addition is exact or made by `product`, so that contracting the two to an FMA changes no bit. Kernels pass their own
 `product`, an instruction that is never contracted, which costs less than a fence.
 
+Exact functions work on bits, which have no derivative. So without a `product` of the caller they have the derivative
+of the function that they compute; within kernels, which pass their own, they have none.
+
 Arguments must be finite, and results are within about two units in the last place, unless a function says otherwise.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-# A softmax over more than WHOLE rows is summed over PARTS chunks of consecutive rows, then over the chunks.
-WHOLE = 16
-PARTS = 8
+# A softmax over more than MAX_SHORT rows sums CHUNKS chunks of consecutive rows, then adds up the chunks.
+MAX_SHORT = 16
+CHUNKS = 8
 # A sum over channels is taken over each SLICE of consecutive channels, then over the slices.
 SLICE = 64
 
@@ -44,6 +49,27 @@ def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
     return fence(x * y)
 
 
+def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Callable], Callable]:
+    """Decorates an exact function: its derivative is `derivative(x, result)`, unless the caller passes a product."""
+
+    def decorate(function):
+        exact = jax.custom_jvp(functools.partial(function, product=product))
+
+        @exact.defjvp
+        def _(primals, tangents):
+            (x,), (dx,) = primals, tangents
+            result = exact(x)
+            return result, jax.tree.map(lambda slope: slope * dx, derivative(x, result))
+
+        @functools.wraps(function)
+        def call(x, product=None):
+            return exact(x) if product is None else function(x, product)
+
+        return call
+
+    return decorate
+
+
 def tree_sum(terms: list[jax.Array]) -> jax.Array:
     """Returns the sum of 2**n terms in the order of `quant.ordered_sum`: adds the halves until one term is left."""
     while len(terms) > 1:
@@ -52,7 +78,8 @@ def tree_sum(terms: list[jax.Array]) -> jax.Array:
     return terms[0]
 
 
-def exp_negative(x: jax.Array, product: Callable = product) -> jax.Array:
+@_differentiable(lambda x, result: result)
+def exp_negative(x: jax.Array, product: Callable) -> jax.Array:
     """Returns max(e**x, 2**-125) for x <= 0, -inf included, with an absolute error of 2**-22."""
     scaled = jnp.maximum(x * _LOG2E, -125.0)
     rounded = fence(scaled + _ROUND)
@@ -61,7 +88,8 @@ def exp_negative(x: jax.Array, product: Callable = product) -> jax.Array:
     return _float(_bits(power) + (_bits(rounded) << 23))
 
 
-def reciprocal(x: jax.Array, product: Callable = product) -> jax.Array:
+@_differentiable(lambda x, result: -result * result)
+def reciprocal(x: jax.Array, product: Callable) -> jax.Array:
     """Returns 1 / x for normal x > 0 up to 2**125."""
     y = _float(0x7EF311C3 - _bits(x))
     for _ in range(3):
@@ -69,7 +97,8 @@ def reciprocal(x: jax.Array, product: Callable = product) -> jax.Array:
     return y
 
 
-def inverse_sqrt(x: jax.Array, product: Callable = product) -> jax.Array:
+@_differentiable(lambda x, result: -0.5 * result * result * result)
+def inverse_sqrt(x: jax.Array, product: Callable) -> jax.Array:
     """Returns 1 / sqrt(x) for x from 2**-125 to 2**125."""
     half = x * 0.5
     y = _float(0x5F375A86 - (_bits(x) >> 1))
@@ -78,7 +107,8 @@ def inverse_sqrt(x: jax.Array, product: Callable = product) -> jax.Array:
     return y
 
 
-def cos_sin(angle: jax.Array, product: Callable = product) -> tuple[jax.Array, jax.Array]:
+@_differentiable(lambda angle, result: (-result[1], result[0]))
+def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     """Returns the cosine and the sine of angles from 0 to 2**20 radians, with an absolute error of 2e-7."""
     rounded = fence(product(angle, 0.6366197723675814) + _ROUND)
     quarters = rounded - _ROUND

@@ -174,15 +174,9 @@ def _split_weight_mosaic(target, fn, index, warpgroup):
 
 @primitive
 def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Array:
-    """Starts to load a thread's first rows of a chunk, for `mix_chunk`; does nothing when interpreted.
+    """Starts to load a thread's first rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
 
-    Args:
-      start: the chunk's first token.
-      column: the chunk's first channel.
-      refs: references in global memory.
-
-    Returns:
-      int32 [512 * 2 * n] words of n = 4 streams, or 5 with y.
+    Returns int32 [512 * 2 * n] words of n = 4 streams, or 5 with y; zeros when interpreted.
     """
     return jnp.zeros(_ahead_shape(refs), jnp.int32)
 
@@ -207,8 +201,7 @@ def mix_chunk(
     Args:
       operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, this warpgroup's own.
       ahead: rows of this chunk from `load_rows` or the chunk before.
-      here: (first token, first channel) of this chunk.
-      following: the same of the chunk whose rows are loaded ahead.
+      here, following: (first token, first channel) of this chunk, and of the one whose rows are loaded ahead.
       refs: references in global memory.
 
     Returns:

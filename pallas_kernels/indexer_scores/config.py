@@ -26,7 +26,7 @@ class Config:
     @classmethod
     def for_tokens(cls, tokens: int, interpret: bool = False) -> "Config":
         """Chooses the configuration for a number of tokens."""
-        # With 4 warpgroups a thread has 128 registers. Interpreted, several warpgroups that wait for each other would
+        # Four warpgroups leave 128 registers to a thread. Interpreted, warpgroups that wait for each other would
         # block the CPU's few threads.
         blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
         # The search of a block takes 0.2 ms for 8,192 tokens.

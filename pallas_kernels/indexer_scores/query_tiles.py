@@ -267,7 +267,7 @@ def _mxfp4_words_mosaic(x, scales, codes):
             held.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
         found = []
         for first in range(0, len(held), 4):
-            # From pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
+            # Converts pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
             low, high = (held[first + i] | held[first + i + 1] << 8 for i in (0, 2))
             found += [halves(low, high, i).value for i in range(2)]
         return found, [top.value]

@@ -11,7 +11,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
+from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
 from pallas_kernels.formats.layouts import KeyLayout
 from pallas_kernels.formats.row_encoder import E2M1_MAX, e2m1_codes, key_scales
 from pallas_kernels.indexer_scores import query_tiles
@@ -99,7 +99,7 @@ def _angles(token, positions, inv_freq):
     pairs = inv_freq.shape[0]
     pair = (vectors.channels(query_tiles.ANGLES) & (DIM // 2 - 1)) - (DIM // 2 - pairs)
     position = jnp.maximum(positions[token], 0).astype(jnp.float32)
-    cos, sin = cos_sin(vectors.take(inv_freq, pair) * position)
+    cos, sin = cos_sin(vectors.take(inv_freq, pair) * position, product)
     return query_tiles.spread_angles(cos), query_tiles.spread_angles(sin)
 
 

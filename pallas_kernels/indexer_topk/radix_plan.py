@@ -7,6 +7,8 @@ import types
 
 import jax
 
+from pallas_kernels.runtime.hardware import SHARED_BYTES
+
 
 MAX_K = 2048
 BINS = 2048
@@ -16,7 +18,6 @@ VECTOR = 4  # scores in a 16-byte load
 STEP = 32 * VECTOR  # scores that a warp loads at a time
 RESULT = 4  # words that hold the result of one pass
 MAX_BLOCKS = 8
-SHARED_BYTES = 226 << 10  # available to a block; Mosaic's barriers take some of the last 1 KB
 # {blocks of a cluster: rows that run at once}; a block fills a multiprocessor. Fewer clusters fit than 132 / blocks,
 # since a cluster lies in one group of up to 18 multiprocessors: 16 clusters of 8 blocks or 32 of 4 did not fit.
 _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
@@ -46,7 +47,7 @@ class RadixPlan:
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
         """Chooses the plan for `rows` rows of `entries` scores; measured on an H100 and an H200."""
-        # All clusters run at once if possible: one row more would wait for all others. Beyond that, blocks that share
+        # The clusters run at once if possible: one row more would wait for all others. Beyond that, blocks that share
         # a row only wait for each other.
         max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
         if entries <= 32768:

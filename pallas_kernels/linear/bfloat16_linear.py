@@ -11,7 +11,7 @@ has few rows, the blocks of a cluster share the columns of one tile, and add up 
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,7 +26,7 @@ from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -34,7 +34,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 STEP = 256  # columns of a stage
 MAX_TOKENS = 64
 TOKENS = 8  # `wgmma` has multiples of so many columns
-SHARED_BYTES = 208 << 10
+STAGING_BYTES = SHARED_BYTES - (18 << 10)
 MAX_SPLITS = 8  # blocks of a cluster that every device runs
 MULTIPLY, LOAD = 0, 1  # numbers of warpgroups
 
@@ -70,7 +70,7 @@ def bfloat16_linear(
     splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
     p = Bfloat16LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
-    stages = (SHARED_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
+    stages = (STAGING_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
     inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
     run = kernel(
         functools.partial(_body, p),
@@ -130,9 +130,7 @@ class Bfloat16LinearProblem:
         return SumExchange(self.splits, 1, (ROWS, self.tokens))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """Stages of operands, a barrier for each: the types to allocate, and within the kernel the references."""
 
     inputs_smem: Any
@@ -149,6 +147,16 @@ def _body(p, x_gmem, weight_gmem, *outs_gmem, inbox, stages):
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
     store = functools.partial(store_tile, outs_gmem, p.outputs)
 
+    def multiply_tile(i):
+        add_stage = functools.partial(_add_stage, stages)
+        sums = lax.fori_loop(i * steps, (i + 1) * steps, add_stage, wgmma.zeros((ROWS, p.tokens)))
+        tile = worker + i * p.workers
+        if exchange is None:
+            store(tile, sums)
+        else:
+            exchange.send(i, sums)
+            exchange.add_up(tiles, lambda _, total: store(tile, total))
+
     @pl.when(warpgroup == LOAD)
     def _():
         with jax.named_scope("load"):
@@ -161,16 +169,7 @@ def _body(p, x_gmem, weight_gmem, *outs_gmem, inbox, stages):
     @pl.when(warpgroup == MULTIPLY)
     def _():
         with jax.named_scope("multiply"):
-
-            @pl.loop(0, tiles)
-            def multiply_tile(i):
-                sums = lax.fori_loop(i * steps, (i + 1) * steps, functools.partial(_add_stage, stages), _zeros(p))
-                tile = worker + i * p.workers
-                if exchange is None:
-                    store(tile, sums)
-                else:
-                    exchange.send(i, sums)
-                    exchange.add_up(tiles, lambda _, total: store(tile, total))
+            pl.loop(0, tiles)(multiply_tile)
 
 
 def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
@@ -187,10 +186,6 @@ def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
     plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
     columns = pl.ds(lax.div(tile, jnp.int32(p.group_tiles)) * p.depth + column, STEP)
     plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], stages.inputs_smem.at[stage], stages.full.at[stage])
-
-
-def _zeros(p):
-    return plgpu.layout_cast(jnp.zeros((ROWS, p.tokens), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _add_stage(stages, i, acc):

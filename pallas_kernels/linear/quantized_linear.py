@@ -183,9 +183,7 @@ class QuantizedLinearProblem:
       tokens: number of inputs.
       num_groups: number of groups of tiles, which have inputs of their own.
       outputs: size and dtype of each part of the product.
-      limit: limit of SwiGLU, or None.
-      eps: term that the norm adds to the mean square.
-      config: how the launch shares its work.
+      limit, eps, config: see `quantized_linear`.
     """
 
     matrices: tuple[tuple[WeightLayout, int], ...]
@@ -279,8 +277,7 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, *outs_gmem, factors_smem, inbox, s
     products, above = [], 0
     for weight_gmem, (_, tiles) in zip(weights_gmem, p.matrices, strict=True):
         begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first, end))
-        callbacks = (functools.partial(_with_offset, function, above) for function in (load_inputs, finish))
-        products.append(_product(p, weight_gmem, tiles, begin, last, split, *callbacks))
+        products.append(_product(p, weight_gmem, (above, tiles), (begin, last), split, load_inputs, finish))
         above += tiles
     p.gemm.run(warpgroup, products, skinny)
     if exchange is None:
@@ -296,13 +293,10 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, *outs_gmem, factors_smem, inbox, s
             exchange.add_up(end - first, lambda n, total: store(first + n, total))
 
 
-def _with_offset(function, offset, tile, other):
-    return function(offset + tile, other)
-
-
-def _product(p, weight_gmem, tiles, begin, end, split, load_inputs, finish):
-    """Returns the product of tiles `begin` to `end` of a weight; the callbacks take the tile in the weight."""
+def _product(p, weight_gmem, place, own, split, load_inputs, finish):
+    """Returns the product of the tiles `own` of a weight; `place` is the number of tiles before it, and its own."""
     (codes_gmem, scales_gmem), gated, depth = weight_gmem, p.limit is not None, p.depth // p.config.splits
+    (above, tiles), (begin, end) = place, own
 
     def rows_of(n):
         # A block without a tile of the weight asks, too.
@@ -318,8 +312,8 @@ def _product(p, weight_gmem, tiles, begin, end, split, load_inputs, finish):
         first_column=split * depth,
         gated=gated,
         rows_of=rows_of,
-        load_inputs=lambda n, load: load_inputs(begin + n, load),
-        finish=lambda n, sums: finish(begin + n, sums),
+        load_inputs=lambda n, load: load_inputs(above + (begin + n), load),
+        finish=lambda n, sums: finish(above + (begin + n), sums),
     )
 
 

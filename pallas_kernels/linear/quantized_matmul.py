@@ -75,15 +75,12 @@ def quantized_matmul(
       x: [T, num_groups * K] bfloat16.
       codes: [num_groups * M, K] uint8, E4M3 bits, K a multiple of 128; M too if there are several groups.
       scales: [num_groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
-      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
-      swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
-        projection, whose sizes are one multiple of 128.
+      spec, swiglu_limit: see `quantized_linear`.
       config: how the launch shares its work; None chooses it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, size] of each output: float32 sums, in an order that depends on the weight's shape alone. With a limit, one
-      [T, size] bfloat16 array, `silu(min(gate, limit)) * clip(up, -limit, limit)`.
+      The outputs of `quantized_linear`. The order of sums depends on the weight's shape alone.
 
     Raises:
       NotImplementedError: a shape or dtype is not one of these.

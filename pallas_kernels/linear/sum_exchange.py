@@ -21,17 +21,21 @@ from pallas_kernels.runtime.launch import interpreting
 
 @dataclasses.dataclass(frozen=True)
 class SumExchange:
-    """Static description of an exchange.
+    """Description of an exchange; `start` returns it with its references.
 
     Attributes:
       splits: number of blocks of a cluster, along its axis "split".
       tiles: largest number of tiles of a cluster.
       shape: (rows, tokens) of a tile's sums.
+      inbox: [owned tiles, splits, ..] float32, the sums that come; in the interpreter, those of each owner.
+      inbox_full: transaction barrier of all sums that come; in the interpreter, a barrier of the cluster.
     """
 
     splits: int
     tiles: int
     shape: tuple[int, int]
+    inbox: Any = None
+    inbox_full: Any = None
 
     @property
     def owned(self) -> int:
@@ -39,9 +43,14 @@ class SumExchange:
         return -(-self.tiles // self.splits)
 
     @property
+    def tile_bytes(self) -> int:
+        """The number of bytes of all blocks' sums of a tile."""
+        return self.splits * 4 * self.shape[0] * self.shape[1]
+
+    @property
     def num_bytes(self) -> int:
         """The number of bytes of shared memory."""
-        return 4 * self.owned * self.splits * self.shape[0] * self.shape[1] if self.splits > 1 else 0
+        return self.owned * self.tile_bytes if self.splits > 1 else 0
 
     def types(self, workers: int, *, interpret: bool) -> tuple[list[jax.ShapeDtypeStruct], tuple[Any, Any] | None]:
         """Returns the types of the kernel's last outputs, and of scratch: (barrier, place for sums), or None."""
@@ -51,31 +60,17 @@ class SumExchange:
             shape = (workers, self.splits, self.owned, self.splits, *self.shape)
             barrier = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1)
             return [jax.ShapeDtypeStruct(shape, jnp.float32)], (barrier, None)
-        sums = plgpu.SMEM((self.owned, self.splits, self.shape[0] * self.shape[1]), jnp.float32)
-        return [], (transaction_barriers.scratch_type(1), sums)
+        inbox = plgpu.SMEM((self.owned, self.splits, self.shape[0] * self.shape[1]), jnp.float32)
+        return [], (transaction_barriers.scratch_type(1), inbox)
 
-    def start(self, scratch: tuple[Any, Any], outs_gmem) -> "StartedExchange":
+    def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
         """Begins within a kernel. All warpgroups call it, and `barriers.wait_cluster` before they use the barrier."""
-        barrier, sums = scratch
+        full, inbox = scratch
         if interpreting():
-            return StartedExchange(self, barrier, outs_gmem[-1].at[lax.axis_index("worker")])
-        transaction_barriers.start(barrier)
-        return StartedExchange(self, barrier, sums)
-
-
-@dataclasses.dataclass(frozen=True)
-class StartedExchange:
-    """References of an exchange.
-
-    Attributes:
-      static: its description.
-      inbox_full: transaction barrier of all sums that come; in the interpreter, a barrier of the cluster.
-      inbox: place for sums of each owned tile and block; in the interpreter, of each owner.
-    """
-
-    static: SumExchange
-    inbox_full: Any
-    inbox: Any
+            inbox = outs_gmem[-1].at[lax.axis_index("worker")]
+        else:
+            transaction_barriers.start(full)
+        return dataclasses.replace(self, inbox=inbox, inbox_full=full)
 
     def send(self, n: jax.Array, sums: jax.Array) -> None:
         """Sends the sums of the cluster's tile `n` to its owner."""
@@ -85,7 +80,7 @@ class StartedExchange:
             # A block sends to another one once that one runs.
             barriers.wait_cluster(None)
 
-        splits, split = jnp.int32(self.static.splits), lax.axis_index("split")
+        splits, split = jnp.int32(self.splits), lax.axis_index("split")
         owner, slot = lax.rem(n, splits), lax.div(n, splits)
         if interpreting():
             wgmma.put(self.inbox.at[owner, slot, split], sums)
@@ -94,22 +89,21 @@ class StartedExchange:
 
     def add_up(self, tiles: jax.Array, store: Callable[[jax.Array, jax.Array], None]) -> None:
         """Waits for the sums of the cluster's `tiles`, and calls `store(n, total)` for those that this block owns."""
-        static, split = self.static, lax.axis_index("split")
+        split = lax.axis_index("split")
         if interpreting():
             barriers.arrive_cluster(self.inbox_full)
             barriers.wait_cluster(self.inbox_full)
         else:
-            owned = lax.div(tiles - split + (static.splits - 1), jnp.int32(static.splits))
-            num_bytes = static.splits * 4 * static.shape[0] * static.shape[1]
-            transaction_barriers.arrive(self.inbox_full.at[0], owned * (num_bytes // THREADS))
+            owned = lax.div(tiles - split + (self.splits - 1), jnp.int32(self.splits))
+            transaction_barriers.arrive(self.inbox_full.at[0], owned * (self.tile_bytes // THREADS))
             transaction_barriers.wait(self.inbox_full.at[0], jnp.int32(0))
-        for slot in range(static.owned):
-            n = slot * static.splits + split
+        for slot in range(self.owned):
+            n = slot * self.splits + split
             pl.when(n < tiles)(lambda slot=slot, n=n: store(n, self._total(split, slot)))
 
     def _total(self, split, slot):
-        total = plgpu.layout_cast(jnp.zeros(self.static.shape, jnp.float32), plgpu.Layout.WGMMA)
-        place = self.inbox.at[split, slot] if interpreting() else self.inbox.at[slot]
-        for block in range(self.static.splits):
-            total = wgmma.add(total, place.at[block])
+        total = wgmma.zeros(self.shape)
+        sums = self.inbox.at[split, slot] if interpreting() else self.inbox.at[slot]
+        for block in range(self.splits):
+            total = wgmma.add(total, sums.at[block])
         return total

@@ -28,12 +28,13 @@ from jax import lax
 from pallas_kernels.matmul import dequant_epilogue, dequant_wgmma
 from pallas_kernels.matmul.dequant_wgmma import code_transforms
 from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
-from pallas_kernels.mgpu import barriers
+from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import interpreting
 
 
-SHARED_BYTES = 225 << 10  # of stages, scales and the epilogue's staging
+STAGING_BYTES = SHARED_BYTES - (1 << 10)  # of stages, scales and the epilogue's staging
 MAX_STAGES = 8
 MAX_WIDE = 80  # inputs with which three stages of 128 bytes a row fit
 SCALES_STAGES = 3
@@ -80,9 +81,7 @@ class Operands(NamedTuple):
     finish: Callable[[jax.Array, jax.Array], None]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DequantScratch:
+class DequantScratch(NamedTuple):
     """Scratch of a GEMM: the types to allocate, and within the kernel the references.
 
     Attributes:
@@ -178,7 +177,7 @@ class DequantGemm:
                 scales_empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
             )
         stage_bytes = self.rows * self.step_bytes + 2 * self.step_columns * self.inputs
-        stages = min((SHARED_BYTES - other) // stage_bytes, MAX_STAGES)
+        stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
         empty: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
         if self.blocks > 1:
             empty = plgpu.ClusterBarrier(collective_axes=("block",), **empty)
@@ -270,9 +269,8 @@ def _load_scales(gemm, operands, refs, place, number, step):
 
 def _multiply_tile(gemm, operands, refs, warpgroup, n):
     place = operands.locate(n)
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, gemm.inputs), jnp.float32), plgpu.Layout.WGMMA)
     add_step = functools.partial(_add_step, gemm, operands, refs, warpgroup, n, place)
-    sums = lax.fori_loop(0, gemm.steps, add_step, zeros)
+    sums = lax.fori_loop(0, gemm.steps, add_step, wgmma.zeros((ROWS, gemm.inputs)))
     if gemm.overlaps:
         sums = dequant_wgmma.complete_sums(sums)
         _release(refs, (n + 1) * gemm.steps - 1)

@@ -18,7 +18,7 @@ do not depend on the others.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,12 +30,13 @@ from pallas_kernels.matmul import skinny_mma, skinny_prologue
 from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SCALED, SEGMENT, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import barriers, wgmma
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import primitive
 
 
 LOAD, EPILOGUE = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2
-SHARED_BYTES = 224 << 10
+STAGING_BYTES = SHARED_BYTES - (2 << 10)
 MAX_STAGES = 32
 
 
@@ -75,9 +76,7 @@ class Product:
         return min(SCALE_BYTES, self.depth // 32)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SkinnyScratch:
+class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: the types to allocate, and within the kernel the references.
 
     Attributes:
@@ -104,8 +103,11 @@ class SkinnyScratch:
 
     @property
     def stages(self) -> int:
-        """The number of stages of weights."""
         return self.weights_full.shape[0]
+
+    def codes(self, layout: WeightLayout) -> Any:
+        """Returns the stages of weights as an array for a layout."""
+        return next(ref for ref in self.codes_smem if ref.dtype == layout.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,10 +154,6 @@ class SkinnyGemm:
         """Returns the number of stages of a tile."""
         return product.depth // self.stage_columns(product)
 
-    def zeros(self) -> jax.Array:
-        """Returns the sums of a tile before the first product."""
-        return plgpu.layout_cast(jnp.zeros((ROWS, self.tokens), jnp.float32), plgpu.Layout.WGMMA)
-
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory, of which a block uses `other_bytes` for more.
 
@@ -164,7 +162,7 @@ class SkinnyGemm:
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
         together = MULTIPLIERS * self.stages_per_step
-        return min((SHARED_BYTES - used) // stage, self.max_stages) // together * together
+        return min((STAGING_BYTES - used) // stage, self.max_stages) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
         """Returns the types of scratch for `run`; a block uses `other_bytes` of shared memory for more."""
@@ -195,7 +193,7 @@ class SkinnyGemm:
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
         """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its number."""
-        # Where tiles have four steps or more a warpgroup has the same stages as in the products before.
+        # If tiles have four steps or more, a warpgroup has the same stages as in the products before.
         stages = [self.tile_stages(product) for product in products]
         assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in stages[:i]) for i, n in enumerate(stages))
 
@@ -228,17 +226,17 @@ def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
 
 
 def _load_weights(gemm, products, refs):
-    codes_smem, copied = {ref.dtype: ref for ref in refs.codes_smem}, jnp.int32(0)
+    copied = jnp.int32(0)
     for product in products:
-        copy_stage = functools.partial(_copy_stage, gemm, product, refs, codes_smem[product.layout.dtype], copied)
+        copy_stage = functools.partial(_copy_stage, gemm, product, refs, copied)
         pl.loop(0, product.tiles * gemm.tile_stages(product))(copy_stage)
         copied += product.tiles * gemm.tile_stages(product)
     barriers.wait_for_last(refs.weights_empty, copied)
 
 
-def _copy_stage(gemm, product, refs, codes_smem, before, i):
+def _copy_stage(gemm, product, refs, before, i):
     """Copies stage `i` of a product; `before` stages of other products came before."""
-    tile_stages = jnp.int32(gemm.tile_stages(product))
+    tile_stages, codes_smem = jnp.int32(gemm.tile_stages(product)), refs.codes(product.layout)
     stage, step = lax.rem(before + i, jnp.int32(refs.stages)), lax.rem(i, tile_stages)
 
     @pl.when(before + i >= refs.stages)
@@ -260,7 +258,7 @@ def _copy_stage(gemm, product, refs, codes_smem, before, i):
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
-            # Where FP4 is beside it: nothing is copied in place of its scales.
+            # Nothing is copied in place of the scales of another product's FP4.
             plgpu.barrier_arrive(full)
 
 
@@ -275,15 +273,9 @@ def _multiply(gemm, products, refs, warpgroup):
 
 
 def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
-    """Leaves a warpgroup's sums of a tile in shared memory, and returns the next tile's FP8 scales.
+    """Leaves a warpgroup's sums of a tile in shared memory; takes the tile's FP8 scales, and returns the next tile's.
 
-    Args:
-      gemm, product, refs: see `SkinnyGemm.run`.
-      warpgroup: number of the warpgroup.
-      copied: number of stages of the products before.
-      done: number of tiles of the products before.
-      tile: number of the tile.
-      scales: FP8's scales of this tile.
+    The products before have `copied` stages and `done` tiles.
     """
 
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
@@ -314,8 +306,7 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
 
 def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
     """Returns the sums of a tile over a warpgroup's steps. See `_multiply_tile`."""
-    layout, tile_stages = product.layout, gemm.tile_stages(product)
-    codes_smem = {ref.dtype: ref for ref in refs.codes_smem}[layout.dtype]
+    layout, tile_stages, codes_smem = product.layout, gemm.tile_stages(product), refs.codes(product.layout)
     # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
     first, count = warpgroup, tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
@@ -334,7 +325,7 @@ def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
         _release(refs.weights_empty.at[stage])
         return acc
 
-    return lax.fori_loop(0, count, add_stage, gemm.zeros())
+    return lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens)))
 
 
 def _load_scales(product, tile):
@@ -378,7 +369,7 @@ def _finish_tiles(gemm, products, refs):
 def _finish_tile(gemm, product, refs, done, tile):
     slot = lax.rem(done + tile, jnp.int32(gemm.slots))
     plgpu.barrier_wait(refs.sums_full.at[slot])
-    total = gemm.zeros()
+    total = wgmma.zeros((ROWS, gemm.tokens))
     for i in range(gemm.places):
         total = wgmma.add(total, refs.sums_smem.at[slot, i])
     plgpu.barrier_arrive(refs.sums_empty.at[slot])

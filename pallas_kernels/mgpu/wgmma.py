@@ -25,6 +25,11 @@ def _layout(_):
     return plgpu.Layout.WGMMA
 
 
+def zeros(shape: tuple[int, int]) -> jax.Array:
+    """Returns sums before the first product."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
 @primitive
 def multiply_add(acc: jax.Array, a, b) -> jax.Array:
     """Returns acc + a @ b, [64, columns] float32, of bfloat16; b is in shared memory, a there or in registers."""

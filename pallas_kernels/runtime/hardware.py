@@ -6,8 +6,8 @@ import jax
 # The streaming multiprocessors of an H100 and an H200. Kernels divide work, and with it the order of sums, by this
 # constant rather than by the device's own number, so that results have the same bits on every device.
 MULTIPROCESSORS = 132
-# The shared memory that a block may use. Mosaic's barriers take a part of it.
-SHARED_BYTES = 227 << 10
+# The shared memory for a block's arrays: 227 KiB less the last one, of which Mosaic's barriers take a part.
+SHARED_BYTES = 226 << 10
 
 
 def why_no_mosaic_gpu() -> str | None:

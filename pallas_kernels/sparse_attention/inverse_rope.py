@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.formats.exact_math import cos_sin, round_bfloat16
+from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
 from pallas_kernels.runtime.launch import primitive
 
@@ -82,7 +82,7 @@ def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Arra
     position = jnp.maximum(positions_gmem[token], 0).astype(jnp.float32)
 
     def rotate(values):
-        values, (cos, sin) = round_bfloat16(values), cos_sin(frequency * position)
+        values, (cos, sin) = round_bfloat16(values), cos_sin(frequency * position, product)
         other = vectors.exchange(values, 1, None) * jnp.where(channels & 1 == 0, sin, -sin)
         return jnp.where(channels >= 0, values * cos + other, values)
 

@@ -15,11 +15,11 @@ from tests.paths import DATA
 
 
 class Pair(nnx.Module):
-    def __init__(self, *dtypes, rounded=(True, True)):
+    def __init__(self, *dtypes, out_dtypes=(None, None)):
         self.inner = nnx.Module()
         self.first, self.inner.second = (
-            Linear(8, 4, param_dtype=dtype, rounded=low, rngs=nnx.Rngs(i))
-            for i, (dtype, low) in enumerate(zip(dtypes, rounded, strict=True))
+            Linear(8, 4, param_dtype=dtype, out_dtype=out_dtype, rngs=nnx.Rngs(i))
+            for i, (dtype, out_dtype) in enumerate(zip(dtypes, out_dtypes, strict=True))
         )
         self.input_projections = Projections("first", "inner.second")
 
@@ -28,17 +28,17 @@ class Pair(nnx.Module):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rounded", [(True, True), (False, True), (False, False)])
-def test_maps_give_the_same_when_joined(dtype, rounded):
-    plain, x = Pair(dtype, dtype, rounded=rounded), jax.random.normal(jax.random.key(0), (3, 8), dtype)
+@pytest.mark.parametrize("out_dtypes", [(None, None), (jnp.float32, None), (jnp.float32, jnp.float32)])
+def test_maps_give_the_same_when_fused(dtype, out_dtypes):
+    plain, x = Pair(dtype, dtype, out_dtypes=out_dtypes), jax.random.normal(jax.random.key(0), (3, 8), dtype)
     fused = fuse_projections(plain)
     assert plain.first is not None and fused.first is fused.inner.second is None
     got, expected = jax.jit(fused)(x), jax.jit(plain)(x)
     assert got.keys() == expected.keys() == {"first", "inner.second"}
-    for (path, product), low in zip(expected.items(), rounded, strict=True):
-        assert got[path].dtype == product.dtype == (dtype if low else jnp.float32)
+    for (path, product), out_dtype in zip(expected.items(), out_dtypes, strict=True):
+        assert got[path].dtype == product.dtype == (out_dtype or dtype)
         np.testing.assert_allclose(
-            *(np.asarray(y, np.float32) for y in (got[path], product)), rtol=2**-7 if low else 1e-6
+            *(np.asarray(y, np.float32) for y in (got[path], product)), rtol=1e-6 if out_dtype else 2**-7
         )
 
 
@@ -70,7 +70,7 @@ def test_joining_moves_every_row_to_its_place(short_config):
             chex.assert_trees_all_equal(after[path], value, custom_message=path)
         # Sliding, CSA, HCA: the layer's input, the latent if there is an indexer, the shared expert's input.
         counts = [
-            [len(module.parts) for _, module in nnx.iter_modules(layer) if isinstance(module, FusedLinear)]
+            [len(module.names) for _, module in nnx.iter_modules(layer) if isinstance(module, FusedLinear)]
             for layer in fused.model.layers
         ]
         assert [sorted(each) for each in counts] == [[2, 2], [2, 2, 7], [2, 4]]
@@ -96,7 +96,7 @@ def test_quantised_matrices_of_few_rows_stay_separate():
     model = load_checkpoint(DATA / "official_fp8", weights="quantized", fused=True)
     attention = model.model.layers[2].self_attn
     assert isinstance(attention.q_a_proj.weight.get_value(), QuantizedWeight)
-    assert [[path for path, *_ in each.parts] for each in attention.input_projections.fused] == [
+    assert [list(each.names) for each in attention.input_projections.fused] == [
         ["kv_proj"],  # alone in FP8: one product takes it together with the others
         [f"compressor.{name}" for name in ("kv_proj", "gate_proj")]
         + ([f"compressor.indexer.{name}" for name in ("kv_proj", "gate_proj", "scorer.weights_proj")]
@@ -117,7 +117,7 @@ def test_matrices_in_fp8_share_one():
         setattr(owner, name, linear)
     owner.projections = Projections("first", "second", "third")
     fused = fuse_projections(owner)
-    assert [path for path, *_ in fused.projections.fused[0].parts] == ["first", "second"]
+    assert fused.projections.fused[0].names == ("first", "second")
     # The rows of a block of scales would belong to two maps.
     assert fused.third is not None
     found, expected = fused.projections(fused, x), owner.projections(owner, x)

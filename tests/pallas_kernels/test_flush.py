@@ -1,7 +1,6 @@
 """The flush kernel against the jnp reference, bit for bit: interpreted on the CPU, as it is on the GPU."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +9,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsv4_jax import ops
-from dsv4_jax.ops.flush import flush_together
+from dsv4_jax.ops.flush import _flush_kernel, flush_together
 from dsv4_jax.quant import kv_format
+from pallas_kernels.flush.config import SHARED_BYTES, Config, LongWindowPlan
 from pallas_kernels.flush.operands import CompressorOperands
 from tests.ops.pools import ints, poison, same_bytes
 from tests.pallas_kernels.kernels import registers
 
-
-long_plan, short, states = (
-    importlib.import_module(f"pallas_kernels.flush.{name}") for name in ("long_window_plan", "short_windows", "states")
-)
 
 SLOTS, MAX_BLOCKS, LAYERS, BLOCK_TOKENS = 3, 4, 2, 128
 # rate, overlap, channels. Interpreted: few channels, and HCA windows of 32 rows.
@@ -50,14 +46,15 @@ def setup(kind, fmt, *, kinds=SMALL, requests=SLOTS, spare=0, seed=0):
     return state, view(rows, ints(0), ints(table), rate, codec), weights, floats
 
 
-@functools.partial(jax.jit, static_argnames=("max_query_tokens", "implementation"))
-def flush(compressors, slots, positions, *, max_query_tokens, implementation):
-    return flush_together(
-        compressors, slots, positions, max_query_tokens=max_query_tokens, implementation=implementation
-    )
+@functools.partial(jax.jit, static_argnames=("max_query_tokens", "implementation", "config"))
+def flush(compressors, slots, positions, *, max_query_tokens, implementation, config=None):
+    args, options = (compressors, slots, positions), dict(max_query_tokens=max_query_tokens)
+    if config is not None:
+        return _flush_kernel(*args, dtype=jnp.bfloat16, interpret=True, config=config, **options)
+    return flush_together(*args, implementation=implementation, **options)
 
 
-def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=None, **options):
+def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=None, config=None, **options):
     """All compressors of a layer in one call."""
     compressors = []
     for kind in LAYERS_OF[layer]:
@@ -65,7 +62,8 @@ def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=No
         compressors.append((state, pool, *floats(2, len(slots), state.kv.shape[-1]), weights))
     args = compressors, ints(slots), ints(positions)
     expected = flush(*args, max_query_tokens=None, implementation="xla")
-    same_bytes(expected, flush(*args, max_query_tokens=max_query_tokens, implementation=implementation))
+    options = dict(max_query_tokens=max_query_tokens, implementation=implementation, config=config)
+    same_bytes(expected, flush(*args, **options))
 
 
 def runs(rate, longest):
@@ -89,11 +87,9 @@ def flatten(runs, size):
 def test_interpreted_decode(layer, spare, data):
     """One launch. Any slots, positions, paddings and ring wraps; no two threads meet in one place."""
     drawn = data.draw(runs(SMALL[LAYERS_OF[layer][0]][0], 1 + spare))
-    with pytest.MonkeyPatch.context() as patch:
-        # Four blocks share a window, and pool two parts each; two clusters take three tokens each.
-        patch.setattr(long_plan, "BLOCKS", ((6, 4),))
-        patch.setattr(long_plan, "AT_ONCE", 8)
-        compare("interpret", layer, "v4", *flatten(drawn, 6), max_query_tokens=1 + spare, spare=spare)
+    # Four blocks share a window, and pool two chunks each; two clusters take three tokens each.
+    config = Config(cluster_sizes=((6, 4),), long_blocks=8)
+    compare("interpret", layer, "v4", *flatten(drawn, 6), max_query_tokens=1 + spare, spare=spare, config=config)
 
 
 @pytest.mark.parametrize("layer", LAYERS_OF)
@@ -103,15 +99,12 @@ def test_interpreted_prefill(layer, data):
     """Two launches, few workers: runs of any length, which reach into the ring, lie in the call, and overwrite it."""
     rate = SMALL[LAYERS_OF[layer][0]][0]
     drawn = data.draw(runs(rate, 2 * rate + 3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(short, "AT_ONCE", 5)
-        patch.setattr(states, "AT_ONCE", 7)
-        # Whole windows in one block, at most two of them in each of two.
-        patch.setattr(long_plan, "BLOCKS", ())
-        patch.setattr(long_plan, "AT_ONCE", 2)
-        # HCA: four warpgroups, with a quarter of the channels each.
-        kinds = SMALL | dict(hca=(32, False, 512))
-        compare("interpret", layer, "per_entry", *flatten(drawn, 3 * rate + 2), spare=1, kinds=kinds)
+    # Whole windows in one block, at most two of them in each of two. HCA: four warpgroups, with a quarter of the
+    # channels each.
+    config = Config(cluster_sizes=(), long_blocks=2, short_workers=5, state_workers=7)
+    kinds = SMALL | dict(hca=(32, False, 512))
+    slots, positions = flatten(drawn, 3 * rate + 2)
+    compare("interpret", layer, "per_entry", slots, positions, spare=1, kinds=kinds, config=config)
 
 
 def test_refusals_name_the_rule():
@@ -170,7 +163,7 @@ for layer, kinds in tests.LAYERS_OF.items():
             x = S((tokens, state.kv.shape[-1]), jnp.float32)
             compressors.append((state, pool, x, x, weights))
         def flush(*args):
-            return _flush_kernel(*args, jnp.bfloat16, most, interpret=False)
+            return _flush_kernel(*args, dtype=jnp.bfloat16, max_query_tokens=most, interpret=False)
         args = compressors, S((tokens,), jnp.int32), S((tokens,), jnp.int32)
         args = jax.tree.map(lambda x: S(x.shape, x.dtype), args)
         compiled = compile_for_h100(f"{layer}-{fmt}-{tokens}", flush, *args, donate_argnums=0)
@@ -193,7 +186,7 @@ def test_long_windows_find_room(most):
         c = CompressorOperands(
             *operands, state.layer, pool.layer, state.kv, state.gate, leaves, pool.layout, 1e-6, False
         )
-        plan = long_plan.plan(c, tokens, tokens if most is None else most)
+        plan = LongWindowPlan.for_call(Config(), c, tokens, tokens if most is None else most)
         assert plan.workers * plan.share >= tokens > (plan.workers - 1) * plan.share
-        assert plan.blocks * plan.workers <= 132 and plan.parts % plan.depth == 0
-        assert 4 * sum(plan.shared.values()) <= long_plan.SHARED_BYTES
+        assert plan.blocks * plan.workers <= 132 and plan.chunks % plan.stages == 0
+        assert 4 * sum(plan.shared.values()) <= SHARED_BYTES

@@ -144,14 +144,14 @@ def test_maps_that_are_cut_alike_are_joined(model):
     fused = fuse_projections(cut)
     mlp, own = fused.model.layers[1].mlp.shared_experts, cut.model.layers[1].mlp.shared_experts
     (both,) = mlp.input_projections.fused
-    assert [part[:2] for part in both.parts] == [("gate_proj", 32), ("up_proj", 32)]
+    assert (both.names, both.output_sizes) == (("gate_proj", "up_proj"), (32, 32))
     for name in ("gate_proj", "up_proj"):
         want = getattr(own, name).weight.get_value()
         found = both.matrix(name)
         assert found.sharding == want.sharding
         chex.assert_trees_all_equal(found, want)
-    queries = [own.parts for own in fused.model.layers[1].self_attn.latent_projections.fused]
-    assert sorted(path for ((path, *_),) in queries) == ["compressor.indexer.q_b_proj", "q_b_proj"]
+    queries = [own.names for own in fused.model.layers[1].self_attn.latent_projections.fused]
+    assert sorted(name for (name,) in queries) == ["compressor.indexer.q_b_proj", "q_b_proj"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
 
     @jax.jit
@@ -170,7 +170,7 @@ def test_maps_that_are_cut_alike_are_joined(model):
 
 
 def test_joined_maps_are_not_cut(model):
-    with pytest.raises(ValueError, match=r"model\.layers\.0.*joins maps that a mesh cuts: place the model first"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0.*fuses maps that the mesh shards: shard the model before"):
         sharded_step(fuse_projections(model), 2)
 
 

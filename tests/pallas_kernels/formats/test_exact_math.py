@@ -119,3 +119,23 @@ def test_tree_sum(count):
     chex.assert_trees_all_equal(bits(found), bits(ordered_sum(jnp.asarray(terms), axis=0)))
     exact, magnitude = terms.astype(np.float64).sum(axis=0), np.abs(terms.astype(np.float64)).sum(axis=0)
     assert (np.abs(found - exact) <= np.log2(count) * 2**-24 * magnitude).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "derivative", "x"),
+    [
+        (dm.exp_negative, np.exp, [-1.0, -0.25, -20.0]),
+        (dm.reciprocal, lambda x: -1 / x**2, [0.5, 3.0, 1000.0]),
+        (dm.inverse_sqrt, lambda x: -0.5 * x**-1.5, [0.5, 3.0, 1000.0]),
+        (lambda x: dm.cos_sin(x)[0], lambda x: -np.sin(x), [0.5, 3.0, 1000.0]),
+        (lambda x: dm.cos_sin(x)[1], np.cos, [0.5, 3.0, 1000.0]),
+    ],
+)
+def test_derivatives(function, derivative, x):
+    """Bits have no derivative, so each function has that of the function that it computes (errors: float32)."""
+    found = jax.jit(jax.vmap(jax.grad(function)))(jnp.asarray(x, jnp.float32))
+    chex.assert_trees_all_close(np.asarray(found, np.float64), derivative(np.asarray(x)), rtol=1e-5, atol=1e-6)
+    second = jax.grad(jax.grad(function))(jnp.float32(x[0]))
+    step = 1e-5
+    slope = (derivative(x[0] + step) - derivative(x[0] - step)) / (2 * step)
+    chex.assert_trees_all_close(np.float64(second), slope, rtol=1e-4, atol=1e-6)
