@@ -56,19 +56,27 @@ class CompiledModel:
         return self.module(cache, batch)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Calls the module\'s `logits`, without compiling it."""
+        """Calls the module's `logits`, without compiling it."""
         return self.module.logits(hidden)
 
     def forward_streams(self, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """Calls the module\'s `forward_streams`, without compiling it."""
+        """Calls the module's `forward_streams`, without compiling it."""
         return self.module.forward_streams(cache, batch)
 
     def mtp_forward(self, streams: Array, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """Calls the module\'s `mtp_forward`, without compiling it."""
+        """Calls the module's `mtp_forward`, without compiling it.
+
+        Args:
+          streams, cache, batch: as in the module's method.
+        """
         return self.module.mtp_forward(streams, cache, batch)
 
     def mtp_write(self, streams: Array, cache: KVCache, batch: Batch) -> KVCache:
-        """Calls the module\'s `mtp_write`, without compiling it."""
+        """Calls the module's `mtp_write`, without compiling it.
+
+        Args:
+          streams, cache, batch: as in the module's method.
+        """
         return self.module.mtp_write(streams, cache, batch)
 
     def _run(self, program: Any, *args: Any, **options: Any) -> Any:

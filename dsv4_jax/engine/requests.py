@@ -173,7 +173,13 @@ class Request(Summarised):
         return -self.params.priority, self.order
 
     def score(self, start: int, logprobs: Sequence[float] | np.ndarray, top: TopLogprobs | None) -> None:
-        """Keeps the log-probabilities [n] of its tokens from position `start` on, and the likeliest tokens `top`."""
+        """Keeps log-probabilities of the request's tokens.
+
+        Args:
+          start: position of the first token.
+          logprobs: [n] log-probabilities of the tokens from `start` on.
+          top: the likeliest tokens at these positions, or None.
+        """
         count, first = len(logprobs), start - self._scored_from
         here = slice(first, first + count)
         self._logprobs[here] = logprobs

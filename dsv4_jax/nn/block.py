@@ -52,7 +52,14 @@ class DecoderLayer(nnx.Module):
     def fused(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
-        """Does `__call__`, but leaves the last block's output unmerged, so that the next op can merge it."""
+        """Does `__call__`, but leaves the last block's output unmerged, so that the next op can merge it.
+
+        Args:
+          residual: residual streams, with the output of the previous block unmerged.
+          cache: cache of the step.
+          batch: inputs of the step.
+          carry: values from earlier layers.
+        """
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
         carry = carry.with_attention(self.layer, x, y)

@@ -27,7 +27,13 @@ class StepCarry:
         return dataclasses.replace(self, selections=self.selections | {layer: indices})
 
     def with_attention(self, layer: int, x: Float[Array, "T D"], y: Float[Array, "T D"]) -> "StepCarry":
-        """Returns the carry with a layer's attention input and output added, if activations are recorded."""
+        """Returns the carry with a layer's attention input and output added, if activations are recorded.
+
+        Args:
+          layer: number of the layer.
+          x: [T, hidden] input of the attention.
+          y: [T, hidden] output of the attention; on a mesh this device's summand.
+        """
         if self.activations is None:
             return self
         recorded = {f"attn_in_{layer}": x, f"attn_out_{layer}": all_reduce(y)}

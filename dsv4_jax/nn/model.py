@@ -162,7 +162,11 @@ class DeepseekV4ForCausalLM(nnx.Module):
         return block.draft(block.join(streams, self.model.embed(batch)), cache, batch)
 
     def mtp_write(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
-        """Updates the cache as `mtp_forward` does, without the rest of its work."""
+        """Updates the cache as `mtp_forward` does, without the rest of its work.
+
+        Args:
+          streams, cache, batch: as in `mtp_forward`.
+        """
         block = self.mtp[0]
         return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
 

@@ -44,13 +44,25 @@ class MTPBlock(DecoderLayer):
         return round_to(of_embedding.astype(jnp.float32) + of_streams.astype(jnp.float32), streams.dtype)
 
     def write_window(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
-        """Stores the window rows of streams [T, h, hidden] from `join`; returns the updated cache."""
+        """Stores the tokens' window rows; returns the updated cache.
+
+        Args:
+          streams: [T, hc_mult, hidden] result of `join`.
+          cache: cache of the step.
+          batch: inputs of the step.
+        """
         x, _ = self.attn_hc.pre(ResidualStreams(streams), self.input_layernorm)
         return self.self_attn.write_window(x, cache.handle(self.layer, batch))
 
     def draft(
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch
     ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
-        """Runs the layer on streams from `join`; returns the head's input [T, hidden], new streams and the cache."""
+        """Runs the layer; returns the head's input [T, hidden], the new streams and the updated cache.
+
+        Args:
+          streams: [T, hc_mult, hidden] result of `join`.
+          cache: cache of the step.
+          batch: inputs of the step.
+        """
         residual, _, cache = self.fused(ResidualStreams(streams), cache, batch, StepCarry())
         return *self.hc_head.pre(residual, self.norm), cache

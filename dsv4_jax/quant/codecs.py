@@ -166,7 +166,11 @@ class EntryFP8Rows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows(RowCodec):
-    """The codec of unquantised rows, rounded to `dtype`: float32 or bfloat16."""
+    """The codec of unquantised rows.
+
+    Attributes:
+      dtype: dtype that values are rounded to, float32 or bfloat16.
+    """
 
     dtype: Any
 
@@ -282,7 +286,11 @@ class NVFP4Keys(KeyCodec):
 
 @dataclasses.dataclass(frozen=True)
 class PlainKeys(KeyCodec):
-    """The codec of unquantised keys, rounded to `dtype`: float32 or bfloat16."""
+    """The codec of unquantised keys.
+
+    Attributes:
+      dtype: dtype that values are rounded to, float32 or bfloat16.
+    """
 
     dtype: Any
 

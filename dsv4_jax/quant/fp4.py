@@ -98,7 +98,13 @@ def encode_nvfp4(
 def decode_nvfp4(
     packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"], global_scale: float = 1.0
 ) -> Float[Array, "*rows N"]:
-    """Decodes `encode_nvfp4` to [..., N] float32: code * (scale * global)."""
+    """Decodes results of `encode_nvfp4` to [..., N] float32: code * (scale * global_scale).
+
+    Args:
+      packed: [..., N / 2] uint8, two E2M1 codes per byte.
+      scale: [..., N / 16] uint8, E4M3 bits.
+      global_scale: second-level scale.
+    """
     groups = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, NVFP4_GROUP)
     step = decode_e4m3(scale) * jnp.float32(global_scale)
     return (groups * step[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])

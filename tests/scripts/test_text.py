@@ -79,11 +79,11 @@ def test_what_is_asked_was_told_at_that_distance():
     asked, told = asked_and_told(planted)
     assert asked == told and len(set(asked)) == 2, "the third pair's question does not fit"
     assert all(pair[:LETTERS].isupper() and pair[LETTERS:].isdigit() for pair in asked)
-    chex.assert_trees_all_close(planted.distances, np.array([290, 12, 700]), rtol=1e-7, atol=8)
+    chex.assert_trees_all_close(np.array(planted.distances), np.array([290, 12, 700]), rtol=1e-7, atol=8)
     ids = planted.ids[1:].astype(np.uint8).tolist()
     for pair in {*asked, *told}:
         ids = [*bytes(ids).replace(pair + b" ", b"")]
-    chex.assert_trees_all_equal(ids[:600], verses(60)[:600])
+    chex.assert_trees_all_equal(np.array(ids[:600]), np.array(verses(60)[:600]))
 
 
 def test_training_rows_ask_for_what_they_told():
@@ -109,4 +109,4 @@ def test_needles_lie_where_they_should():
     asked, told = asked_and_told(planted)
     assert asked == told and len(set(asked)) == 9
     assert planted.answers.min() - LETTERS > max(distances), "a question before the last pair"
-    chex.assert_trees_all_close(sorted(planted.distances), np.repeat(distances, 3), rtol=1e-7, atol=4 * PAIR)
+    chex.assert_trees_all_close(np.sort(planted.distances), np.repeat(distances, 3), rtol=1e-7, atol=4 * PAIR)
