@@ -39,7 +39,7 @@ class Summary:
     rows: Mapping[str, str | Share]
 
 
-class Summarised:
+class Summarized:
     """A base class with a repr from `_summary()`."""
 
     def _summary(self) -> Summary:

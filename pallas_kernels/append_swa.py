@@ -1,6 +1,6 @@
-"""Quantises window rows and stores each at row `position % ring` of its slot's ring, in place.
+"""Quantizes window rows and stores each at row `position % ring` of its slot's ring, in place.
 
-The grid is one block for four tokens; each warp loads, quantises and stores a row.
+The grid is one block for four tokens; each warp loads, quantizes and stores a row.
 """
 
 import jax
@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.pools import Rings
-from pallas_kernels.formats.row_encoder import store_quantised
+from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.runtime.checks import check_array
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -19,7 +19,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 def append_swa(
     kv: jax.Array, slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantises rows and stores them in their slots' rings.
+    """Quantizes rows and stores them in their slots' rings.
 
     The pools are written in place if the caller donates them.
 
@@ -49,7 +49,7 @@ def append_swa(
         row = kv_rows.ring_rows(token, slots_gmem, positions_gmem, layer_gmem, shape)
         dense = kv_rows.WARPS, kv_rows.GROUPS, kv_rows.GROUP
         values = kv_rows.load_rows(kv_gmem, jnp.minimum(token, tokens - 1), dense)
-        store_quantised(values.astype(jnp.float32), pools_gmem, row, layout)
+        store_quantized(values.astype(jnp.float32), pools_gmem, row, layout)
 
     run = kernel(
         append_rows,

@@ -1,7 +1,7 @@
-"""Gathers: dequantises rows of the pools to dense bfloat16, with a mask of valid rows.
+"""Gathers: dequantizes rows of the pools to dense bfloat16, with a mask of valid rows.
 
 Three public functions find the rows in different ways and share the kernel `_gather`. The grid is one block for eight
-rows; each warp loads, dequantises and stores two.
+rows; each warp loads, dequantizes and stores two.
 """
 
 from collections.abc import Callable
@@ -193,7 +193,7 @@ def _gather(
 
 
 def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Array:
-    """Loads and dequantises rows [n] to [n, 8, 64] bfloat16, zeros where not valid."""
+    """Loads and dequantizes rows [n] to [n, 8, 64] bfloat16, zeros where not valid."""
     nope_gmem, rope_gmem, scale_gmem = pools_gmem
     nope_groups = layout.nope_dim // kv_rows.GROUP
     # Rows that are not valid read row 0, which stays in the cache.

@@ -21,7 +21,7 @@ from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
 from pallas_kernels.formats.pools import Rings
-from pallas_kernels.formats.row_encoder import store_quantised
+from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.mgpu import bfloat16_words, mlir
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -191,7 +191,7 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
         if rings is None:
             kv_rows.store_rows(kv_out_gmem, row, rotated)
         else:
-            store_quantised(rotated.astype(jnp.float32), destination_gmem[3], row, rings.layout)
+            store_quantized(rotated.astype(jnp.float32), destination_gmem[3], row, rings.layout)
 
     @pl.when(block >= kv_blocks)
     @jax.named_scope("queries")

@@ -59,7 +59,7 @@ def _cache_claims(run: dict[str, Any]) -> dict[str, bool]:
     found = {(row["format"], row["attended"]): row["accuracy"] for row in run["needles"]}
     formats = ("plain", "v4", "per_entry")
     return {
-        "cache: quantising changes bits per byte by less than 0.1%": max(
+        "cache: quantizing changes bits per byte by less than 0.1%": max(
             abs(bits[name, "top-k"] / bits["plain", "top-k"] - 1) for name in formats
         )
         < 0.001,

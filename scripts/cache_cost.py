@@ -1,4 +1,4 @@
-"""Measures what quantising the cache costs a model: `python scripts/cache_cost.py --help`."""
+"""Measures what quantizing the cache costs a model: `python scripts/cache_cost.py --help`."""
 
 import dataclasses
 import json
@@ -200,7 +200,7 @@ def _table(rows, columns, values):
 
 
 def plot(path: Path, report: dict[str, Any]) -> None:
-    """Plots the cost of a quantised cache, the cost of attending to less, and the share of facts found.
+    """Plots the cost of a quantized cache, the cost of attending to less, and the share of facts found.
 
     The report may be partial.
     """
@@ -237,7 +237,7 @@ def _plot_formats(ax, rows):
     ax.set_yticks(range(len(names)), [name.replace(" with ", "\nwith ") for name in names])
     ax.invert_yaxis()
     ax.set(
-        xlabel="thousandths of a bit per byte more than with the plain cache", title="What quantising the cache costs"
+        xlabel="thousandths of a bit per byte more than with the plain cache", title="What quantizing the cache costs"
     )
     ax.legend(fontsize=8)
 

@@ -52,7 +52,7 @@ Like the repository's code: Apache-2.0.
 `scripts/train_tiny.py` with seed {seed}; `--help` says how to get the text. AdamW, peak learning rate
 {learning_rate:g}, weight decay {weight_decay:g}, dropout {dropout:g}; the indexer learns from
 the attention it selects for (KL), experts are balanced by their routers' biases, without a loss. From
-{quantise_from:.0%} of the steps on, weights are rounded as they are stored here, the cache as in format
+{quantize_from:.0%} of the steps on, weights are rounded as they are stored here, the cache as in format
 "{kv_format}".
 """
 _PLANTED = """

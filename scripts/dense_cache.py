@@ -29,7 +29,7 @@ class DenseCache:
     Attributes:
       schema: shapes and format (static).
       select: bool; whether layers with an indexer attend to its selection only, or to all entries (at first).
-      quantise: bool; whether rows, entries, keys and index queries are rounded by the format, with straight-through
+      quantize: bool; whether rows, entries, keys and index queries are rounded by the format, with straight-through
         gradients.
       key: random key of dropout; None for no dropout.
       index_loss: sum over layers with an indexer of the mean over tokens of KL(attention to the entries, summed over
@@ -43,7 +43,7 @@ class DenseCache:
 
     schema: CacheSchema = dataclasses.field(metadata=dict(static=True))
     select: Any = True
-    quantise: Any = False
+    quantize: Any = False
     key: Any = None
     index_loss: Any = 0.0
     token_weights: Any = None
@@ -269,7 +269,7 @@ class DenseHandle:
     def _rounded(self, x, codec: RowCodec):
         """Returns rows as a later read would."""
         stored = codec.decode(codec.encode(jax.lax.stop_gradient(x)), x.dtype)
-        return _straight_through(x, stored, self.cache.quantise)
+        return _straight_through(x, stored, self.cache.quantize)
 
     def _rounded_index(self, x, *, keys):
         codec, still = self._group.key, jax.lax.stop_gradient(x)
@@ -277,7 +277,7 @@ class DenseHandle:
         # Rotating both keys and queries changes the dot products only by rounding.
         rotates = codec.layout is not None and codec.layout.hadamard
         turned = round_to(hadamard(x.astype(jnp.float32)), x.dtype) if rotates else x
-        return _straight_through(jnp.where(self.cache.quantise, turned, x), stored, self.cache.quantise)
+        return _straight_through(jnp.where(self.cache.quantize, turned, x), stored, self.cache.quantize)
 
 
 def _product(spec, x, y):

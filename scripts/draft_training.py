@@ -36,7 +36,7 @@ def draft_losses(
       are right up to the first wrong one, of 3}).
     """
     batch, shape = whole_sequences(ids[:, :-1]), ids[:, :-1].shape
-    frozen = dataclasses.replace(cache, select=jnp.bool_(True), quantise=jnp.bool_(True), key=None)
+    frozen = dataclasses.replace(cache, select=jnp.bool_(True), quantize=jnp.bool_(True), key=None)
     hidden, streams, _ = model.forward_streams(frozen, batch)
     model_logits = jax.lax.stop_gradient(model.logits(hidden)).reshape(*shape, -1)
     cache = dataclasses.replace(cache, passes=(), expert_load=jnp.zeros_like(cache.expert_load))

@@ -43,7 +43,7 @@ class TrainTiny:
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best --needles 1 \\
         --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best --needles 1 \\
-        --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantise-from 0
+        --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantize-from 0
       python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/mtp --steps 2000 --mtp --rows 32 \\
         --length 1024
       python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
@@ -68,7 +68,7 @@ class TrainTiny:
       weight_decay: weight decay of matrices.
       dropout: share of each block's output that is dropped.
       select_from: share of the steps after which CSA sees the indexer's selection only.
-      quantise_from: share of the steps after which weights and cache are rounded.
+      quantize_from: share of the steps after which weights and cache are rounded.
       dtype: dtype of activations.
       every: number of steps between evaluations. Default: a fortieth of the steps.
       seed: seed of weights, data order and dropout.
@@ -91,7 +91,7 @@ class TrainTiny:
     weight_decay: float = 0.1
     dropout: float = 0.1
     select_from: float = 0.15
-    quantise_from: float = 0.6
+    quantize_from: float = 0.6
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     every: int | None = None
     seed: int = 0

@@ -30,7 +30,7 @@ class Recipe:
       weight_decay: weight decay of matrices in AdamW.
       dropout: share of each block's output that is dropped.
       select_from: share of the steps after which CSA attends to the indexer's selection; before, to all entries.
-      quantise_from: share of the steps after which weights and cache are rounded as in the saved model.
+      quantize_from: share of the steps after which weights and cache are rounded as in the saved model.
       needles: share of rows with hidden key-value pairs.
       questions, nearest: number of questions in such a row, and the minimum distance in bytes to the fact.
       needle_weight: weight in the loss of a digit that is asked for.
@@ -47,7 +47,7 @@ class Recipe:
     weight_decay: float = 0.1
     dropout: float = 0.1
     select_from: float = 0.15
-    quantise_from: float = 0.6
+    quantize_from: float = 0.6
     needles: float = 0.0
     questions: int = 24
     nearest: int = 16
@@ -61,7 +61,7 @@ class Recipe:
 def first_state(recipe: Recipe, start: tuple[Tensors, Tensors] | None = None) -> dict[str, Any]:
     """Returns the training state at step 0, from random weights or from (trained, fixed) in `start`."""
     trained, fixed = first_weights(recipe.config, recipe.seed) if start is None else start
-    return dict(trained=trained, fixed=fixed, optimiser=_optimiser(recipe).init(trained), step=jnp.int32(0))
+    return dict(trained=trained, fixed=fixed, optimizer=_optimizer(recipe).init(trained), step=jnp.int32(0))
 
 
 def batch(recipe: Recipe, text: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +107,7 @@ def train_step(
             recipe.config, ids.shape[0], ids.shape[1] - 1, kv_format=recipe.kv_format, dtype=jnp.dtype(recipe.dtype)
         ),
         select=progress >= recipe.select_from,
-        quantise=progress >= recipe.quantise_from,
+        quantize=progress >= recipe.quantize_from,
         key=jax.random.fold_in(jax.random.key(recipe.seed), state["step"]) if recipe.dropout else None,
         dropout=recipe.dropout,
         token_weights=weights[:, 1:].reshape(-1),
@@ -120,12 +120,12 @@ def train_step(
 
     gradient, (mean, after, metrics) = jax.grad(loss, has_aux=True)(state["trained"])
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        updates, optimiser = _optimiser(recipe).update(gradient, state["optimiser"], state["trained"])
+        updates, optimizer = _optimizer(recipe).update(gradient, state["optimizer"], state["trained"])
     rate = recipe.learning_rate * jnp.minimum(20 * progress + 1e-2, 0.51 + 0.49 * jnp.cos(np.float32(np.pi) * progress))
     new = dict(
         trained=jax.tree.map(lambda value, update: value - rate * update, state["trained"], updates),
         fixed=balanced(recipe.config, state["fixed"], after.expert_load, recipe.balance_rate),
-        optimiser=optimiser,
+        optimizer=optimizer,
         step=state["step"] + 1,
     )
     metrics |= dict(
@@ -166,7 +166,7 @@ def _score(recipe, trained, fixed, ids):
     cache = DenseCache.make(
         recipe.config, ids.shape[0], ids.shape[1] - 1, kv_format=recipe.kv_format, dtype=jnp.dtype(recipe.dtype)
     )
-    cache = dataclasses.replace(cache, quantise=jnp.bool_(True))
+    cache = dataclasses.replace(cache, quantize=jnp.bool_(True))
     return _losses(recipe, trained, fixed, ids, cache)[0]
 
 
@@ -176,7 +176,7 @@ def _losses(recipe, trained, fixed, ids, cache):
     The losses are the negative log-likelihoods of ids[:, 1:], or `draft_losses` of a multi-token-prediction block.
     """
     tensors = as_stored(recipe.config, trained)
-    tensors = {path: jnp.where(cache.quantise, tensors[path], value) for path, value in trained.items()}
+    tensors = {path: jnp.where(cache.quantize, tensors[path], value) for path, value in trained.items()}
     model = for_training(assemble(recipe.config, tensors | fixed, recipe.dtype))
     if recipe.config.num_nextn_predict_layers:
         return draft_losses(model, cache, ids)
@@ -186,7 +186,7 @@ def _losses(recipe, trained, fixed, ids, cache):
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]), cache, {}
 
 
-def _optimiser(recipe):
+def _optimizer(recipe):
     """Returns AdamW without its learning rate, which the step applies. The moments of all tensors are one vector."""
     return optax.chain(
         optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))),

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.engine.requests import Request, RequestParams
-from dsv4_jax.summary import MAX_ROWS, Share, Summarised, Summary
+from dsv4_jax.summary import MAX_ROWS, Share, Summarized, Summary
 from tests.host.managers import ids, make
 
 
@@ -88,7 +88,7 @@ def test_a_request_shows_its_progress():
 
 
 def test_long_tables_are_cut():
-    class Many(Summarised):
+    class Many(Summarized):
         def _summary(self):
             return Summary(("many",), {f"row {i}": Share(i, 0) for i in range(MAX_ROWS + 3)})
 

@@ -57,7 +57,7 @@ class ModelStack(DraftingStack):
 
 
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
-    """Returns the stack with shapes in place of arrays, quantised as in the release and sharded over a mesh."""
+    """Returns the stack with shapes in place of arrays, quantized as in the release and sharded over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
     kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
     graph, state = nnx.split(stack)

@@ -127,7 +127,7 @@ def _figure(path: Path, panels: int, size: tuple[float, float]) -> Iterator[Any]
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    # Different colours for up to 18 lines, the dark ones first. Grey is left for gaps and bounds.
+    # Different colors for up to 18 lines, the dark ones first. Grey is left for gaps and bounds.
     tab20 = plt.get_cmap("tab20")
     colors = [tab20(i) for first in (0, 1) for i in range(first, 20, 2) if i not in (14, 15)]
     with plt.rc_context({"axes.prop_cycle": plt.cycler(color=colors)}):

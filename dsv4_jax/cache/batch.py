@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from dsv4_jax.cache.schema import CacheSchema
-from dsv4_jax.summary import Summarised, Summary
+from dsv4_jax.summary import Summarized, Summary
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Batch(Summarised):
+class Batch(Summarized):
     """A ragged batch of tokens in arrays of fixed sizes, made by `KVCacheManager.prepare_forward`.
 
     Tokens of one request are adjacent and have consecutive ascending positions. -1 is padding everywhere. As an index,

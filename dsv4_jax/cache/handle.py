@@ -13,12 +13,12 @@ from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
-from dsv4_jax.summary import Summarised, Summary
+from dsv4_jax.summary import Summarized, Summary
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class LayerCacheHandle(Summarised):
+class LayerCacheHandle(Summarized):
     """Reads and writes one layer for the tokens of one batch; immutable, allocates nothing.
 
     Methods that write return a new handle; `handle.cache` is the updated cache. A token sees its own window row and the

@@ -21,7 +21,7 @@ from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.quant import IndexRows, Rows
 from dsv4_jax.sizes import readable_bytes
-from dsv4_jax.summary import Summarised, Summary
+from dsv4_jax.summary import Summarized, Summary
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +81,7 @@ class PoolGroup:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class KVCache(Summarised):
+class KVCache(Summarized):
     """The whole cache of a model. Donate it to the step and keep what the step returns.
 
     Attributes:

@@ -286,7 +286,7 @@ class CacheSchema:
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes per token in the compressed pools, amortised over a block."""
+        """The bytes per token in the compressed pools, amortized over a block."""
         return self.block_bytes / self.block_tokens
 
     @property

@@ -22,7 +22,7 @@ from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
 from dsv4_jax.checkpoint.placement import Staging
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
-from dsv4_jax.checkpoint.storage import QuantisedTensor, join_scales
+from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.projections import fuse_in_place
@@ -49,7 +49,7 @@ def load_checkpoint(
 ) -> DeepseekV4ForCausalLM:
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
 
-    Tensors may be F32, BF16, F16, integers, or in the release's quantised storage (FP8 linears, FP4 experts: see
+    Tensors may be F32, BF16, F16, integers, or in the release's quantized storage (FP8 linears, FP4 experts: see
     `checkpoint.storage`). Files are memory-mapped. One parameter is converted at a time; on a mesh each device gets its
     shard straight from the file's pages.
 
@@ -58,8 +58,8 @@ def load_checkpoint(
         config: configuration of the model. None reads config.json beside the tensors, without the
             multi-token-prediction block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
         dtype: dtype of the activations, bfloat16 or float32.
-        weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantised
-            storage exactly. "quantized" keeps quantised weights quantised in memory and dequantises them on use, with
+        weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantized
+            storage exactly. "quantized" keeps quantized weights quantized in memory and dequantizes them on use, with
             equal results. None = `dtype`. The module decides which parameters are always float32.
         mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
             `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
@@ -119,7 +119,7 @@ def load_checkpoint(
             raise ValueError(
                 f"{path} does not fit: a device is out of memory at {weight.path}, number {len(values) + 1} of "
                 f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Shard the model over more devices "
-                f'(mesh=), or keep quantised weights quantised (weights="quantized"). {error}'
+                f'(mesh=), or keep quantized weights quantized (weights="quantized"). {error}'
             ) from error
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
@@ -139,16 +139,16 @@ def _dotted(key: tuple[object, ...]) -> str:
 
 def _stored(
     weight: Weight,
-    pieces: list[StoredTensor | QuantisedTensor],
+    pieces: list[StoredTensor | QuantizedTensor],
     dtype: np.dtype,
     where: NamedSharding | None,
     staging: Staging,
 ) -> QuantizedWeight | None:
-    """Loads a weight in its quantised storage; returns None if it cannot stay quantised."""
-    quantised = [piece for piece in pieces if isinstance(piece, QuantisedTensor) and piece.can_stay]
-    if len(quantised) < len(pieces) or len({piece.dtype for piece in quantised}) > 1:
+    """Loads a weight in its quantized storage; returns None if it cannot stay quantized."""
+    quantized = [piece for piece in pieces if isinstance(piece, QuantizedTensor) and piece.can_stay]
+    if len(quantized) < len(pieces) or len({piece.dtype for piece in quantized}) > 1:
         return None
-    first = quantised[0]
+    first = quantized[0]
     # Pieces of one matrix must end at a block of rows: each piece has its own scales.
     if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > weight.shape[0]:
         return None
@@ -162,13 +162,13 @@ def _stored(
         rows *= len(tensors) // math.prod(weight.shape[:-2])
         return staging.place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
 
-    codes, scale = whole([piece.codes for piece in quantised]), whole([piece.scale for piece in quantised])
+    codes, scale = whole([piece.codes for piece in quantized]), whole([piece.scale for piece in quantized])
     return QuantizedWeight(codes, scale, first.dtype, dtype)
 
 
 def _converted(
     weight: Weight,
-    pieces: list[StoredTensor | QuantisedTensor],
+    pieces: list[StoredTensor | QuantizedTensor],
     dtype: np.dtype,
     config: DSV4Config,
     where: NamedSharding | None,
@@ -184,7 +184,7 @@ def _converted(
         if count := int(np.count_nonzero(bad)):
             wrong.append((number, count))
 
-    # Dequantising takes memory, and threads would keep it.
+    # Dequantizing takes memory, and threads would keep it.
     views = all(isinstance(piece, StoredTensor) for piece in pieces)
     value = staging.place([piece.load for piece in pieces], weight.shape, dtype, where, check, threads=views)
     size = math.prod(weight.source_shape)
@@ -201,7 +201,7 @@ def _converted(
 
 def _refuse_mismatches(
     table: list[Weight],
-    stored: dict[str, StoredTensor | QuantisedTensor],
+    stored: dict[str, StoredTensor | QuantizedTensor],
     dtypes: dict[str, np.dtype],
     wrong_scales: dict[str, str],
 ) -> None:

@@ -82,7 +82,7 @@ class Staging:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # A single thread copies slower than a disk may read.
             collections.deque((pool.map if threads else map)(fill, blocks()), maxlen=0)
-            # Likewise, a single thread cannot feed several devices.
+            # A single thread cannot feed several devices either.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
         array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)

@@ -10,7 +10,7 @@ from dsv4_jax.safetensors_header import DTYPES, TensorHeader, parse_json, read_h
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# The release's quantised storage: codes and scales, which `storage` joins.
+# The release's quantized storage: codes and scales, which `storage` joins.
 _QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
 
 
@@ -28,7 +28,7 @@ class StoredTensor(TensorHeader):
     data: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether the values need a scale from another tensor."""
         return self.dtype in _QUANTISED
 
@@ -36,9 +36,9 @@ class StoredTensor(TensorHeader):
         """Returns the values, of `shape`, as a read-only view of the mapped file.
 
         Raises:
-            ValueError: the tensor is quantised.
+            ValueError: the tensor is quantized.
         """
-        if self.quantised:
+        if self.quantized:
             raise ValueError(
                 f"{self.name} in {self.file} is stored as {self.dtype}: codes that mean something only with the scale "
                 "beside them (checkpoint.storage)."

@@ -87,7 +87,7 @@ def write_release(
 
 
 def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of the release's tensors in our order: each weight, with its scales if quantised."""
+    """Yields the headers of the release's tensors in our order: each weight, with its scales if quantized."""
     for weight in weights(config, "release"):
         for source in weight.sources:
             yield _entries(source, weight.source_shape)
@@ -120,8 +120,8 @@ def release_config(config: DSV4Config) -> dict[str, Any]:
     )
 
 
-def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises [out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
+def quantize_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes [out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
     rows, columns = values.shape
     padded = np.pad(values, [(0, -rows % WEIGHT_BLOCK), (0, -columns % WEIGHT_BLOCK)])
     blocks = padded.reshape(-(-rows // WEIGHT_BLOCK), WEIGHT_BLOCK, -(-columns // WEIGHT_BLOCK), WEIGHT_BLOCK)
@@ -130,8 +130,8 @@ def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(ml_dtypes.float8_e4m3fn), _e8m0(exponents)
 
 
-def quantise_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises [out, in] float32 to (codes [out, in / 2] uint8, even inputs in low nibbles; scales [out, in / 32])."""
+def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes [out, in] float32 to (codes [out, in / 2] uint8, even inputs in low nibbles; scales [out, in / 32])."""
     groups = values.reshape(len(values), -1, FP4_GROUP)
     exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
     codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
@@ -177,7 +177,7 @@ def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], Any]
         for source, piece in zip(weight.sources, value, strict=True):
             kind = stored_kind(source, piece.shape)
             if kind in ("F8_E4M3", "I8"):
-                yield from (quantise_fp8 if kind == "F8_E4M3" else quantise_fp4)(piece.astype(np.float32))
+                yield from (quantize_fp8 if kind == "F8_E4M3" else quantize_fp4)(piece.astype(np.float32))
             else:
                 yield piece.astype(DTYPES[kind])
 

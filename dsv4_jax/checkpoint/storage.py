@@ -1,4 +1,4 @@
-"""The release's quantised storage: weights with power-of-two scales beside them, `NAME.weight` and `NAME.scale`.
+"""The release's quantized storage: weights with power-of-two scales beside them, `NAME.weight` and `NAME.scale`.
 
 - FP8: F8_E4M3 [out, in] with F8_E8M0 [ceil(out / 128), ceil(in / 128)], one scale per 128 x 128 block;
 - FP4: I8 [out, in / 2], two e2m1 codes per byte, the even input's in the low nibble, with F8_E8M0 [out, in / 32].
@@ -25,8 +25,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantisedTensor:
-    """A weight in quantised storage, with the attributes of a `StoredTensor` that loading needs."""
+class QuantizedTensor:
+    """A weight in quantized storage, with the attributes of a `StoredTensor` that loading needs."""
 
     codes: StoredTensor
     scale: StoredTensor
@@ -77,18 +77,18 @@ class QuantisedTensor:
         return values
 
 
-def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantisedTensor], dict[str, str]]:
-    """Joins a checkpoint's quantised weights with their scales.
+def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantizedTensor], dict[str, str]]:
+    """Joins a checkpoint's quantized weights with their scales.
 
     Returns:
-      (tensors by name, in which a quantised weight includes its scale; {name: problem} of the weights that are left out
+      (tensors by name, in which a quantized weight includes its scale; {name: problem} of the weights that are left out
       because their scale does not fit).
     """
-    tensors: dict[str, StoredTensor | QuantisedTensor] = dict(stored)
+    tensors: dict[str, StoredTensor | QuantizedTensor] = dict(stored)
     problems = {}
     for name, tensor in stored.items():
         scale_name = name.removesuffix(".weight") + ".scale"
-        if not tensor.quantised or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
+        if not tensor.quantized or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
             continue
         scale = stored.get(scale_name)
         if problem := _wrong_scale(tensor, scale, scale_name):
@@ -96,13 +96,13 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
             del tensors[name]
         else:
             assert scale is not None
-            tensors[name] = QuantisedTensor(tensor, scale)
+            tensors[name] = QuantizedTensor(tensor, scale)
         tensors.pop(scale_name, None)
     return tensors, problems
 
 
 def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, scale_name: str) -> str:
-    """Describes the problem of a quantised weight's scale; empty if it fits."""
+    """Describes the problem of a quantized weight's scale; empty if it fits."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
     if codes.dtype not in ("F8_E4M3", "I8") or len(codes.shape) != 2:
         return f"{stored}, which no weight is"

@@ -37,7 +37,7 @@ def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: s
     Args:
         path: path of the file; `read_tokenizer` expects the name tokenizer.json.
         specials: {name: id} of special tokens, such as {"<bos>": 256, "<eos>": 257}, with ids from 256 on. Encoding
-            recognises their names in a text; decoding omits them by default.
+            recognizes their names in a text; decoding omits them by default.
         begin: special token that encoding puts before every text; None = none.
 
     Raises:

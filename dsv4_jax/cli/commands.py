@@ -15,7 +15,7 @@ from dsv4_jax.cli.serve_command import ServeCommand
 from dsv4_jax.xla_flags import set_xla_flags
 
 
-_DESCRIPTION = """DeepSeek-V4's quantised, paged KV cache and sparse-attention decode.
+_DESCRIPTION = """DeepSeek-V4's quantized, paged KV cache and sparse-attention decode.
 
 To begin: dsv4-jax generate (a tiny model comes with the package). --version prints the version."""
 _BENCH = """Times operations, decode steps, prefill or serving on this device.

@@ -48,7 +48,7 @@ _DEFAULT_IDS = "5,17,42"
 
 @dataclasses.dataclass(frozen=True)
 class GenerateCommand:
-    """Generates from a prompt through the quantised cache.
+    """Generates from a prompt through the quantized cache.
 
     Prints the prompt and the new text as it comes, or the ids of the new tokens if the checkpoint has no
     tokenizer.json. Then prints the speed, the number of compiled programs and the memory of the cache. Needs no

@@ -33,7 +33,7 @@ CacheFormat = Annotated[
     Literal["v4", "per_entry", "plain"],
     tyro.conf.arg(
         help="format of the cache's rows. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32 scale a "
-        "row. plain: not quantised."
+        "row. plain: not quantized."
     ),
 ]
 Weights = Annotated[
@@ -41,7 +41,7 @@ Weights = Annotated[
     optional(
         "{quantized,bfloat16,float32}",
         help="dtype of embedding and linear weights in memory. quantized: weights that are FP8 or FP4 in the files "
-        "stay so, and are dequantised on use. Default: quantized on a GPU, else --dtype.",
+        "stay so, and are dequantized on use. Default: quantized on a GPU, else --dtype.",
     ),
 ]
 MeshOption = Annotated[

@@ -21,10 +21,10 @@ from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4_jax.engine.updates import update, update_steps
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
-from dsv4_jax.summary import Summarised, Summary
+from dsv4_jax.summary import Summarized, Summary
 
 
-class Engine(Summarised):
+class Engine(Summarized):
     """Serves requests with chunked prompts, continuous batching, preemption, drafts and prefix hits.
 
     A step is one of two compiled programs: one for decode steps, which bring each request's last token and its drafts,

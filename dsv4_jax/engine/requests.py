@@ -11,7 +11,7 @@ import numpy as np
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
-from dsv4_jax.summary import Share, Summarised, Summary
+from dsv4_jax.summary import Share, Summarized, Summary
 
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
@@ -57,7 +57,7 @@ class RequestParams:
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
 
 
-class Request(Summarised):
+class Request(Summarized):
     """A request of an `Engine`, made by `Engine.add`. Callers only read it.
 
     Attributes:

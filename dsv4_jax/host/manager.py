@@ -17,13 +17,13 @@ from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
-from dsv4_jax.summary import Summarised, Summary
+from dsv4_jax.summary import Summarized, Summary
 
 
 TokenIds = Sequence[int] | np.ndarray | jax.Array
 
 
-class KVCacheManager(Summarised):
+class KVCacheManager(Summarized):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
     The manager knows every length without asking the device. It keeps no arrays: the cache is a pytree that the caller

@@ -49,7 +49,7 @@ class DeepseekV4Model(nnx.Module):
         x = self.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
-            # Without it XLA would dequantise weights of all layers at once, or before a loop that calls this.
+            # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
         return *self.hc_head.pre(residual, self.norm), carry.activations or {}, cache
@@ -157,7 +157,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
           hidden [T, hidden], for `logits`; the block's own streams [T, hc_mult, hidden]; the updated cache.
         """
         block = self.mtp[0]
-        # Without the barrier XLA would dequantise stored weights before a loop that calls this.
+        # Without the barrier XLA would dequantize stored weights before a loop that calls this.
         block, streams = jax.lax.optimization_barrier((block, streams))
         return block.draft(block.join(streams, self.model.embed(batch)), cache, batch)
 

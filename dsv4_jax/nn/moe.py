@@ -34,7 +34,7 @@ class Router(nnx.Module):
           token_ids: [T] int32.
 
         Returns:
-          Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalised to sum to
+          Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalized to sum to
           routed_scaling_factor.
         """
         config, weight = self.config, self.weight[...]

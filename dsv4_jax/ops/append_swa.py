@@ -1,4 +1,4 @@
-"""Quantised append into the sliding-window rings."""
+"""Quantized append into the sliding-window rings."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def append_swa(
 
     Args:
       view: the layer's rings.
-      kv: [T, D] rows after norm and RoPE, in the model's dtype; quantised here.
+      kv: [T, D] rows after norm and RoPE, in the model's dtype; quantized here.
       slots: [T] request slots; -1 = padding, which writes nothing.
       positions: [T] absolute positions; -1 = padding, which writes nothing.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16 rows of 448 + 64 dims in

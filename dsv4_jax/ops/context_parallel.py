@@ -37,7 +37,7 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
 
 
 def all_entries(rows: Float[Array, "E D"]) -> Float[Array, "E D"]:
-    """Sums dequantised entries over the devices; each has zeros for the entries of others."""
+    """Sums dequantized entries over the devices; each has zeros for the entries of others."""
     return jax.lax.psum(rows, MODEL_AXIS)
 
 

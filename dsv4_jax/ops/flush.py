@@ -28,7 +28,7 @@ from pallas_kernels.formats.exact_math import (
     product,
     reciprocal,
 )
-from pallas_kernels.formats.layouts import quantised
+from pallas_kernels.formats.layouts import quantized
 
 
 @jax.tree_util.register_dataclass
@@ -222,7 +222,7 @@ def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, int
                 state.kv,
                 state.gate,
                 tuple(jax.tree.leaves(pool.rows)),
-                quantised(pool.layout),
+                quantized(pool.layout),
                 weights.eps,
                 state.overlap,
             )

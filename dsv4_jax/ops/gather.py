@@ -16,7 +16,7 @@ def gather_compressed_kv(
     dtype=jnp.bfloat16,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
-    """Gathers compressed entries by index list and dequantises them.
+    """Gathers compressed entries by index list and dequantizes them.
 
     Args:
       view: the layer's entries.
@@ -101,7 +101,7 @@ def gather_swa_kv(
 def _gather_swa_kv_xla(view, slots, positions, new_kv, *, dtype):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     if new_kv is not None:
-        new_kv = fake_quantise(view, new_kv, dtype)
+        new_kv = fake_quantize(view, new_kv, dtype)
     return window_rows(view, slots, positions, tokens, run_bounds(slots)[0], new_kv, dtype)
 
 
@@ -111,7 +111,7 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
     Args:
       view, slots, positions, dtype: as in `gather_swa_kv`.
       tokens, starts: [n] int32 numbers in the call of each token and of the first token of its request.
-      new_kv: dequantised rows of all tokens of the call, or None.
+      new_kv: dequantized rows of all tokens of the call, or None.
     """
     distance = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]
     position = positions[:, None] - distance
@@ -124,8 +124,8 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
     return _mask(kv, valid)
 
 
-def fake_quantise(view: SWAView, kv: Float[Array, "T D"], dtype) -> Float[Array, "T D"]:
-    """Quantises and dequantises rows by the view's format, as storing and reading them would."""
+def fake_quantize(view: SWAView, kv: Float[Array, "T D"], dtype) -> Float[Array, "T D"]:
+    """Quantizes and dequantizes rows by the view's format, as storing and reading them would."""
     return view.codec.decode(view.codec.encode(kv), dtype)
 
 

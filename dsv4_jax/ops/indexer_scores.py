@@ -10,7 +10,7 @@ from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
-from pallas_kernels.formats.layouts import quantised
+from pallas_kernels.formats.layouts import quantized
 from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores as score_keys
 from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
@@ -58,7 +58,7 @@ def _scores_xla(view, q, weights, slots, positions, inv_freq):
 
 def scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret, config=None):
     """`indexer_scores` by the kernels; `config` is the one of `pallas_kernels.indexer_scores`."""
-    q, weights = round_index_query(q, weights, positions, inv_freq, quantised(view.layout), interpret=interpret)
+    q, weights = round_index_query(q, weights, positions, inv_freq, quantized(view.layout), interpret=interpret)
     return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
 
 
@@ -107,6 +107,6 @@ def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, int
         view.rows.codes,
         view.rows.scale,
         view.compress_rate,
-        quantised(view.layout),
+        quantized(view.layout),
     )
     return score_keys(q, weights, slots, positions, keys, config=config, interpret=interpret)

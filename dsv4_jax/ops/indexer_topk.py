@@ -13,7 +13,7 @@ def indexer_topk(
 ) -> Int[Array, "T k"]:
     """Selects the k largest of the first lengths[t] scores of each row; returns their indices in ascending order.
 
-    Ascending order does not depend on how the set was found, and gathers read neighbouring entries one after another.
+    Ascending order does not depend on how the set was found, and gathers read neighboring entries one after another.
 
     Scores are ordered as numbers: 0 and -0 are equal, and subnormal numbers differ from them on every device. Of equal
     scores the lower index is selected first.

@@ -1,4 +1,4 @@
-"""Norm and rotation of queries and key-value rows, fused with the quantised append of the rows."""
+"""Norm and rotation of queries and key-value rows, fused with the quantized append of the rows."""
 
 import dataclasses
 

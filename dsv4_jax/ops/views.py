@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.quant import RowCodec, Rows
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantised
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
 from pallas_kernels.formats.pools import Paged, Rings
 
 
@@ -60,7 +60,7 @@ class SWAView:
 
     def for_kernels(self) -> Rings:
         """The view as kernels take it; raises NotImplementedError for formats that they do not take."""
-        return Rings(*_layer_and_pools(self), self.window, quantised(self.codec.layout))
+        return Rings(*_layer_and_pools(self), self.window, quantized(self.codec.layout))
 
 
 def _layer_and_pools(view):
@@ -130,7 +130,7 @@ class ClassicalView(_PagedView):
     def for_kernels(self, indices: Int[Array, "T K"] | None = None) -> Paged:
         """The view as kernels take it, with the entries of each token; None for all visible ones."""
         layer, pools = _layer_and_pools(self)
-        return Paged(layer, self.block_table, pools, indices, self.compress_rate, quantised(self.codec.layout))
+        return Paged(layer, self.block_table, pools, indices, self.compress_rate, quantized(self.codec.layout))
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""The formats of the cache's bytes and of quantised weights, in plain jnp, and FlashMLA's page layout."""
+"""The formats of the cache's bytes and of quantized weights, in plain jnp, and FlashMLA's page layout."""
 
 from dsv4_jax.quant.codecs import (
     BlockFP8Rows,

@@ -1,7 +1,7 @@
 """Codecs: they encode window rows, compressed entries and indexer keys as bytes, and decode them.
 
 A codec knows its widths: pools are made of its structs, views carry it, and kernels take its `layout`. Codes and scales
-are stored as uint8 bits, because XLA on CPU upcasts a whole pool of fp8 around a scatter. RoPE dims are never quantised
+are stored as uint8 bits, because XLA on CPU upcasts a whole pool of fp8 around a scatter. RoPE dims are never quantized
 below bfloat16 (dsv4.md 7.3).
 """
 
@@ -80,11 +80,11 @@ class RowCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        """Quantises rows [..., D] (float32 or bfloat16, finite, after norm and RoPE)."""
+        """Quantizes rows [..., D] (float32 or bfloat16, finite, after norm and RoPE)."""
 
     @abc.abstractmethod
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        """Dequantises rows to [..., D] of `dtype`; each value is an exact float32 product, rounded once."""
+        """Dequantizes rows to [..., D] of `dtype`; each value is an exact float32 product, rounded once."""
 
     def _struct(self, nope, rope, scale):
         return Rows(
@@ -166,7 +166,7 @@ class EntryFP8Rows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows(RowCodec):
-    """The codec of unquantised rows.
+    """The codec of unquantized rows.
 
     Attributes:
       dtype: dtype that values are rounded to, float32 or bfloat16.
@@ -207,11 +207,11 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        """Quantises keys [..., Di] (float32 or bfloat16, finite, after RoPE)."""
+        """Quantizes keys [..., Di] (float32 or bfloat16, finite, after RoPE)."""
 
     @abc.abstractmethod
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
-        """Dequantises keys to [..., Di] float32, in the rotated basis if the codec rotates."""
+        """Dequantizes keys to [..., Di] float32, in the rotated basis if the codec rotates."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         """Rotates and rounds queries [..., Di] as keys are, and returns them in q's dtype (dsv4.md 4)."""
@@ -286,7 +286,7 @@ class NVFP4Keys(KeyCodec):
 
 @dataclasses.dataclass(frozen=True)
 class PlainKeys(KeyCodec):
-    """The codec of unquantised keys.
+    """The codec of unquantized keys.
 
     Attributes:
       dtype: dtype that values are rounded to, float32 or bfloat16.

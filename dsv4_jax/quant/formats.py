@@ -2,7 +2,7 @@
 
 "v4"         DeepSeek-V4's: E4M3 with a power-of-two scale per 64 dims; indexer keys MXFP4 after a Hadamard rotation.
 "per_entry"  the seeds': E4M3 with a float32 inverse scale per entry; indexer keys NVFP4.
-"plain"      unquantised, in the model's dtype, for parity with reference implementations.
+"plain"      unquantized, in the model's dtype, for parity with reference implementations.
 """
 
 import abc
@@ -89,7 +89,7 @@ class PerEntryFormat(KVFormat):
 
 @dataclasses.dataclass(frozen=True)
 class PlainFormat(KVFormat):
-    """Unquantised rows and keys: `PlainRows` and `PlainKeys`.
+    """Unquantized rows and keys: `PlainRows` and `PlainKeys`.
 
     Attributes:
       dtype: dtype of the stored values, float32 or bfloat16.

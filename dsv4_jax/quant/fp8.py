@@ -24,7 +24,7 @@ def decode_e4m3(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """Converts E4M3 bits to float32, exactly; 0x7F and 0xFF are NaN.
 
     Uses integers, because XLA on GPU deletes a pair of casts f32 -> e4m3 -> f32, and its rounding, when a value is
-    quantised and read back in one program.
+    quantized and read back in one program.
     """
     size = (bits & 0x7F).astype(jnp.uint32)
     # Codes below 8 are subnormal. In the others exponent and mantissa are 20 bits lower than in float32; add its bias.

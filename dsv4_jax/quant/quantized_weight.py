@@ -1,4 +1,4 @@
-"""Weights that stay quantised in memory, in the release's storage format."""
+"""Weights that stay quantized in memory, in the release's storage format."""
 
 import dataclasses
 from typing import Any, Literal
@@ -19,10 +19,10 @@ WEIGHT_BLOCK = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """Quantised matrices, which a parameter may hold in place of an array: `nnx.Param(QuantizedWeight(...))`.
+    """Quantized matrices, which a parameter may hold in place of an array: `nnx.Param(QuantizedWeight(...))`.
 
     Kernels read the codes. Other code reads `parameter[...]`, or `parameter[i]` for some matrices of a stack, which
-    dequantises them exactly within the program that uses them.
+    dequantizes them exactly within the program that uses them.
 
     Attributes:
       codes: uint8 codes. "FP8": [..., out, in] E4M3 bits. "FP4": [..., out, in / 2] pairs of E2M1 codes, the even
@@ -45,7 +45,7 @@ class QuantizedWeight:
         return (*leading, 2 * columns if self.kind == "FP4" else columns)
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """Dequantises all matrices (`...`), or those at an index of the leading axes."""
+        """Dequantizes all matrices (`...`), or those at an index of the leading axes."""
         codes, scale = (self.codes, self.scale) if index is ... else (self.codes[index], self.scale[index])
         if self.kind == "FP4":
             return round_to(decode_mxfp4(codes, scale), self.dtype)

@@ -1,1 +1,1 @@
-"""The bytes of quantised rows and index keys: their layouts, their encoders, and arithmetic with reproducible bits."""
+"""The bytes of quantized rows and index keys: their layouts, their encoders, and arithmetic with reproducible bits."""

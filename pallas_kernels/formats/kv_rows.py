@@ -1,4 +1,4 @@
-"""Loads and stores of quantised pools' rows, by row number, with one warp for each row.
+"""Loads and stores of quantized pools' rows, by row number, with one warp for each row.
 
 Every pool is [rows, columns] here, with all leading axes merged, and a row of 512 values is 8 groups of 64. A warp
 accesses half a row at a time, 8 values in each lane, so that the bytes of an access are contiguous. Rows go from global

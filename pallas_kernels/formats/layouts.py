@@ -10,7 +10,7 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """A quantised row: arrays of E4M3 codes, of RoPE values in bfloat16, and of scales.
+    """A quantized row: arrays of E4M3 codes, of RoPE values in bfloat16, and of scales.
 
     Attributes:
       nope_dim: number of values stored as E4M3 codes, uint8.
@@ -36,7 +36,7 @@ class RowLayout:
 
 @dataclasses.dataclass(frozen=True)
 class KeyLayout:
-    """A quantised index key: E2M1 codes, two in a byte with the even value in the low nibble, and scales.
+    """A quantized index key: E2M1 codes, two in a byte with the even value in the low nibble, and scales.
 
     Attributes:
       dim: number of values in a key.
@@ -53,10 +53,10 @@ class KeyLayout:
     global_scale: float = 1.0
 
 
-def quantised[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
-    """Returns the layout; raises NotImplementedError for None, which stands for an unquantised format."""
+def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
+    """Returns the layout; raises NotImplementedError for None, which stands for an unquantized format."""
     if layout is None:
-        raise NotImplementedError("the kernel takes quantised formats, not 'plain'")
+        raise NotImplementedError("the kernel takes quantized formats, not 'plain'")
     return layout
 
 

@@ -1,4 +1,4 @@
-"""The quantised rows of one layer, as kernels take them: arrays, and within a kernel references to them."""
+"""The quantized rows of one layer, as kernels take them: arrays, and within a kernel references to them."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Encoders of rows and index keys, bit-equal to `dsv4_jax.quant`.
 
-The functions for scales and codes take any register layout. `store_quantised` takes rows with one warp for each (see
+The functions for scales and codes take any register layout. `store_quantized` takes rows with one warp for each (see
 `kv_rows`). `encode_row` and `encode_key` take vectors over a warpgroup (see `vectors`).
 """
 
@@ -65,8 +65,8 @@ def _(x, layout):
     return mlir.inline(emit, x, layout=lambda _: layout, returns=x)
 
 
-def store_quantised(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
-    """Quantises a row in each warp and stores it, the padding of E8M0 scales included.
+def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
+    """Quantizes a row in each warp and stores it, the padding of E8M0 scales included.
 
     Args:
       x: [4, 8, 64] float32.
@@ -92,7 +92,7 @@ def store_quantised(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
 
 
 def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first, keep, scratch) -> None:
-    """Quantises consecutive channels of a row and stores them, the padding of E8M0 scales included.
+    """Quantizes consecutive channels of a row and stores them, the padding of E8M0 scales included.
 
     Args:
       x: [size] float32.
@@ -126,18 +126,18 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
 
 
 def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
-    """Quantises and stores an index key x [D] float32; `pools` are references to its codes and scale bytes."""
+    """Quantizes and stores an index key x [D] float32; `pools` are references to its codes and scale bytes."""
     codes, scale = pools
     channel = vectors.channels(x.shape[0])
-    code, stored, _ = quantise_keys(x, layout, scratch)
+    code, stored, _ = quantize_keys(x, layout, scratch)
     # The even channel of a pair writes both nibbles, its own as the low one.
     pair = code | (vectors.exchange(code, 1, scratch) << 4)
     vectors.store_channels(codes, pair.astype(jnp.uint8), channel, every=2)
     vectors.store_channels(scale, stored, channel, every=layout.scale_block)
 
 
-def quantise_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantises consecutive keys of `layout.dim` channels.
+def quantize_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantizes consecutive keys of `layout.dim` channels.
 
     Args:
       x: [size] float32.

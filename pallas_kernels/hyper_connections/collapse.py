@@ -242,11 +242,11 @@ def mixing_matrix(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
     comb = logits.reshape(WARPS, WARP)[:, lanes].reshape(WARPS, STREAMS, STREAMS)
     comb = jax.nn.softmax(comb, axis=2) + eps
 
-    def normalised(comb, axis):
+    def normalized(comb, axis):
         return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
 
-    comb = normalised(comb, 1)
-    comb = lax.fori_loop(0, iterations - 1, lambda _, comb: normalised(normalised(comb, 2), 1), comb)
+    comb = normalized(comb, 1)
+    comb = lax.fori_loop(0, iterations - 1, lambda _, comb: normalized(normalized(comb, 2), 1), comb)
     return logits.reshape(WARPS, WARP).at[:, lanes].set(comb.reshape(WARPS, -1)).reshape(-1)
 
 

@@ -279,11 +279,11 @@ def warp_prefix_sum(x: U32) -> U32:
 
 
 def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
-    """Returns the sum over the threads before this one, and the sum over all; synchronises the block.
+    """Returns the sum over the threads before this one, and the sum over all; synchronizes the block.
 
     Args:
       x: this thread's term.
-      scratch: address of 32 bits for each warp, which no thread accesses until the next synchronisation.
+      scratch: address of 32 bits for each warp, which no thread accesses until the next synchronization.
       warps: number of warps of the block, at most 32.
     """
     up_to, own_warp = warp_prefix_sum(x), warp()

@@ -1,4 +1,4 @@
-"""Sparse attention on quantised rows."""
+"""Sparse attention on quantized rows."""
 
 from pallas_kernels.sparse_attention.dense_rows import DenseRows
 from pallas_kernels.sparse_attention.online_softmax import HEADS

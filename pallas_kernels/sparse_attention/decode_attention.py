@@ -1,14 +1,14 @@
-"""Decode attention: reads quantised rows and dequantises them on the way.
+"""Decode attention: reads quantized rows and dequantizes them on the way.
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
 The grid is (token, group of 64 heads, KV split); a block walks over the split's tiles of 64 rows. Two blocks with the
-same rows form a cluster, in which each dequantises half of every tile for both.
+same rows form a cluster, in which each dequantizes half of every tile for both.
 
     warpgroup   does                                          waits for                  signals
     0 score     q @ kv.T, weights, sums of columns 0 .. 255   keys_full, weights_empty   weights_full, keys_empty
     1 add       sums of columns 256 .. 511                    keys_full, weights_full    weights_empty, keys_empty
-    2 load      dequantises rows to shared memory             keys_empty                 keys_full
+    2 load      dequantizes rows to shared memory             keys_empty                 keys_full
 
 `score` computes the weights of the next tile while `add` still works on this one. After the last tile it passes the
 final factors to `add` (`scale_full`); with KV splits both store their sums for `combine` instead. The place of a row in
@@ -272,7 +272,7 @@ def _put_result(warpgroup, result, buffers):
 
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
-    """Dequantises tile after tile to shared memory. Loads of the next tile are in flight meanwhile."""
+    """Dequantizes tile after tile to shared memory. Loads of the next tile are in flight meanwhile."""
     layout, compressed = problem.layout, problem.compressed
     pools = problem.rings if compressed is None else compressed.pools
 

@@ -1,4 +1,4 @@
-"""Dequantised rows for prefill attention: which rows a token attends to, and how they are copied to shared memory.
+"""Dequantized rows for prefill attention: which rows a token attends to, and how they are copied to shared memory.
 
 A token's tiles of 64 rows are its window, then its entries. A unit is 16 rows of a tile.
 """

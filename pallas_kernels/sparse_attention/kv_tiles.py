@@ -1,4 +1,4 @@
-"""Copies quantised rows to bfloat16 tiles in shared memory, 16 rows (a unit) at a time, through registers.
+"""Copies quantized rows to bfloat16 tiles in shared memory, 16 rows (a unit) at a time, through registers.
 
     load_unit    global memory -> registers: codes, RoPE values and scales
     store_unit   registers -> shared memory: bfloat16, in the swizzled 8 x 64 tiles that `wgmma` reads
@@ -27,7 +27,7 @@ from pallas_kernels.runtime.launch import primitive
 
 
 UNIT = 16
-# Bytes of a dequantised unit and its biases, as sent to the other block of a cluster.
+# Bytes of a dequantized unit and its biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
 
@@ -88,7 +88,7 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
       row: [16] int32 row numbers, all axes of a pool but the last merged; -1 = none, which is read as zeros.
       layout: byte layout of the rows.
     """
-    first, second = (_dequantise(pools, row, layout) for pools in (first_pools, second_pools))
+    first, second = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
     return [jnp.where(use_second != 0, second, first)]
 
 
@@ -129,7 +129,7 @@ def _load_unit_mosaic(first_pools, second_pools, use_second, row, layout):
 def store_unit(
     tile_smem, bias_smem, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, peer: Any = None
 ) -> None:
-    """Dequantises a unit into rows first .. first + 15 of a tile, and writes the rows' biases.
+    """Dequantizes a unit into rows first .. first + 15 of a tile, and writes the rows' biases.
 
     Args:
       tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`.
@@ -222,7 +222,7 @@ def _fence_mosaic():
     mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
 
 
-def _dequantise(pools, row, layout):
+def _dequantize(pools, row, layout):
     """Returns the [16, 512] values of rows, zeros for none."""
     nope, rope, scale = (pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)] for pool in pools)
     values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)

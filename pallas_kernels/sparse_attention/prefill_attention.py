@@ -1,4 +1,4 @@
-"""Prefill attention: reads rows that were dequantised beforehand.
+"""Prefill attention: reads rows that were dequantized beforehand.
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
@@ -75,7 +75,7 @@ def prefill_attention(
     config: Config = Config(),
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `sparse_attention` of many tokens on dequantised rows.
+    """Computes `sparse_attention` of many tokens on dequantized rows.
 
     Args:
       q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.

@@ -219,7 +219,7 @@ def store_entry(kv, gate, first, weights, schema, group, index):
 
 
 def entry_formula(kv, gate, first, weights, schema, group, index):
-    """One entry by dsv4.md 3.1 in float64, rounded where the released model rounds, before quantisation."""
+    """One entry by dsv4.md 3.1 in float64, rounded where the released model rounds, before quantization."""
     rate, overlap = schema.groups[group].compress_rate, schema.groups[group].overlap
     bias, norm, inv_freq = (
         np.asarray(x, np.float64) for x in (weights.position_bias, weights.norm_weight, weights.inv_freq)

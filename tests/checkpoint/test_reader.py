@@ -66,9 +66,9 @@ def test_headers_that_do_not_align_the_data_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, np.int8])
-def test_quantised_tensors_are_listed_but_not_loaded(tmp_path, dtype):
+def test_quantized_tensors_are_listed_but_not_loaded(tmp_path, dtype):
     tensor = read_bytes(tmp_path, save({"w": np.ones((2, 2), dtype)}))["w"]
-    assert tensor.quantised
+    assert tensor.quantized
     assert tensor.shape == (2, 2)
     with pytest.raises(ValueError, match=rf"w in .*x\.safetensors is stored as {tensor.dtype}: codes"):
         tensor.load()
@@ -125,7 +125,7 @@ def test_mutated_files_are_read_or_refused(tmp_path_factory, flips, length):
     file.unlink(missing_ok=True)  # a new file, since the old one may still be mapped
     file.write_bytes(content[:length])
     try:
-        loaded = {name: tensor.load() for name, tensor in read_file(file).items() if not tensor.quantised}
+        loaded = {name: tensor.load() for name, tensor in read_file(file).items() if not tensor.quantized}
     except ValueError as error:
         assert "mutated.safetensors" in str(error)
     else:

@@ -1,4 +1,4 @@
-"""The release's quantised storage: written and read back, and every way in which a scale can be wrong."""
+"""The release's quantized storage: written and read back, and every way in which a scale can be wrong."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, save_release
-from dsv4_jax.checkpoint.save import quantise_fp4, quantise_fp8
+from dsv4_jax.checkpoint.save import quantize_fp4, quantize_fp8
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import SLIDING, DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -97,7 +97,7 @@ def test_a_model_of_one_expert(tmp_path):
 def test_fp8_is_the_nearest_value_under_the_least_scale(rows, columns, exponent, random):
     values = np.random.default_rng(random.randrange(2**32)).standard_normal((rows, columns)).astype(np.float32)
     values = np.ldexp(values, exponent)
-    codes, scales = quantise_fp8(values)
+    codes, scales = quantize_fp8(values)
     scale = np.repeat(np.repeat(scales.astype(np.float64), 128, axis=0), 128, axis=1)[:rows, :columns]
     assert np.isfinite(codes.astype(np.float32)).all()
     # Half an e4m3 step: 2 ** -4 of the value, or of the smallest normal number, 2 ** -6.
@@ -110,7 +110,7 @@ def test_fp8_is_the_nearest_value_under_the_least_scale(rows, columns, exponent,
 def test_fp4_codes_are_packed_low_nibble_first_and_ties_go_to_even():
     values = np.zeros((1, 64), np.float32)
     values[0, :8] = [6, -6, 0.25, 0.75, 2.5, 3.5, 5, -0.5]
-    codes, scales = quantise_fp4(values)
+    codes, scales = quantize_fp4(values)
     assert codes.shape == (1, 32) and scales.astype(np.float32).tolist() == [[1, 1]]
     assert codes[0, :4].tolist() == [0xF7, 0x20, 0x64, 0x96]
 
@@ -151,7 +151,7 @@ def test_wrong_scales_are_reported_by_name(tmp_path, change, message):
     for name, tensor in read_checkpoint(FP8).items():
         dtypes = dict(F8_E4M3=ml_dtypes.float8_e4m3fn, F8_E8M0=ml_dtypes.float8_e8m0fnu, I8=np.int8)
         content[name] = (
-            tensor.data.view(dtypes[tensor.dtype]).reshape(tensor.shape) if tensor.quantised else tensor.load()
+            tensor.data.view(dtypes[tensor.dtype]).reshape(tensor.shape) if tensor.quantized else tensor.load()
         )
     part = {name: content.pop(prefix + name) for name in ("wq_a.weight", "wq_a.scale")}
     change(part)
@@ -180,7 +180,7 @@ def test_wrong_scales_are_reported_by_name(tmp_path, change, message):
         ("FP4", 0x11, 0, False),
     ],
 )
-def test_what_a_device_computes_exactly_may_stay_quantised(tmp_path, kind, code, scale, stays):
+def test_what_a_device_computes_exactly_may_stay_quantized(tmp_path, kind, code, scale, stays):
     codes = np.full((2, 16 if kind == "FP4" else 32), code, np.uint8)
     codes = codes.view(np.int8 if kind == "FP4" else ml_dtypes.float8_e4m3fn)
     scales = np.full((2, 1) if kind == "FP4" else (1, 1), scale, np.uint8).view(ml_dtypes.float8_e8m0fnu)
@@ -195,14 +195,14 @@ def test_what_a_device_computes_exactly_may_stay_quantised(tmp_path, kind, code,
 def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
     model = load_all(FP8, weights="quantized")
     held = {".".join(map(str, key)): value.get_value() for key, value in nnx.to_flat_state(nnx.state(model))}
-    quantised = {name: value.kind for name, value in held.items() if isinstance(value, QuantizedWeight)}
-    assert quantised["model.layers.1.mlp.experts.gate_up_proj"] == "FP4"
-    assert quantised["model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"] == "FP8"
+    quantized = {name: value.kind for name, value in held.items() if isinstance(value, QuantizedWeight)}
+    assert quantized["model.layers.1.mlp.experts.gate_up_proj"] == "FP4"
+    assert quantized["model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"] == "FP8"
     # Experts, attention, shared experts; indexers; the projections of multi-token prediction.
-    assert len(quantised) == 5 * (2 + 5 + 3) + 2 + 2
+    assert len(quantized) == 5 * (2 + 5 + 3) + 2 + 2
     # Byte for byte what lies in the files, scales included.
-    assert sum(held[name].codes.nbytes + held[name].scale.nbytes for name in quantised) == sum(
-        tensor.data.size for tensor in read_checkpoint(FP8).values() if tensor.quantised
+    assert sum(held[name].codes.nbytes + held[name].scale.nbytes for name in quantized) == sum(
+        tensor.data.size for tensor in read_checkpoint(FP8).values() if tensor.quantized
     )
     save_release(model, tmp_path)
     again = flat(load_all(tmp_path))
@@ -224,8 +224,8 @@ def test_scales_without_a_weight_are_extra(tmp_path):
 def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path):
     """Data bytes stay as they are, so a tensor of the same name, dtype and shape must have the same values."""
     rng, file = np.random.default_rng(0), tmp_path / "x.safetensors"
-    codes, scales = quantise_fp8(rng.standard_normal((130, 200)).astype(np.float32))
-    packed, groups = quantise_fp4(rng.standard_normal((6, 64)).astype(np.float32))
+    codes, scales = quantize_fp8(rng.standard_normal((130, 200)).astype(np.float32))
+    packed, groups = quantize_fp4(rng.standard_normal((6, 64)).astype(np.float32))
     tensors = {
         "a.weight": codes, "a.scale": scales, "b.weight": packed.view(np.int8), "b.scale": groups,
         "c.weight": rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16), "d": np.arange(7),

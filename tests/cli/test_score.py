@@ -44,7 +44,7 @@ def test_scores_equal_transformers(run, golden, ids_file, tmp_path):
     logits = golden["logits"].astype(np.float64)[:, :-1]
     log_softmax = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     want = np.take_along_axis(log_softmax, golden["ids"][:, 1:, None], axis=-1)[..., 0]
-    # Twice the logits' tolerance: the token's logit and the normaliser may each be off by it.
+    # Twice the logits' tolerance: the token's logit and the normalizer may each be off by it.
     chex.assert_trees_all_close(scores["log_likelihoods"], want, rtol=0, atol=2 * LOGITS_TOLERANCE)
     perplexity = np.exp(-want.mean(axis=1))
     chex.assert_trees_all_close(scores["perplexity"], perplexity, rtol=2 * LOGITS_TOLERANCE)

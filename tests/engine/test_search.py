@@ -112,7 +112,7 @@ def test_beam_search_is_that_of_the_definition(small, wide, stops):
     want = naive_beams(small[0], wide, PROMPT[:29], 3, steps, stops)
     assert [c.tokens for c in found] == [tokens for tokens, _ in want]
     # Read in chunks there, one by one here: sums of programs with other numbers of rows may round differently, and a
-    # quantised row with them.
+    # quantized row with them.
     chex.assert_trees_all_close(
         np.array([c.logprob for c in found]), np.array([logprob for _, logprob in want]), rtol=0, atol=0.02
     )

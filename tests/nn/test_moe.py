@@ -30,7 +30,7 @@ def scores(router, x):
     return np.sqrt(np.log1p(np.exp(f64(router.weight) @ f64(x))))
 
 
-def normalised(chosen, config):
+def normalized(chosen, config):
     return config.routed_scaling_factor * chosen / (chosen.sum() + 1e-20)
 
 
@@ -43,7 +43,7 @@ def test_top_k_router(config, draw):
         want = scores(router, x[t])
         best = np.argsort(-(want + f64(router.e_score_correction_bias)), kind="stable")[: config.num_experts_per_tok]
         chex.assert_trees_all_equal(experts[t], best)
-        np.testing.assert_allclose(weights[t], normalised(want[best], config), **TOLERANCE)
+        np.testing.assert_allclose(weights[t], normalized(want[best], config), **TOLERANCE)
 
 
 def test_bias_moves_the_selection_and_never_a_weight(config, draw):
@@ -57,7 +57,7 @@ def test_bias_moves_the_selection_and_never_a_weight(config, draw):
     assert (experts[:, 0] == 5).all() and not (before == 5).any(axis=1).all()
     for t in range(30):
         chosen = scores(router, x[t])[np.asarray(experts[t])]
-        np.testing.assert_allclose(weights[t], normalised(chosen, config), **TOLERANCE)
+        np.testing.assert_allclose(weights[t], normalized(chosen, config), **TOLERANCE)
 
 
 def test_hash_router_looks_experts_up_and_scores_them(config, draw):
@@ -70,7 +70,7 @@ def test_hash_router_looks_experts_up_and_scores_them(config, draw):
     assert all(len(set(row)) == config.num_experts_per_tok for row in table)
     for t in range(4):
         chex.assert_trees_all_equal(experts[t], table[ids[t]])
-        np.testing.assert_allclose(weights[t], normalised(scores(router, x[t])[table[ids[t]]], config), **TOLERANCE)
+        np.testing.assert_allclose(weights[t], normalized(scores(router, x[t])[table[ids[t]]], config), **TOLERANCE)
     assert ((experts[4] >= 0) & (experts[4] < config.n_routed_experts)).all()
 
 

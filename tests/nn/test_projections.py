@@ -92,7 +92,7 @@ def test_loaded_joined_and_saved_as_ever(tmp_path):
         chex.assert_trees_all_equal(ours[name].data, tensor.data, custom_message=name)
 
 
-def test_quantised_matrices_of_few_rows_stay_separate():
+def test_quantized_matrices_of_few_rows_stay_separate():
     model = load_checkpoint(DATA / "official_fp8", weights="quantized", fused=True)
     attention = model.model.layers[2].self_attn
     assert isinstance(attention.q_a_proj.weight.get_value(), QuantizedWeight)

@@ -1,4 +1,4 @@
-"""Weights that stay quantised: the values of the bytes, by every way of reading them, and where they are read."""
+"""Weights that stay quantized: the values of the bytes, by every way of reading them, and where they are read."""
 
 import chex
 import jax
@@ -80,7 +80,7 @@ def test_experts_give_the_same_bits(config, tokens):
     chex.assert_trees_all_equal(results[1], results[0])
 
 
-def test_few_tokens_dequantise_their_experts_only(config):
+def test_few_tokens_dequantize_their_experts_only(config):
     """Scratch memory of a decode step does not grow with the number of experts."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     scratch = []

@@ -1,4 +1,4 @@
-"""The release's quantised storage: every value exactly, and float32 parity of the model it makes (oracle's README)."""
+"""The release's quantized storage: every value exactly, and float32 parity of the model it makes (oracle's README)."""
 
 import chex
 import jax.numpy as jnp

@@ -114,7 +114,7 @@ def test_refusals_name_the_rule():
     with pytest.raises(NotImplementedError, match="bfloat16, not float32"):
         ops.flush(*one, dtype=jnp.float32, implementation="interpret")
     state, pool, weights, _ = setup("csa", "plain")
-    with pytest.raises(NotImplementedError, match="quantised formats, not 'plain'"):
+    with pytest.raises(NotImplementedError, match="quantized formats, not 'plain'"):
         ops.flush(state, pool, *one[2:4], weights, *one[5:], implementation="interpret")
 
 

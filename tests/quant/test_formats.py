@@ -111,7 +111,7 @@ def test_finite_keys_stay_finite(keys, format):
 @settings(max_examples=60, deadline=None)
 @given(ROWS)
 def test_v4_rows_are_a_fixed_point(kv):
-    """Quantised values are quantised to themselves. The bits settle a step later: a block whose largest code is 224 is
+    """Quantized values are quantized to themselves. The bits settle a step later: a block whose largest code is 224 is
     also the block of half the scale whose largest code is 448, which is the one the rule picks."""
     codec = V4Format().entries(NOPE, ROPE)
     first = codec.encode(jnp.asarray(kv))

@@ -1,4 +1,4 @@
-"""The quantisers against the bytes in tests/data/formats, eagerly and compiled."""
+"""The quantizers against the bytes in tests/data/formats, eagerly and compiled."""
 
 import chex
 import jax
@@ -49,8 +49,8 @@ def assert_same_bits(got, expected: np.ndarray):
     chex.assert_trees_all_equal(got.view(f"u{got.itemsize}"), expected.view(f"u{got.itemsize}"))
 
 
-def assert_neighbours(got: np.ndarray, expected: np.ndarray, robust: np.ndarray):
-    """Bit-equal where `robust`; elsewhere one float32 rounding decides, so a neighbouring code is right too."""
+def assert_neighbors(got: np.ndarray, expected: np.ndarray, robust: np.ndarray):
+    """Bit-equal where `robust`; elsewhere one float32 rounding decides, so a neighboring code is right too."""
     chex.assert_trees_all_equal(got[robust], expected[robust])
     sign = 0x80 if expected.max() >= 16 else 8
     chex.assert_trees_all_equal(got & sign, expected & sign)
@@ -102,9 +102,9 @@ def test_nvfp4(compiled, case):
     format = PerEntryFormat(index_global_scale=float(golden[f"{case}_global"][0]))
     codec = format.keys(golden["x"].shape[-1])
     rows = compiled(codec.encode)(jnp.asarray(golden["x"]))
-    assert_neighbours(np.asarray(rows.scale), golden[f"{case}_scale"], golden[f"{case}_scale_robust"])
+    assert_neighbors(np.asarray(rows.scale), golden[f"{case}_scale"], golden[f"{case}_scale_robust"])
     codes = np.asarray(unpack_fp4(rows.codes))
-    assert_neighbours(codes, golden[f"{case}_codes"], golden[f"{case}_codes_robust"])
+    assert_neighbors(codes, golden[f"{case}_codes"], golden[f"{case}_codes_robust"])
 
     stored = type(rows)(jnp.asarray(golden[f"{case}_packed"]), jnp.asarray(golden[f"{case}_scale"]))
     values = compiled(codec.decode)(stored)
@@ -123,8 +123,8 @@ def test_fp8_entries(compiled):
     golden = load("fp8_entry_scale")
     codes, inv_scale = compiled(encode_fp8_entry)(jnp.asarray(golden["x"]))
     assert_same_bits(np.asarray(inv_scale)[:, 0], golden["inv_scale_mul"])
-    assert_neighbours(np.asarray(codes), golden["codes"], golden["codes_robust"])
-    assert_neighbours(np.asarray(codes), golden["codes_mul"], golden["codes_robust"])
+    assert_neighbors(np.asarray(codes), golden["codes"], golden["codes_robust"])
+    assert_neighbors(np.asarray(codes), golden["codes_mul"], golden["codes_robust"])
 
     stored = jnp.asarray(golden["codes"]), jnp.asarray(golden["inv_scale"])[:, None]
     values = compiled(decode_fp8_entry)(*stored)

@@ -140,7 +140,7 @@ def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
 def test_trains_a_block_and_leaves_the_model_as_it_is(toy, tmp_path):
     (tmp_path / "text").write_bytes(b"In the beginning God created the heaven and the earth.\n" * 100)
     save_release(toy, tmp_path / "toy")
-    options: Any = dict(rows=2, length=LENGTH, every=3, learning_rate=2e-2, dtype="float32", quantise_from=0.0)
+    options: Any = dict(rows=2, length=LENGTH, every=3, learning_rate=2e-2, dtype="float32", quantize_from=0.0)
     train = TrainTiny(tmp_path / "text", tmp_path / "out", steps=6, mtp=True, init=tmp_path / "toy", **options)
     last = train.run()
     lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]

@@ -251,9 +251,9 @@ def test_models_health_and_pages(server):
         (dict(prompt="a", temperature=-0.5), "temperature", "temperature: Input should be greater than or equal to 0"),
         (dict(prompt="a", top_p=0), "top_p", "top_p: Input should be greater than 0"),
         (
-            dict(prompt="a", colour=3, n=0),
+            dict(prompt="a", color=3, n=0),
             "n",
-            "than or equal to 1; colour: there is no such field",
+            "than or equal to 1; color: there is no such field",
         ),
         (dict(prompt="a", n=3, best_of=2), None, "best_of=2 must be at least n=3"),
         (dict(prompt="a", n=2, temperature=0), "n", "2 answers with temperature 0 would all be the same"),

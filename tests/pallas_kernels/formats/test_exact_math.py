@@ -82,7 +82,7 @@ def test_inverse_sqrt():
 
 
 def test_cos_sin():
-    """Within 2e-7 (measured: 1.5e-7) for angles 0 .. 2**20, the neighbours of all multiples of pi / 2 among them."""
+    """Within 2e-7 (measured: 1.5e-7) for angles 0 .. 2**20, the neighbors of all multiples of pi / 2 among them."""
     multiples = (np.arange(667544) * (np.pi / 2)).astype(np.float32)
     around = [np.nextafter(multiples, np.float32(side)) for side in (0, 2**21)]
     x = np.concatenate([floats(-126, 20), np.zeros(1), multiples, *around, np.arange(1 << 20)]).astype(np.float32)

@@ -133,7 +133,7 @@ def test_mistakes_are_explained():
         ops.linear(x, weight, LinearSpec((4,), num_groups=2))
 
 
-def test_a_tokens_bits_do_not_change_when_its_neighbours_do():
+def test_a_tokens_bits_do_not_change_when_its_neighbors_do():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((8, 512), (64, 512)))
     alone, beside_others = (ops.linear(x, weight, implementation="interpret")[0] for x in (x.at[1:].set(0), x))

@@ -146,7 +146,7 @@ def test_other_widths_interpreted():
 
 
 def test_one_split_interpreted():
-    """A single KV split, as for many tokens; a token's bits do not change when its neighbours do."""
+    """A single KV split, as for many tokens; a token's bits do not change when its neighbors do."""
     rng = np.random.default_rng(2)
     args = call(FORMATS["v4"], rng, [1, 1], [100, 101], rate=4, count=70, **SMALL | {"heads": 32})
 
@@ -193,7 +193,7 @@ def test_many_tokens_interpreted(count):
 
 @pytest.mark.parametrize("spare", [0, -1])
 def test_a_call_whose_rows_could_be_too_many_reads_the_pools(spare, monkeypatch):
-    """Up to the limit a prefill dequantises rows for all tokens, beyond it it does not: the same attention."""
+    """Up to the limit a prefill dequantizes rows for all tokens, beyond it it does not: the same attention."""
     attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
     rng, calls = np.random.default_rng(4), []
     slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
