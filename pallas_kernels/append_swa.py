@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.pools import Rings
+from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.runtime.checks import check_array
 from pallas_kernels.runtime.launch import kernel

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.pools import Paged, Rings
+from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.runtime.checks import check_array
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace

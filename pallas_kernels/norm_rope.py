@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
-from pallas_kernels.formats.pools import Rings
+from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.mgpu import bfloat16_words, mlir
 from pallas_kernels.runtime.checks import check_array, check_rules

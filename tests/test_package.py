@@ -32,4 +32,5 @@ def test_no_two_modules_or_classes_share_a_name():
     trees = [ast.parse(file.read_bytes()) for file in files]
     classes = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert len(classes) > 100
+    del classes["Config"]  # the tuning choices of a kernel, beside it
     assert not [name for name, count in [*modules.items(), *classes.items()] if count > 1]

@@ -1,8 +1,8 @@
 """Serving: an engine for many requests, and streams, generation and search on top of it."""
 
-from dsv4_jax.engine.config import EngineConfig
 from dsv4_jax.engine.drafters import Drafter, MTPDrafter, PromptLookup
 from dsv4_jax.engine.engine import Engine
+from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.generate import generate, stream
 from dsv4_jax.engine.metrics import EngineMetrics, PoolUse
 from dsv4_jax.engine.requests import Output, Request, RequestParams

@@ -12,8 +12,8 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.step import Model, StepOutput
-from dsv4_jax.engine.config import EngineConfig
 from dsv4_jax.engine.drafters import Drafter
+from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
 from dsv4_jax.engine.runner import StepRunner

@@ -11,7 +11,7 @@ from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
 from dsv4_jax.decode.step import StepOutput
-from dsv4_jax.engine.config import EngineConfig
+from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.forward import first_tokens

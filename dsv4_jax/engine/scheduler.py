@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.engine.config import EngineConfig
 from dsv4_jax.engine.drafters import Drafter
+from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume

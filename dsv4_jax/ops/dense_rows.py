@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.gather import fake_quantize, gather_all_compressed_kv
 from dsv4_jax.ops.views import AttentionKV, SWAView, run_bounds, take, valid_lengths
 from dsv4_jax.quant import Rows
-from pallas_kernels.formats.pools import Rings
+from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.sparse_attention import DenseRows
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.quant import RowCodec, Rows
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
-from pallas_kernels.formats.pools import Paged, Rings
+from pallas_kernels.formats.pool_operands import Paged, Rings
 
 
 def _static(**kwargs):

@@ -93,7 +93,7 @@ def experts(
     groups, counts = permutation or pair_groups.group_by_expert(selected, number, depth, interpret=interpret)
     check_array("groups of pairs", groups, jnp.int32, p.groups * GROUP_WORDS)
     check_array("counts of groups", counts, jnp.int32, counts_size(p.groups, depth))
-    routing = Routing(selected, groups, jax.new_ref(counts), weights)
+    routing = RoutedPairs(selected, groups, jax.new_ref(counts), weights)
     operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
     y = _run_maps(p, x, routing, operands, interpret)
     if not shared:
@@ -128,7 +128,7 @@ def _total(terms, last, selected, experts):
     return (total + last.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-class Routing(NamedTuple):
+class RoutedPairs(NamedTuple):
     """Pairs of a token and an expert.
 
     Attributes:
@@ -253,7 +253,7 @@ def _by_map(p, outs, first):
 
 def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinny):
     *routing, inputs, (matrices, shared_matrices) = refs[:6]
-    routing, outs = Routing(*routing), _by_map(p, refs[6:], len(inputs))
+    routing, outs = RoutedPairs(*routing), _by_map(p, refs[6:], len(inputs))
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers, groups = lax.axis_size("worker"), routing.counts[0]
     ranges = []
@@ -287,13 +287,13 @@ class TileOrder:
 
     Attributes:
       problem: the launch.
-      routing: references of `Routing`.
+      routing: references of `RoutedPairs`.
       outs_gmem: outputs of the last map: terms of pairs, of the shared expert, and their total.
       scratch_smem: [4] int32.
     """
 
     problem: ExpertsProblem
-    routing: Routing
+    routing: RoutedPairs
     outs_gmem: Any
     scratch_smem: Any
 

@@ -10,7 +10,7 @@ overwrites, they store the state rows too; otherwise `states` does so in a launc
 import jax
 
 from pallas_kernels.flush import long_windows, short_windows, states
-from pallas_kernels.flush.config import Config, FlushCall
+from pallas_kernels.flush.flush_config import Config, FlushCall
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.runtime.lowering_cache import cached_trace
 

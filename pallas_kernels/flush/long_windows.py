@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flush import entry
-from pallas_kernels.flush.config import FlushCall, LongWindowPlan
 from pallas_kernels.flush.entry import FlushContext
+from pallas_kernels.flush.flush_config import FlushCall, LongWindowPlan
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, scan
 from pallas_kernels.formats.exact_math import CHUNKS, SLICE, tree_sum

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flush import entry
-from pallas_kernels.flush.config import FlushCall
 from pallas_kernels.flush.entry import FlushContext
+from pallas_kernels.flush.flush_config import FlushCall
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import SCAN, closing, row_writer
 from pallas_kernels.formats.exact_math import SLICE, tree_sum

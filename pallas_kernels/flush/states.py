@@ -12,8 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.flush.config import FlushCall
 from pallas_kernels.flush.entry import FlushContext
+from pallas_kernels.flush.flush_config import FlushCall
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.mgpu.mlir import WARP
 from pallas_kernels.runtime.launch import kernel

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.config import Config
+from pallas_kernels.indexer_scores.indexer_keys import IndexerKeys
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
-from pallas_kernels.indexer_scores.operands import IndexerKeys
+from pallas_kernels.indexer_scores.scores_config import Config
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 

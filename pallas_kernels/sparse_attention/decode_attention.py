@@ -104,7 +104,7 @@ def decode_attention(
         cluster_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers.for_cluster() if blocks > 1 else PipelineBuffers()),
+        scratch_types=dict(buffers=DecodeBuffers.for_cluster() if blocks > 1 else DecodeBuffers()),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -113,7 +113,7 @@ def decode_attention(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PipelineBuffers:
+class DecodeBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
     # Number of blocks of the cluster, 1 or 2.
@@ -140,7 +140,7 @@ class PipelineBuffers:
     result_full: Any = plgpu.Barrier(num_arrivals=2)
 
     @classmethod
-    def for_cluster(cls) -> "PipelineBuffers":
+    def for_cluster(cls) -> "DecodeBuffers":
         """The types to allocate in each of two blocks, which also signal each other."""
         empty = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=STAGES)
         return cls(2, keys_full=transaction_barriers.scratch_type(STAGES), keys_empty=empty)
@@ -204,7 +204,7 @@ class Tiles:
 
 
 def _decode_kernel(
-    splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers: PipelineBuffers
+    splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers: DecodeBuffers
 ):
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
     block = lax.axis_index("block") if blocks > 1 else 0

@@ -104,7 +104,7 @@ def prefill_attention(
         grid_names=("block",),
         num_threads=4,
         thread_name="warpgroup",
-        scratch_types=dict(buffers=PipelineBuffers()),
+        scratch_types=dict(buffers=PrefillBuffers()),
         interpret=interpret,
         # Sums over rows in the layout of `wgmma` need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -139,7 +139,7 @@ def _check(q, sinks, rows, inv_freq):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PipelineBuffers:
+class PrefillBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
     # [1, heads, 512]: the axis of one is for `_multiply_keys`. Full once the next item's queries have been copied.

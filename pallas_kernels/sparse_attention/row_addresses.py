@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats.layouts import RowLayout
-from pallas_kernels.formats.pools import Paged
+from pallas_kernels.formats.pool_operands import Paged
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 

@@ -35,10 +35,10 @@ def check(tokens, logprobs, top):
     """Compares what was found for all tokens [n + 1] but the first with the table."""
     before, rows = np.asarray(tokens[:-1]), np.arange(len(tokens) - 1)
     # Sums of 160 exponentials in float32.
-    chex.assert_trees_all_close(logprobs, LOGPROBS[before, tokens[1:]], rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(np.asarray(logprobs), LOGPROBS[before, tokens[1:]], rtol=0, atol=1e-5)
     best = np.argsort(-TABLE[before], axis=1, kind="stable")[:, : top.ids.shape[1]]
-    chex.assert_trees_all_equal(top.ids, best)
-    chex.assert_trees_all_close(top.logprobs, LOGPROBS[before[:, None], best], rtol=0, atol=1e-5)
+    chex.assert_trees_all_equal(np.asarray(top.ids), best)
+    chex.assert_trees_all_close(np.asarray(top.logprobs), LOGPROBS[before[:, None], best], rtol=0, atol=1e-5)
     # To the bit: the drawn token's own number is the one that stands in the list.
     if top.ids.shape[1]:
         mine = top.ids == np.asarray(tokens[1:])[:, None]

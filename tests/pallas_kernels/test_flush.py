@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax import ops
 from dsv4_jax.ops.flush import _flush_kernel, flush_together
 from dsv4_jax.quant import kv_format
-from pallas_kernels.flush.config import SHARED_BYTES, Config, LongWindowPlan
+from pallas_kernels.flush.flush_config import SHARED_BYTES, Config, LongWindowPlan
 from pallas_kernels.flush.operands import CompressorOperands
 from tests.ops.pools import ints, poison, same_bytes
 from tests.pallas_kernels.kernels import registers

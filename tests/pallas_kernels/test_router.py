@@ -40,7 +40,7 @@ def check_groups(experts, table, counts):
     rows = np.asarray(table).reshape(-1, 16)[: len(want)]
     for (expert, *mine), row in zip(want, rows, strict=True):
         assert row[0] == expert
-        chex.assert_trees_all_equal(row[8:], mine + [-1] * (8 - len(mine)))
+        chex.assert_trees_all_equal(row[8:], np.array(mine + [-1] * (8 - len(mine))))
 
 
 def check(implementation, *arrays):
@@ -73,7 +73,7 @@ def test_of_equal_scores_the_first_experts_are_selected(implementation):
     x, weight, bias, *_ = operands(2, 512, 128)
     bias = jnp.zeros_like(bias).at[jnp.array([7, 100])].set(-1.0).at[jnp.array([90, 31])].set(1.0)
     experts, weights, _ = run(implementation, x, jnp.zeros_like(weight), bias)
-    chex.assert_trees_all_equal(experts, [[31, 90, 0, 1, 2, 3]] * 2)
+    chex.assert_trees_all_equal(experts, np.array([[31, 90, 0, 1, 2, 3]] * 2))
     chex.assert_trees_all_close(weights, np.full((2, TOP_K), 0.25), rtol=1e-6)
 
 

@@ -360,7 +360,7 @@ def test_compiles_for_h100_with_hardly_a_spill():
     printed = compile_in_process("""
 import jax, jax.numpy as jnp
 from pallas_kernels.formats.layouts import RowLayout
-from pallas_kernels.formats.pools import Paged, Rings
+from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.sparse_attention import DenseRows, prefill_attention, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
 S = jax.ShapeDtypeStruct
