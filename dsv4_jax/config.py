@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,21 @@ class DSV4Config:
             )
             counts[group] += 1
         return tuple(specs)
+
+    def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
+        """Returns the configuration of a model with other layers.
+
+        Args:
+            layer_types: the attention of each layer, as in `layer_types`.
+            mlp_layer_types: the MLP of each layer; None = "moe" in all.
+        """
+        return dataclasses.replace(
+            self,
+            num_hidden_layers=len(layer_types),
+            layer_types=tuple(layer_types),
+            mlp_layer_types=tuple(mlp_layer_types or ("moe",) * len(layer_types)),
+            compress_rate_hca=self.compress_rate_hca if HCA in layer_types else 0,
+        )
 
     def compress_rate(self, layer: int) -> int:
         """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""

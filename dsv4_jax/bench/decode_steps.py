@@ -21,7 +21,7 @@ from dsv4_jax.bench.kernel_kinds import Kernel, by_kind, classify, longest
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.bench.step_tables import Columns, draft_lines, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.config import HCA, LAYER_TYPES, DSV4Config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
@@ -202,10 +202,9 @@ def run_kinds(
     config, small = _choose_model(config, report)
     for kind in dict.fromkeys(config.layer_types):
         count = 1 if small else LAYERS_OF_A_KIND
-        types = dict(layer_types=(kind,) * count, mlp_layer_types=("moe",) * count)
-        rate = config.compress_rate_hca if kind == HCA else 0
-        one_kind = dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **types)
-        for row in _measure(one_kind, kv_format, options, report, loop=options.mesh is not None):
+        for row in _measure(
+            config.with_layers((kind,) * count), kv_format, options, report, loop=options.mesh is not None
+        ):
             yield dict(layer_type=kind) | row
 
 
@@ -219,9 +218,7 @@ def _choose_model(config, report):
 
 
 def _first_layers(config, count):
-    kinds = dict(layer_types=config.layer_types[:count], mlp_layer_types=config.mlp_layer_types[:count])
-    rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
-    return dataclasses.replace(config, num_hidden_layers=count, compress_rate_hca=rate, **kinds)
+    return config.with_layers(config.layer_types[:count], config.mlp_layer_types[:count])
 
 
 def _measure(config, kv_format, options, report, loop=True):
@@ -249,7 +246,7 @@ def _measure(config, kv_format, options, report, loop=True):
         times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in _in_turn(cases, progress, bar)]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
         columns = Columns(config.num_hidden_layers if options.whole else None)
-        kinds = ", ".join(name for name in LAYER_TYPES if name in config.layer_types)
+        kinds = ", ".join(dict.fromkeys(config.layer_types))
         print(
             f"{report['device']}, jax {report['jax']}. {'Whole' if options.whole else 'Attention'} layers of "
             f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {tree_bytes(stack.arrays) / 1e9:.2f} "

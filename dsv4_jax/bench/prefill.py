@@ -19,7 +19,7 @@ from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, classify, longest
 from dsv4_jax.bench.model_stack import random_stack
 from dsv4_jax.bench.step_tables import WHOLE_LAYER_KINDS
-from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
@@ -98,15 +98,7 @@ def run(
     layers = collections.Counter(config.layer_types[: config.num_hidden_layers])
     totals: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for kind, count in layers.items():
-        rate = config.compress_rate_hca if kind == HCA else 0
-        alone = dataclasses.replace(
-            config,
-            num_hidden_layers=1,
-            num_nextn_predict_layers=0,
-            layer_types=(kind,),
-            mlp_layer_types=("moe",),
-            compress_rate_hca=rate,
-        )
+        alone = dataclasses.replace(config.with_layers((kind,)), num_nextn_predict_layers=0)
         layer = _Layer(alone, kv_format, max(contexts), report["max_context"])
         for context in contexts:
             for chunk in chunks:
