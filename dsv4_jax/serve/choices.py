@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TokenBytes
 from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.text import AnswerText
 
 
 # JSON has no infinity; vLLM sends this number for impossible tokens.
