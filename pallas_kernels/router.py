@@ -291,8 +291,7 @@ def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, 
         return thread_ops.load_global(table, own * top_k + lane.minimum(top_k - 1))
 
     def emit(experts, weights, token, scores, biased, *selection):
-        token = U32(mlir.scalar(token))
-        thread = U32(mlir.thread())
+        token, thread = U32(mlir.scalar(token)), U32(mlir.thread())
         lane = thread & 31
         # Other threads wrote what this warp reads.
         mgpu.utils.warpgroup_barrier()
