@@ -188,16 +188,7 @@ def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
 
 
 def _select_body(
-    top_k,
-    scaling_factor,
-    products_gmem,
-    selection,
-    *outs,
-    partials_smem,
-    scores_smem,
-    biased_smem,
-    partials_full,
-    **sort,
+    top_k, factor, products_gmem, selection, *outs, partials_smem, scores_smem, biased_smem, partials_full, **sort
 ):
     experts_gmem, weights_gmem, *permutation = outs
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
@@ -219,7 +210,7 @@ def _select_body(
             scores_smem[tile] = score
             if len(selection) == 1:
                 biased_smem[tile] = score + vectors.load(selection[0].at[tile])
-        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor)
+        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, factor)
 
     # A cluster may have more blocks than there are tokens.
     @pl.when(token < tokens)

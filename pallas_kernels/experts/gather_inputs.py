@@ -55,7 +55,8 @@ def _copy_row_mosaic(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
         def copy_eight(eight):
             """Copies eight columns; all lanes of a warp call it together."""
             four = words.load_four(_address(x_gmem, source, width, eight))
-            words.store_four(_address(y_gmem, row, width, eight), _permute(four) if permuted else four)
+            four = _permute(four) if permuted else four
+            words.store_four(_address(y_gmem, row, width, eight), four)
 
         thread_ops.for_each(width // 8, copy_eight)
 

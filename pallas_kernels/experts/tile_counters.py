@@ -88,8 +88,7 @@ def _reduce_if_last_mosaic(
             code = "ld.relaxed.gpu.global.u32 $0, [$1];"
             return U32(mlir.ptx(code, address(ref, row, column), results=mlir.int_type()))
 
-        def store_sum(word):
-            token, column = word // words_per_tile, tile * ROWS + (word % words_per_tile << 1)
+        def store_sum(token, column):
             pairs = [token * top_k + j for j in range(top_k)]
             loaded = [load(terms, pair, column) for pair in pairs]
             inside = [ops.load_global(selected, pair) < experts for pair in pairs]
@@ -100,7 +99,11 @@ def _reduce_if_last_mosaic(
 
         # There is one more term than groups, so the last one found as many as there are groups.
         with ops.when(ops.load(flag).equals(ops.load_global(counts, U32(0)))):
-            ops.for_each(tokens * words_per_tile, store_sum)
+            for start in range(0, tokens * words_per_tile, mlir.THREADS):
+                word = thread + start
+                token, column = word // words_per_tile, tile * ROWS + (word % words_per_tile << 1)
+                with ops.when(token < tokens):
+                    store_sum(token, column)
 
     mlir.inline(emit, total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, tile, flag_smem)
 

@@ -163,7 +163,7 @@ def _factors_fp4(scales, thread, step, segments, gated):
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
-        places = [place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2)]
+        places = (place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2))
         return [power_pair(thread_ops.ptx(code, at) + (126 - SHIFT)) for at in places]
 
     return factors
