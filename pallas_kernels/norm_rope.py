@@ -140,8 +140,7 @@ def _launch(name, arrays, rings, destination, eps, interpret):
         functools.partial(_norm_rope_kernel, config, heads, eps, rings),
         out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
-        grid=(-(-tokens // WARPS) + tokens * config.blocks_per_token,),
-        grid_names=("block",),
+        grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
         interpret=interpret,
     )
     q_out, *others = run((q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq), destination)

@@ -95,8 +95,7 @@ def router(
         lambda *arrays: multiply_slice(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
         out_type=jax.ShapeDtypeStruct((depth // SLICE, tokens, experts), jnp.float32),
         kernel_name="router_products",
-        grid=(depth // SLICE, experts // BLOCK_EXPERTS, -(-tokens // BLOCK_TOKENS)),
-        grid_names=("slice", "rows", "tile"),
+        grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
     selection = (table, token_ids) if bias is None else (bias,)
@@ -124,13 +123,10 @@ def _select_experts(products, selection, top_k, scaling_factor, interpret):
         functools.partial(_select_body, top_k, scaling_factor),
         out_type=outs,
         kernel_name="router_select",
-        grid=(1 if one_cluster else tokens,),
-        grid_names=("group",),
+        grid={"group": 1 if one_cluster else tokens},
         # A power of two: three blocks of a cluster take longer to start than four.
-        cluster=(1 << (tokens - 1).bit_length() if one_cluster else 1,),
-        cluster_names=("token",),
+        cluster={"token": 1 << (tokens - 1).bit_length() if one_cluster else 1},
         num_threads=ADDERS,
-        thread_name="warpgroup",
         scratch_types=scratch,
         interpret=interpret,
     )

@@ -211,10 +211,8 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
         functools.partial(_body, p),
         out_type=[out for outs in out_type for out in outs],
         kernel_name="experts",
-        grid=(workers,),
-        grid_names=("worker",),
+        grid={"worker": workers},
         num_threads=skinny_gemm.WARPGROUPS,
-        thread_name="warpgroup",
         scratch_types=dict(
             tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
             factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,

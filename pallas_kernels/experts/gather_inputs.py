@@ -32,8 +32,7 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
         body,
         out_type=jax.ShapeDtypeStruct((len(pairs), x.shape[1]), jnp.bfloat16),
         kernel_name="gather_inputs",
-        grid=(len(pairs) // ROWS,),
-        grid_names=("block",),
+        grid={"block": len(pairs) // ROWS},
         interpret=interpret,
     )
     return run(x, pairs)

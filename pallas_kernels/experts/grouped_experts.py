@@ -122,10 +122,8 @@ def _launch(p, table, x, weight, *, tiles, interpret):
         functools.partial(_body, p),
         out_type=jax.ShapeDtypeStruct((p.rows, p.width), jnp.bfloat16),
         kernel_name="grouped_gate_up" if p.gemm.gated else "grouped_down",
-        grid=(2 if interpret else MULTIPROCESSORS,),
-        grid_names=("worker",),
+        grid={"worker": 2 if interpret else MULTIPROCESSORS},
         num_threads=p.gemm.warpgroups + 1,
-        thread_name="warpgroup",
         scratch_types=dict(dequant=p.gemm.scratch()),
         interpret=interpret,
     )

@@ -25,8 +25,7 @@ def group_by_expert(
         functools.partial(_body, experts),
         out_type=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes),
         kernel_name="experts_group_pairs",
-        grid=(1,),
-        grid_names=("worker",),
+        grid={"worker": 1},
         scratch_types=dict(scratch_smem=plgpu.SMEM((routing.scratch_words(experts),), jnp.int32)),
         interpret=interpret,
     )

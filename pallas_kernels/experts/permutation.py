@@ -43,10 +43,8 @@ def sort_by_expert(
         functools.partial(_body, number, size),
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((places,), (1,), (3, tiles))),
         kernel_name="sort_by_expert",
-        grid=(1,),
-        grid_names=("block",),
+        grid={"block": 1},
         num_threads=1 if interpret else WARPGROUPS,
-        thread_name="warpgroup",
         scratch_types=dict(scratch_smem=plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)),
         interpret=interpret,
     )

@@ -74,12 +74,9 @@ def bfloat16_linear(
         functools.partial(_body, p),
         out_type=out_types(outputs, tokens) + inbox_out,
         kernel_name="linear",
-        grid=(workers,),
-        grid_names=("worker",),
-        cluster=(splits,),
-        cluster_names=("split",),
+        grid={"worker": workers},
+        cluster={"split": splits},
         num_threads=2,
-        thread_name="warpgroup",
         scratch_types=dict(
             inbox=inbox,
             stages=Stages(
