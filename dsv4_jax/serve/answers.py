@@ -262,10 +262,14 @@ class CompletionAnswer(Answer):
     _body: CompletionBody
 
     def _encode(self) -> Sequence[Sequence[int]]:
-        prompts, tokenizer = self._body.prompts, self._service.tokenizer
-        if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        return [self._ids(prompt) for prompt in self._body.prompts]
+
+    def _ids(self, prompt: str | list[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: give the prompt as token ids", param="prompt")
-        return [tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self._service.tokenizer.encode(prompt).ids
 
     def _max_tokens(self, room: int) -> int:
         return self._body.max_tokens
