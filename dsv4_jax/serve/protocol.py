@@ -99,7 +99,7 @@ class CompletionBody(GenerationBody):
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} must be at least n={self.n}")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of answers are compared when they are complete: leave out stream, or best_of")
+            raise ValueError(f"best_of={self.best_of} compares complete answers: leave out stream, or best_of")
         return self
 
     @property
