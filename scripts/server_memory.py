@@ -36,6 +36,7 @@ class Load:
       disconnecting: share of requests whose client disconnects early.
       prompt_tokens, new_tokens: minimum and maximum of a request.
       interval: number of seconds between samples of the memory.
+      context: the server's --context. Its cache has room for 16 requests of this length: the most that prefixes take.
       seed: seed of the requests.
     """
 
@@ -46,6 +47,7 @@ class Load:
     prompt_tokens: tuple[int, int] = (16, 900)
     new_tokens: tuple[int, int] = (8, 64)
     interval: float = 30.0
+    context: int = 4096
     seed: int = 0
 
 
@@ -81,7 +83,7 @@ def sample() -> dict[str, Any]:
     )
 
 
-def _serve(pipe, port):
+def _serve(pipe, port, context):
     """Runs the server's process, and answers each message of the pipe with a sample."""
     from dsv4_jax.cli import main as command_line
 
@@ -90,7 +92,7 @@ def _serve(pipe, port):
             pipe.send(sample())
 
     threading.Thread(target=answer, daemon=True).start()
-    command_line(["serve", "--port", str(port)])
+    command_line(["serve", "--port", str(port), "--context", str(context)])
 
 
 async def drive(url: str, load: Load, take_sample: Any) -> tuple[list[dict[str, Any]], int]:
@@ -150,10 +152,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
         above.plot(minutes, np.asarray(samples[name]) / MEBIBYTE, label=label)
     above.set(ylabel="MiB", ylim=(0, None), title=f"A server's memory, {report['sent']:,} requests")
     above.legend()
-    for name, label in (("python_objects", "Python objects"), ("jax_arrays", "JAX arrays")):
+    labels = dict(python_objects="Python objects", jax_arrays="JAX arrays", prefix_blocks="blocks of prefixes")
+    for name, label in labels.items():
         counts = np.asarray(samples[name])
-        below.plot(minutes, counts / counts[0], label=f"{label} (first: {counts[0]:,})")
-    below.set(xlabel="minutes", ylabel="number, relative to the first")
+        below.plot(minutes, counts / counts.max(), label=f"{label} (most: {counts.max():,})")
+    below.set(xlabel="minutes", ylabel="share of the most", ylim=(0, None))
     below.legend()
     figure.savefig(path, dpi=120)
 
@@ -171,7 +174,7 @@ def main(load: Load, out: Path | None = None, picture: Path | None = None) -> No
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, port))
+    process = context.Process(target=_serve, args=(theirs, port, load.context))
     process.start()
     url = f"http://127.0.0.1:{port}"
 

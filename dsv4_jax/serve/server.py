@@ -15,7 +15,7 @@ from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.service import Service
 
 
-_HEAD_SECONDS = 10.0  # time limit for the head of a request, of which a silent connection has sent nothing
+_HEAD_SECONDS = 30.0  # time limit for the head of a request, of which a silent connection has sent nothing
 # Descriptors that stay free for files and for connections that are being refused.
 _SPARE_DESCRIPTORS = 64
 
