@@ -160,8 +160,9 @@ def _hyper_connections_case(config, tokens):
 
     options = dict(norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, iterations=config.hc_sinkhorn_iters)
 
-    def call(_, *arrays, implementation):
-        return ops.hyper_connections(*arrays, **options, implementation=implementation)
+    def call(_, streams, fn, base, scale, *others, implementation):
+        weights = ops.HyperConnectionWeights(fn, base, scale, **options)
+        return ops.hyper_connections(streams, weights, *others, implementation=implementation)
 
     def agree(got, expected):
         """Allows values up to 8 that bfloat16 rounds the other way, and their effect on the logits."""

@@ -117,12 +117,12 @@ class LayerCacheHandle(Summarized):
         self._check_windows("", kv, gate, weights)
         if index is not None:
             self._check_windows("index ", *index, keys=True)
-        parts: list[Any] = [(self._state_view(), self.read_classical_view(), kv, gate, weights)]
+        compressors = [ops.CompressorInputs(self._state_view(), self.read_classical_view(), kv, gate, weights)]
         if index is not None:
-            parts.append((self._state_view(keys=True), self.read_indexer_view(), *index))
+            compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
         schema = self._cache.schema
-        (state, entries), *rest = ops.flush_together(
-            parts,
+        (state, entries), *rest = ops.flush(
+            compressors,
             self.batch.slots,
             self.batch.positions,
             dtype=schema.dtype,
