@@ -29,11 +29,10 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
     Args:
       slots: [T] int32, each token's row of the block table; -1 = padding.
       entries: the entries, with indices.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv, valid): kv [T, K, 512] bfloat16, zeros where not valid; valid [T, K] bool, True if slot, index and block
-      exist.
+      kv [T, K, 512] bfloat16, zeros where not valid, and valid [T, K] bool: whether slot, index and block exist.
 
     Raises:
       NotImplementedError: the kernel does not take a layout, shape or dtype.
@@ -61,10 +60,10 @@ def gather_all_compressed_kv(
       slots, positions: [T] int32; -1 = padding.
       entries: the entries, without indices.
       only_visible: leave most of what is not visible unwritten, in kv and in valid.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv [T, E, 512] bfloat16, valid [T, E] bool), E = max_blocks * entries per block, as in `gather_compressed_kv`.
+      (kv, valid) as in `gather_compressed_kv`, of E = max_blocks * entries per block.
 
     Raises:
       NotImplementedError: the kernel does not take a layout, shape or dtype.
@@ -99,10 +98,10 @@ def gather_swa_kv(
     Args:
       slots, positions: [T] int32; -1 = padding.
       rings: the window rows.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv [T, window, 512] bfloat16, valid [T, window] bool); zeros and False before position 0 and for padding.
+      (kv, valid) as in `gather_compressed_kv`; nothing is valid before position 0 and for padding.
 
     Raises:
       NotImplementedError: the kernel does not take a layout, shape or dtype.
@@ -145,18 +144,10 @@ def _gather(
     interpret: bool,
     wanted: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel.
+    """Launches the kernel; returns (dense rows [*shape, 512], valid [*shape]). An item is one of these rows.
 
-    Args:
-      shape: leading shape of the result; an item is one of its rows.
-      address: function (items, layer, *operands in global memory) -> (row numbers in the pools, valid).
-      operands: arrays that `address` and `wanted` read.
-      rows: pools, layer and layout.
-      interpret: run on the CPU, interpreted, with the race detector on.
-      wanted: function (first item, *operands) -> whether a block writes its rows; None: all do.
-
-    Returns:
-      (dense rows [*shape, 512], valid [*shape]).
+    `address(items, layer, *operands in global memory)` returns (row numbers in the pools, valid), and
+    `wanted(first item, *operands)` whether a block writes its rows; by default all do.
     """
     items = shape[0] * shape[1]
     if items == 0:

@@ -125,6 +125,6 @@ class HyperHead(nnx.Module):
         return _weights(self.config, self.hc_fn, self.hc_base, self.hc_scale)
 
 
-def _weights(config, *parameters):
+def _weights(config, fn, base, scale):
     constants = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
-    return ops.HyperConnectionWeights(*(parameter[...] for parameter in parameters), *constants)
+    return ops.HyperConnectionWeights(fn[...], base[...], scale[...], *constants)

@@ -27,10 +27,8 @@ def append_swa(
     Args:
       view: the layer's rings.
       kv: [T, D] rows after norm and RoPE, in the model's dtype; quantized here.
-      slots: [T] request slots; -1 = padding, which writes nothing.
-      positions: [T] absolute positions; -1 = padding, which writes nothing.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16 rows of 448 + 64 dims in
-        formats "v4" and "per_entry").
+      slots, positions: [T] request slots and absolute positions; -1 = padding, which writes nothing.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, 448 + 64 dims, "v4" or "per_entry").
 
     Returns:
       The view with updated rows.

@@ -15,13 +15,8 @@ from dsv4_jax.ops.gather import fake_quantize, gather_all_compressed_kv, gather_
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import AttentionKV, run_bounds
 from dsv4_jax.quant import round_to
-from pallas_kernels.sparse_attention import (
-    HEADS,
-    MAX_PAIRS,
-    attention_sums,
-    prefill_attention,
-    sparse_attention as decode_attention,
-)
+from pallas_kernels import sparse_attention as kernels
+from pallas_kernels.sparse_attention import HEADS
 
 
 # Query tokens attended at a time by XLA; bounds the dense rows gathered for them.
@@ -77,13 +72,12 @@ def sparse_attention(
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
       sinks: [H] float32 sink logits.
       kv: the rows to attend to.
-      slots: [T] request slots; -1 = padding.
-      positions: [T] absolute positions; -1 = padding.
+      slots, positions: [T] request slots and absolute positions; -1 = padding.
       inv_freq: [P] radians per token: the last 2 * P channels of results are rounded, rotated back by the token's
         position and rounded again (dsv4.md 2.2). None: no rotation.
       context_parallel: whether the entries are sharded over the axis "model"; q and sinks are then this device's heads.
       prefill: which calls use the prefill kernel.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret".
+      implementation: None, "xla", "mosaic_gpu" or "interpret".
 
     Returns:
       [T, H, D] in `q.dtype`; zeros for padding tokens.
@@ -130,11 +124,8 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
             rows, valid = (jnp.concatenate(pair, axis=1) for pair in zip((rows, valid), entries, strict=True))
         return attend_dense(q[0], rows[0], valid[0])
 
-    return jax.lax.map(
-        attend,
-        (q, slots, positions, tokens, run_bounds(slots)[0], kv.indices),
-        batch_size=min(QUERY_BLOCK, q.shape[0]),
-    )
+    inputs = q, slots, positions, tokens, run_bounds(slots)[0], kv.indices
+    return jax.lax.map(attend, inputs, batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
 def _attend_dense(q, rows, valid, sinks):
@@ -158,26 +149,26 @@ def _softmax_sums(q, rows, valid, least=LOWEST):
 def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
     tokens, heads, _ = q.shape
     # Kernels rotate back what lies in one warpgroup; XLA does the rest.
-    in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
+    in_kernel = inv_freq is not None and len(inv_freq) <= kernels.MAX_PAIRS and len(inv_freq) % 4 == 0
     kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
             rows = dataclasses.replace(rows, entries=all_entries(rows.entries))
         padded = _pad_heads(q, HEADS), _pad_heads(sinks, HEADS, axis=0)
-        out = prefill_attention(*padded, rows, kernel_freq, interpret=interpret)
+        out = kernels.prefill_attention(*padded, rows, kernel_freq, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
     entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
     if not context_parallel:
         padded = _pad_heads(q), _pad_heads(sinks, axis=0)
-        out = decode_attention(*padded, slots, positions, rings, entries, kernel_freq, interpret=interpret)
+        out = kernels.sparse_attention(*padded, slots, positions, rings, entries, kernel_freq, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
         own = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
-        splits = attention_sums(_pad_heads(q), slots, positions, own, entries, interpret=interpret)
+        splits = kernels.attention_sums(_pad_heads(q), slots, positions, own, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
 
     return _inverse_rope(attend_to_shards(attend, q, sinks), positions, inv_freq)

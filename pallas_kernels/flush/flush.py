@@ -57,7 +57,7 @@ def flush(
     else:
         short_windows.store_entries(compressors, refs, call, with_states)
     if not with_states:
-        states.store_states(compressors, refs, call)
+        states.store_state_rows(compressors, refs, call)
     return [
         (
             jax.freeze(ref.state_kv).reshape(c.state_kv.shape),

@@ -35,15 +35,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class FlushCall:
-    """The tokens of a call, and options of its launches.
-
-    Attributes:
-      slots: [T] int32.
-      positions: [T] int32.
-      max_tokens: maximum number of tokens of a slot.
-      config: tuning choices.
-      interpret: whether to run interpreted.
-    """
+    """The arguments of `flush` that its launches share; `max_tokens` is the maximum number of tokens of a slot."""
 
     slots: jax.Array
     positions: jax.Array
@@ -115,8 +107,8 @@ class LongWindowPlan:
     def shared(self) -> dict[str, int]:
         """The number of float32 values in each buffer of shared memory.
 
-        Each warpgroup has its own share of `stages` and `scratch`. `partials` holds the largest logits, the sums of
-        weights and the weighted sums of every chunk.
+        Each warpgroup has its own share of the stages and of the scratch. The partials are the largest logits, the sums
+        of weights and the weighted sums of every chunk.
         """
-        stages = self.stages * self.stage_size * self.warpgroups
-        return dict(stages=stages, scratch=self.c.dim, sums=4 * self.c.dim, partials=3 * CHUNKS * self.c.dim)
+        stages, dim = self.stages * self.stage_size * self.warpgroups, self.c.dim
+        return dict(stages_smem=stages, scratch_smem=dim, sums_smem=4 * dim, partials_smem=3 * CHUNKS * dim)

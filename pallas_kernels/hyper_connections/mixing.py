@@ -87,7 +87,7 @@ def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]) -
     """Stores four words of each stream to shared memory; returns the sum of their values' squares, an MLIR float32."""
     sums = [mlir.f32(0.0), mlir.f32(0.0)]
     for four, address in zip(fours, addresses, strict=True):
-        words.store_shared(address, four)
+        thread_ops.store_vector(address, four)
         for word in four:
             sums = [fma(x, x, total) for x, total in zip(words.unpack(word), sums, strict=True)]
     return arith.addf(*sums)

@@ -104,7 +104,7 @@ class _Thread:
         unit = mailbox.Unit(
             active=self.thread < tokens * units,
             load=lambda: words.load_four(self.address(mlir.global_pointer(self.refs.y), first, self.bf16)),
-            store=lambda four: words.store_shared(thread_ops.shared(self.total) + (self.thread << 4), four),
+            store=lambda four: thread_ops.store_vector(thread_ops.shared(self.total) + (self.thread << 4), four),
         )
         table = self.refs.table
         mailbox.exchange(self.index, table, [unit], ranks=ir.MemRefType(table.type).shape[0] // 2 - mailbox.PEERS)

@@ -84,7 +84,7 @@ def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
         count = HALVES * groups
         for (half, group), acc in _multiply(values, warp, weights, groups).items():
             number = (warp * count + half * groups + group) * WARP + lane
-            words.store_shared(sums + (number << 4), [thread_ops.bits(x) for x in acc])
+            thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
         mgpu.utils.warpgroup_barrier()
 
         def store_sums(number):

@@ -161,7 +161,7 @@ def _split_weight_mosaic(target, fn, index, warpgroup):
             halves = [words.split(values[n : n + 4]) for n in (0, 4)]
             for i, (low, high) in enumerate(zip(*halves, strict=True)):
                 line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
-                words.store_shared(_swizzled(base, line, inner), [*low, *high])
+                thread_ops.store_vector(_swizzled(base, line, inner), [*low, *high])
 
         share = WARPGROUPS * THREADS
         for first in range(0, units, share):

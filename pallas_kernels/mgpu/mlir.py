@@ -95,13 +95,10 @@ def ptx(
       An MLIR value, or a list of values if `results` is a sequence.
     """
     types = [results] if isinstance(results, ir.Type) else list(results)
-    match types:
-        case []:
-            packed = ir.Type.parse("!llvm.void")
-        case [packed]:
-            pass
-        case _:
-            packed = llvm.StructType.get_literal(types)
+    if not types:
+        packed = ir.Type.parse("!llvm.void")
+    else:
+        packed = types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
     constraints = [f"={_constraint(kind)}" for kind in types] + [_constraint(x.type) for x in operands]
     constraints += [str(i) for i in range(len(in_out))]
     convergent = not pure if convergent is None else convergent

@@ -82,6 +82,9 @@ def ptx(code: str, *args: U32 | int, pure: bool = False) -> U32:
     return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=pure))
 
 
+pure = partial(ptx, pure=True)
+
+
 def ptx_effect(code: str, *args: U32 | int) -> None:
     """Emits instructions without a result on `args`, which are `$0`, `$1`, ..."""
     mlir.ptx(code, *(U32(x).value for x in args))
@@ -177,6 +180,11 @@ def load_vector(address: U32) -> list[U32]:
     """Loads four values, from a multiple of 16 bytes on."""
     code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
     return [U32(x) for x in mlir.ptx(code, address.value, results=[mlir.int_type()] * 4)]
+
+
+def store_vector(address: U32, values: Sequence[U32]) -> None:
+    """Stores four values, from a multiple of 16 bytes on."""
+    ptx_effect("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
 def element(ref: Any, index: U32, size: int) -> Any:

@@ -64,10 +64,7 @@ def wait(barrier, parity: jax.Array) -> None:
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
     """Stores one, two or four MLIR values of 32 bits in another block, whose barrier counts them. Within `inline`.
 
-    Args:
-      address: where to store them, from `thread_ops.peer`, a multiple of their size.
-      values: the values.
-      barrier: the barrier's address, from `thread_ops.peer`.
+    Both addresses come from `thread_ops.peer`; that of the values is a multiple of their size.
     """
     places = ", ".join(f"${i + 1}" for i in range(len(values)))
     vector, places = (f".v{len(values)}", f"{{{places}}}") if len(values) > 1 else ("", places)
