@@ -30,9 +30,6 @@ def append_swa(
 
     Returns:
       The updated pools (nope, rope, scale).
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     rings.check()
     tokens, layout, shape = kv.shape[0], rings.layout, rings.pools[0].shape

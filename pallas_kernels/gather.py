@@ -33,9 +33,6 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
 
     Returns:
       kv [T, K, 512] bfloat16, zeros where not valid, and valid [T, K] bool: whether slot, index and block exist.
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     tokens, count = entries.indices.shape
     check_array("slots", slots, jnp.int32, tokens)
@@ -56,17 +53,13 @@ def gather_all_compressed_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers all entries visible to each token: entries `0 .. (position + 1) // compress_rate - 1` of its request.
 
+    Returns (kv, valid) as `gather_compressed_kv` does, for E = max_blocks * entries per block.
+
     Args:
       slots, positions: [T] int32; -1 = padding.
       entries: the entries, without indices.
       only_visible: leave most of what is not visible unwritten, in kv and in valid.
       interpret: whether to run on the CPU, interpreted, with race detection.
-
-    Returns:
-      (kv, valid) as in `gather_compressed_kv`, of E = max_blocks * entries per block.
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     tokens, count, rate = slots.shape[0], entries.count, entries.compress_rate
     check_array("slots", slots, jnp.int32, tokens)
@@ -93,18 +86,14 @@ def gather_all_compressed_kv(
 def gather_swa_kv(
     slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers each token's window, oldest row first, the token itself last.
+    """Gathers each token's window, oldest row first, the token itself last, as `gather_compressed_kv` does.
+
+    Nothing is valid before position 0 and for padding.
 
     Args:
       slots, positions: [T] int32; -1 = padding.
       rings: the window rows.
       interpret: whether to run on the CPU, interpreted, with race detection.
-
-    Returns:
-      (kv, valid) as in `gather_compressed_kv`; nothing is valid before position 0 and for padding.
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     tokens, window, (num_slots, ring) = slots.shape[0], rings.window, rings.pools[0].shape[1:3]
     check_array("slots", slots, jnp.int32, tokens)

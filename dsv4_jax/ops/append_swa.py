@@ -19,7 +19,7 @@ def append_swa(
     *,
     implementation: str | None = None,
 ) -> SWAView:
-    """Stores the window rows of this call's tokens at row `position % ring` of their slot.
+    """Stores the window rows of this call's tokens at row `position % ring` of their slot; returns the updated view.
 
     Rows are addressed by position, so that the result does not depend on how tokens are split into calls. If a request
     brings more tokens than the ring holds, only the last ring-full is written.
@@ -29,9 +29,6 @@ def append_swa(
       kv: [T, D] rows after norm and RoPE, in the model's dtype; quantized here.
       slots, positions: [T] request slots and absolute positions; -1 = padding, which writes nothing.
       implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, 448 + 64 dims, "v4" or "per_entry").
-
-    Returns:
-      The view with updated rows.
     """
     args = view, kv, slots, positions
     return dispatch("append_swa", implementation, *args, xla=_append_swa_xla, kernel=_append_swa_kernel)

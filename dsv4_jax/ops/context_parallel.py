@@ -31,11 +31,6 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
     return jnp.where(best >= 0, jnp.take_along_axis(entries, jnp.maximum(best, 0), axis=1), -1)
 
 
-def all_entries(rows: Float[Array, "E D"]) -> Float[Array, "E D"]:
-    """Sums dequantized entries over the devices; each has zeros for the entries of others."""
-    return jax.lax.psum(rows, MODEL_AXIS)
-
-
 def attend_to_shards(
     attend: Callable[[Float[Array, "T A D"], Bool[Array, ""]], tuple[Array, Array, Array]],
     q: Float[Array, "T H D"],

@@ -156,15 +156,12 @@ def pool_windows(
 def write_entries(
     pool: ClassicalView | IndexerView, closed: ClosedWindows, inv_freq: Float[Array, "P"]
 ) -> ClassicalView | IndexerView:
-    """Runs the second half of `flush`: rotates, quantizes and stores vectors as entries or indexer keys.
+    """Runs the second half of `flush`: rotates, quantizes and stores vectors; returns the pool with updated rows.
 
     Args:
       pool: destination.
       closed: the result of `pool_windows`, or other vectors for the same windows.
       inv_freq: [P] radians per token; rotates the last 2 * P channels by each window's first position.
-
-    Returns:
-      The view with updated rows.
     """
     first = jnp.maximum(closed.entries, 0) * pool.compress_rate
     values = apply_rope_deterministic(closed.values, first, inv_freq)

@@ -48,15 +48,14 @@ def gather_all_compressed_kv(
 ) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
     """Gathers all entries visible to each token: entries `0 .. (position + 1) // rate - 1` of its request.
 
+    Returns (kv, valid) as `gather_compressed_kv` does, for E = max_blocks * entries per block.
+
     Args:
       view: the layer's entries.
       slots, positions: [T] request slots and absolute positions; -1 = padding.
       dtype: dtype of the result.
       only_visible: leave the result, `valid` included, unspecified where an entry is not visible, which saves time.
       implementation: as in `gather_compressed_kv`.
-
-    Returns:
-      (kv, valid): kv [T, E, D] with E = max_blocks * entries per block, zeros where not valid; valid [T, E] bool.
     """
     functions = dict(xla=_gather_all_compressed_kv_xla, kernel=_gather_all_compressed_kv_kernel)
     options = dict(dtype=dtype, only_visible=only_visible)
@@ -80,15 +79,14 @@ def gather_swa_kv(
 ) -> tuple[Float[Array, "T W D"], Bool[Array, "T W"]]:
     """Gathers the sliding window of each token, oldest row first, the token itself last.
 
+    Returns (kv, valid) as `gather_compressed_kv` does.
+
     Args:
       view: the layer's rings.
       slots, positions: [T] request slots and absolute positions; -1 = padding.
       new_kv: [T, D] the call's own rows, if the rings do not hold them yet (prefill); rounded as the format would.
       dtype: dtype of the result.
       implementation: as in `gather_compressed_kv`; the kernel does not take `new_kv`.
-
-    Returns:
-      (kv, valid): kv [T, W, D], zeros where not valid; valid [T, W] bool.
     """
     functions = dict(xla=_gather_swa_kv_xla, kernel=_gather_swa_kv_kernel)
     return dispatch("gather_swa_kv", implementation, view, slots, positions, new_kv, **functions, dtype=dtype)

@@ -106,6 +106,10 @@ def apply_post(
 
     The sum runs over comb's first axis, which matters: a doubly stochastic matrix need not be symmetric. It is taken in
     float32 and rounded once to the streams' dtype.
+
+    Args:
+      streams, y: [T, h, D] streams before the block, and [T, D] output of the block.
+      post, comb: [T, h] and [T, h, h] float32 mixing weights.
     """
     mixed = jnp.einsum("tjk,tjd->tkd", comb, streams.astype(jnp.float32), precision="highest")
     return round_to(post[:, :, None] * y.astype(jnp.float32)[:, None, :] + mixed, streams.dtype)
@@ -114,7 +118,11 @@ def apply_post(
 def sinkhorn(comb: Float[Array, "T h h"], iters: int, eps: float) -> Float[Array, "T h h"]:
     """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns `iters - 1` times.
 
-    `eps` is added to each sum. Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+    Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+
+    Args:
+      comb: [T, h, h] float32, positive.
+      iters, eps: number of iterations, at least 1, and constant added to each sum.
     """
 
     def columns(comb):

@@ -11,7 +11,7 @@ from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import SWAView
 from dsv4_jax.quant import Rows, round_to
-from pallas_kernels import norm_rope as kernels
+from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
 def norm_rope(
@@ -41,7 +41,7 @@ def norm_rope(
       (q, kv) in their dtypes. Implementations add in different orders and differ by a unit in the last place.
     """
     args = q, kv, weight, positions, inv_freq
-    return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=kernels.norm_rope, eps=eps)
+    return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=norm_rope_kernel, eps=eps)
 
 
 def norm_rope_append(
@@ -92,5 +92,5 @@ def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, ep
 
 def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
     arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
-    q, *pools = kernels.norm_rope_append(*arrays, eps=eps, interpret=interpret)
+    q, *pools = norm_rope_append_kernel(*arrays, eps=eps, interpret=interpret)
     return q, dataclasses.replace(view, rows=Rows(*pools))

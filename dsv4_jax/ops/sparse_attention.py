@@ -8,15 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.context_parallel import all_entries, attend_to_shards
+from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.ops.context_parallel import attend_to_shards
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs, ring_of_call
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.gather import fake_quantize, gather_all_compressed_kv, gather_compressed_kv, window_rows
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import AttentionKV, run_bounds
 from dsv4_jax.quant import round_to
-from pallas_kernels import sparse_attention as kernels
-from pallas_kernels.sparse_attention import HEADS
+from pallas_kernels.sparse_attention import (
+    HEADS,
+    MAX_PAIRS,
+    attention_sums,
+    prefill_attention,
+    sparse_attention as decode_attention,
+)
 
 
 # Query tokens attended at a time by XLA; bounds the dense rows gathered for them.
@@ -149,26 +155,27 @@ def _softmax_sums(q, rows, valid, least=LOWEST):
 def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
     tokens, heads, _ = q.shape
     # Kernels rotate back what lies in one warpgroup; XLA does the rest.
-    in_kernel = inv_freq is not None and len(inv_freq) <= kernels.MAX_PAIRS and len(inv_freq) % 4 == 0
+    in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
     kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
-            rows = dataclasses.replace(rows, entries=all_entries(rows.entries))
+            # Each device has zeros for the entries of others.
+            rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
         padded = _pad_heads(q, HEADS), _pad_heads(sinks, HEADS, axis=0)
-        out = kernels.prefill_attention(*padded, rows, kernel_freq, interpret=interpret)
+        out = prefill_attention(*padded, rows, kernel_freq, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
     entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
     if not context_parallel:
         padded = _pad_heads(q), _pad_heads(sinks, axis=0)
-        out = kernels.sparse_attention(*padded, slots, positions, rings, entries, kernel_freq, interpret=interpret)
+        out = decode_attention(*padded, slots, positions, rings, entries, kernel_freq, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
         own = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
-        splits = kernels.attention_sums(_pad_heads(q), slots, positions, own, entries, interpret=interpret)
+        splits = attention_sums(_pad_heads(q), slots, positions, own, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
 
     return _inverse_rope(attend_to_shards(attend, q, sinks), positions, inv_freq)

@@ -21,29 +21,17 @@ from pallas_kernels.mgpu import vectors
 
 @dataclasses.dataclass(frozen=True)
 class FlushContext:
-    """A warpgroup's view of a compressor; the buffers in shared memory are its own.
+    """A warpgroup's view of a compressor; the buffers in shared memory are its own."""
 
-    Attributes:
-      c: compressor, for shapes and static options.
-      gmem: references to its operands, see `CompressorOperands.in_place`.
-      slots_gmem: [T] int32.
-      positions_gmem: [T] int32.
-      max_in_call: maximum number of a window's rows that are in the call; the others are in the ring.
-      first: first channel of the warpgroup.
-      scratch_smem: buffer for exchanges, one value for each channel of the warpgroup.
-      stage_smem: [2 * rows * D] values and logits of a short window.
-      biases_smem: [rows that can be in the call * D] position biases of a short window.
-    """
-
-    c: CompressorOperands
-    gmem: CompressorOperands
-    slots_gmem: Any
-    positions_gmem: Any
-    max_in_call: int
-    first: Any = 0
-    scratch_smem: Any = None
-    stage_smem: Any = None
-    biases_smem: Any = None
+    c: CompressorOperands  # compressor, for shapes and static options
+    gmem: CompressorOperands  # references to its operands, see `CompressorOperands.in_place`
+    slots_gmem: Any  # [T] int32
+    positions_gmem: Any  # [T] int32
+    max_in_call: int  # maximum number of a window's rows that are in the call; the others are in the ring
+    first: Any = 0  # first channel of the warpgroup
+    scratch_smem: Any = None  # buffer for exchanges, one value for each channel of the warpgroup
+    stage_smem: Any = None  # [2 * rows * D] values and logits of a short window
+    biases_smem: Any = None  # [rows that can be in the call * D] position biases of a short window
 
     def state_row(self, slot, position):
         """Returns the row of the states."""
@@ -65,19 +53,12 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class EntryTarget:
-    """The place where an entry is stored, and what the warpgroup needs to finish its channels of the pooled vector.
+    """The place where an entry is stored, and what the warpgroup needs to finish its channels of the pooled vector."""
 
-    Attributes:
-      row_gmem: references to the entry's bytes in each pool.
-      keep: bool scalar, False if the request has no block for the entry; then nothing is stored.
-      norm: weights of the norm, one for each channel.
-      angle: angles by which the channels are rotated, arbitrary for channels without RoPE.
-    """
-
-    row_gmem: Any
-    keep: Any
-    norm: jax.Array
-    angle: jax.Array
+    row_gmem: Any  # references to the entry's bytes in each pool
+    keep: Any  # bool scalar, False if the request has no block for the entry; then nothing is stored
+    norm: jax.Array  # weights of the norm, one for each channel
+    angle: jax.Array  # angles by which the channels are rotated, arbitrary for channels without RoPE
 
 
 def find_target(ctx: FlushContext, token) -> EntryTarget:

@@ -37,9 +37,6 @@ def flush(
 
     Returns:
       The updated (state_kv, state_gate, pools) of each compressor.
-
-    Raises:
-      NotImplementedError: a shape, dtype or layout is not supported, see `CompressorOperands`.
     """
     for c in compressors:
         c.check()

@@ -45,30 +45,19 @@ class WindowLocation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LongWindowWorker:
-    """A warpgroup's view of its cluster.
+    """A warpgroup's view of its cluster."""
 
-    Attributes:
-      plan: division of the work.
-      ctx: context of the compressor.
-      block: int32 scalar, number of the block in the cluster.
-      stages_smem: [stages * stage_size] float32, the warpgroup's stages.
-      sums_smem: [4 * D] float32, the block's buffer for sums over channels.
-      partials_smem: [3 * CHUNKS * D] float32, results of chunks, in the block; interpreted, in global memory.
-      chunks_full: [warpgroups, 2] int32, `transaction_barriers` of the block's partials; None for clusters of one
-        block and if interpreted.
-      block_barrier: barrier of the block's warpgroups, if interpreted.
-      cluster_barrier: barrier of the cluster's warpgroups, if interpreted.
-    """
-
-    plan: LongWindowPlan
-    ctx: FlushContext
-    block: Any
-    stages_smem: Any
-    sums_smem: Any
-    partials_smem: Any
+    plan: LongWindowPlan  # division of the work
+    ctx: FlushContext  # context of the compressor
+    block: Any  # int32 scalar, number of the block in the cluster
+    stages_smem: Any  # [stages * stage_size] float32, the warpgroup's stages
+    sums_smem: Any  # [4 * D] float32, the block's buffer for sums over channels
+    partials_smem: Any  # [3 * CHUNKS * D] float32, results of chunks, in the block; interpreted, in global memory
+    # [warpgroups, 2] int32, `transaction_barriers` of the block's partials; None for clusters of one block and if
+    # interpreted.
     chunks_full: Any = None
-    block_barrier: Any = None
-    cluster_barrier: Any = None
+    block_barrier: Any = None  # barrier of the block's warpgroups, if interpreted
+    cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
         """Returns the first row of this block's chunk k."""

@@ -38,17 +38,11 @@ MAX_POLLS = 1 << 25  # half a minute; then another GPU has failed, and this one 
 
 
 class Unit(NamedTuple):
-    """Eight values that a thread exchanges.
+    """Eight values that a thread exchanges."""
 
-    Attributes:
-      active: whether the thread takes part.
-      load: returns the thread's values, four words of two bfloat16.
-      store: takes the four words of the sum.
-    """
-
-    active: U32
-    load: Callable[[], list[U32]]
-    store: Callable[[list[U32]], None]
+    active: U32  # whether the thread takes part
+    load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
+    store: Callable[[list[U32]], None]  # takes the four words of the sum
 
 
 def check_table(table: jax.Array, *, interpret: bool) -> int:

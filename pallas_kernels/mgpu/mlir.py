@@ -116,12 +116,13 @@ def _constraint(kind):
     return {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f"}[str(kind)]
 
 
+f32_type = ir.F32Type.get
+constant = mgpu.utils.c  # (number, MLIR type)
+shared_pointer = mgpu.utils.memref_ptr  # of a reference to shared memory
+
+
 def int_type(bits: int = 32) -> Any:
     return ir.IntegerType.get_signless(bits)
-
-
-def f32_type() -> Any:
-    return ir.F32Type.get()
 
 
 def vector_type(length: int, element: Any) -> Any:
@@ -145,11 +146,6 @@ def f32(value: float) -> Any:
 def index(value: int) -> Any:
     """Returns a constant of MLIR's index type."""
     return constant(value, ir.IndexType.get())
-
-
-def constant(value: int | float, kind: Any) -> Any:
-    """Returns a constant of an MLIR type."""
-    return mgpu.utils.c(value, kind)
 
 
 def to_i64(x: Any) -> Any:
@@ -188,11 +184,6 @@ def thread(bits: int = 32) -> Any:
 def global_pointer(ref: Any) -> Any:
     """Returns a pointer to a reference to global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), shared_pointer(ref))
-
-
-def shared_pointer(ref: Any) -> Any:
-    """Returns a pointer to a reference to shared memory."""
-    return mgpu.utils.memref_ptr(ref)
 
 
 def at(pointer: Any, offset: Any, element: Any = None) -> Any:
