@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.arguments import check_dtype
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 from dsv4_jax.quant import Rows
@@ -30,6 +31,7 @@ def append_swa(
       slots, positions: [T] request slots and absolute positions; -1 = padding, which writes nothing.
       implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, 448 + 64 dims, "v4" or "per_entry").
     """
+    check_dtype("kv", kv, "bfloat16", "float32")
     args = view, kv, slots, positions
     return dispatch("append_swa", implementation, *args, xla=_append_swa_xla, kernel=_append_swa_kernel)
 

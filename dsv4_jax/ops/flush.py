@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.arguments import check_dtype
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
@@ -103,6 +104,8 @@ def flush(
     Returns:
       The updated views (state, pool) of each compressor.
     """
+    for _, _, kv, gate, _ in compressors:
+        _check_inputs(kv, gate)
     options = dict(dtype=dtype, max_query_tokens=max_query_tokens)
     args = compressors, slots, positions
     return dispatch("flush", implementation, *args, xla=_flush_xla, kernel=_flush_kernel, **options)
@@ -129,6 +132,7 @@ def pool_windows(
     Returns:
       The closed windows, at most `T // rate` and one more per slot, and the updated state.
     """
+    _check_inputs(kv, gate)
     rate = state.compress_rate
     if state.kv is None:
         entries = jnp.where((slots >= 0) & (positions >= 0), positions, -1)
@@ -163,9 +167,16 @@ def write_entries(
       closed: the result of `pool_windows`, or other vectors for the same windows.
       inv_freq: [P] radians per token; rotates the last 2 * P channels by each window's first position.
     """
+    check_dtype("closed.values", closed.values, "bfloat16", "float32")
     first = jnp.maximum(closed.entries, 0) * pool.compress_rate
     values = apply_rope_deterministic(closed.values, first, inv_freq)
     return pool.write(closed.slots, closed.entries, closed.entries >= 0, values)
+
+
+def _check_inputs(kv, gate):
+    check_dtype("kv", kv, "float32")
+    if gate is not None:
+        check_dtype("gate", gate, "float32")
 
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):

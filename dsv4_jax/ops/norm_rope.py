@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.arguments import check_dtype
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope
@@ -68,6 +69,7 @@ def norm_rope_append(
     Returns:
       (queries in their dtype, the view with updated rows).
     """
+    check_dtype("kv", kv, "bfloat16", "float32")
     args = view, q, kv, weight, slots, positions, inv_freq
     functions = dict(xla=_norm_rope_append_xla, kernel=_norm_rope_append_kernel)
     return dispatch("norm_rope_append", implementation, *args, **functions, eps=eps)
