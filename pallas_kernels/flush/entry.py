@@ -12,9 +12,8 @@ from jax import lax
 
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats import exact_math
-from pallas_kernels.formats.exact_math import round_bfloat16
+from pallas_kernels.formats.exact_math import round_bfloat16, vector_product
 from pallas_kernels.formats.layouts import RowLayout
-from pallas_kernels.formats.products import vector_product
 from pallas_kernels.formats.row_encoder import encode_key, encode_row
 from pallas_kernels.mgpu import vectors
 

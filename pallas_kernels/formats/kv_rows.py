@@ -17,8 +17,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.formats.exact_math import product_in
 from pallas_kernels.formats.layouts import GROUP as GROUP, RowLayout, check_pools, check_row_layout
-from pallas_kernels.formats.products import product_in
 from pallas_kernels.mgpu import mlir
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
