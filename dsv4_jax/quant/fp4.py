@@ -62,8 +62,7 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
 
 def decode_mxfp4(packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
     """Decodes `encode_mxfp4` to [..., N] float32: code * scale, exact unless it overflows to infinity."""
-    blocks = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, MXFP4_BLOCK)
-    return (blocks * e8m0_value(scale)[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return _decode(packed, e8m0_value(scale), MXFP4_BLOCK)
 
 
 def encode_nvfp4(
@@ -93,6 +92,9 @@ def decode_nvfp4(
       packed, scale: as returned by `encode_nvfp4`.
       global_scale: as given to it.
     """
-    groups = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, NVFP4_GROUP)
-    step = decode_e4m3(scale) * jnp.float32(global_scale)
-    return (groups * step[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return _decode(packed, decode_e4m3(scale) * jnp.float32(global_scale), NVFP4_GROUP)
+
+
+def _decode(packed, step, size):
+    values = decode_e2m1(unpack_fp4(packed))
+    return (values.reshape(*step.shape, size) * step[..., None]).reshape(values.shape)

@@ -30,23 +30,18 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
-@primitive
 def multiply_add(acc: jax.Array, a, b) -> jax.Array:
     """Returns acc + a @ b, [64, columns] float32, of bfloat16; b is in shared memory, a there or in registers."""
-    # The interpreter has no product with a start value and none of an operand in registers.
-    return acc + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
-
-
-@multiply_add.mosaic
-def _(acc, a, b):
-    multiply: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
-    return multiply(plgpu.ACC.init(acc))
+    return multiply_add_all((acc,), a, (b,))[0]
 
 
 @primitive
 def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
     """Returns `multiply_add` of one left operand and several right ones; waits once for all products."""
-    return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
+    # The interpreter has no product with a start value and none of an operand in registers.
+    left = a[...].astype(jnp.float32)
+    products = [jnp.dot(left, b[...].astype(jnp.float32), precision="highest") for b in bs]
+    return tuple(acc + product for acc, product in zip(accs, products, strict=True))
 
 
 @multiply_add_all.mosaic
