@@ -60,7 +60,7 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
     multiply = primitive(product)
 
     @multiply.mosaic
-    def _(x, y):
+    def multiply_mosaic(x, y):
         factors = [] if isinstance(y, float) else [y]
 
         def emit(x, *factors):
