@@ -26,26 +26,27 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     if small:  # the packaged model's shapes
         schema = dataclasses.replace(schema, config=read_config(packaged_checkpoint()))
     config = schema.config
-    maps = {}
+    maps: dict[str, tuple[LinearSpec, tuple[int, ...]]] = {}
     attentions = {
         group.name.upper(): nnx.eval_shape(functools.partial(_attention, config, group.layers[0]))
         for group in schema.groups.values()
     }
     for group, attention in attentions.items():
         for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
-            linears = list(fused.separate(attention).values())
-            sizes = tuple(linear.weight.shape[0] for linear in linears)
-            dtypes = tuple(linear.out_dtype or jnp.bfloat16 for linear in linears)
-            maps[f"{group}, of {source}"] = LinearSpec(sizes, dtypes), (sum(sizes), linears[0].weight.shape[1])
-    _, attention = attentions.popitem()  # all groups have the same output projections
+            dtypes = tuple(dtype or jnp.bfloat16 for dtype in fused.out_dtypes)
+            shape = sum(fused.output_sizes), fused.weights[fused.names[0]].shape[1]
+            maps[f"{group}, of {source}"] = LinearSpec(fused.output_sizes, dtypes), shape
+    _, attention = attentions.popitem()  # all groups have the same projections of queries and outputs
+    queries = attention.latent_projections.weights["q_b_proj"]
+    shapes = dict(q_b=queries.shape, o_a=attention.o_a_proj.weight.shape, o_b=attention.o_b_proj.weight.shape)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
         spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
-        maps[name] = spec, getattr(attention, f"{name}_proj").weight.shape
+        maps[name] = spec, shapes[name]
     for name, (spec, shape) in maps.items():
         for tokens in (2,) if small else _TOKENS:
             yield _linear_case(name, spec, shape, tokens)
     for name in ("q_b", "o_b"):
-        spec, shape = LinearSpec(output_dtype=jnp.bfloat16), getattr(attention, f"{name}_proj").weight.shape
+        spec, shape = LinearSpec(output_dtype=jnp.bfloat16), shapes[name]
         for tokens in (2,) if small else (1, *_TOKENS, 2048):
             yield _linear_case(f"{name} in FP8", spec, shape, tokens, quantized=True)
 
