@@ -5,6 +5,8 @@ Pallas has no operation for some instructions (shuffles, loads with a cache hint
 functions are called within such code.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -56,6 +58,29 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
 
     results = run(*(value for value, _ in pairs))
     return results if several or returns is None else results[0]
+
+
+def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = None, returns: Any = None) -> Callable:
+    """Registers code for one thread, such as `inline` takes, as a primitive's implementation for the GPU.
+
+    Args:
+      primitive: the primitive. Its static arguments are keywords, and the code gets them as they are. The elements of
+        its arguments that are tuples are arguments of the code.
+      layouts: layouts of the code's first arguments, None for the default.
+      layout: as in `inline`.
+      returns: as in `inline`.
+    """
+
+    def register(emit):
+        def run(*args, **static):
+            flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
+            pairs = [x if kind is None else (x, kind) for x, kind in itertools.zip_longest(flat, layouts)]
+            return inline(functools.partial(emit, **static), *pairs, layout=layout, returns=returns)
+
+        primitive.mosaic(run)
+        return emit
+
+    return register
 
 
 def _array(parts, kind):

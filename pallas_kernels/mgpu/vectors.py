@@ -182,6 +182,20 @@ def _():
 
 
 @primitive
+def opaque(x: jax.Array) -> jax.Array:
+    """Returns an int32 scalar unchanged, whose origin the compiler cannot see.
+
+    So it keeps nothing that is computed from it within a loop in registers across the loop.
+    """
+    return x
+
+
+@opaque.mosaic
+def _(x):
+    return inline(lambda x: mlir.ptx("mov.b32 $0, $1;", mlir.scalar(x), results=mlir.int_type()), x, returns=x)
+
+
+@primitive
 def ballot(x: jax.Array) -> jax.Array:
     """Returns an int32 whose bit i is set if x is not 0 in lane i; x [128] int32 is the same in every warp."""
     return jnp.sum(jnp.where(x[:WARP] != 0, jnp.int32(1) << lax.iota(jnp.int32, WARP), 0))
