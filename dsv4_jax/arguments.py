@@ -56,3 +56,9 @@ def check_top_p(top_p: Any) -> float:
     if not 2.0**-126 <= value <= 1:
         raise ValueError(f"top_p={value} must be in (0, 1]")
     return value
+
+
+def check_dtype(name: str, array: Any, *dtypes: str) -> None:
+    """Raises TypeError unless the array has one of the dtypes."""
+    if array.dtype.name not in dtypes:
+        raise TypeError(f"{name} has dtype {array.dtype.name}, it must be {' or '.join(dtypes)}")
