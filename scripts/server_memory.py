@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -95,12 +96,11 @@ def _serve(pipe, port, context):
     command_line(["serve", "--port", str(port), "--context", str(context)])
 
 
-async def drive(url: str, load: Load, take_sample: Any) -> tuple[list[dict[str, Any]], int]:
-    """Sends requests until the time is over; returns the samples and the number of requests sent."""
+async def drive(url: str, load: Load, take_sample: Any, record: Any) -> None:
+    """Sends requests until the time is over, and records samples meanwhile."""
     rng, text = np.random.default_rng(load.seed), TEXT.read_text()
     running: set[asyncio.Task] = set()
-    samples: list[dict[str, Any]] = []
-    sent, start = 0, time.monotonic()
+    sent, count, start = 0, 0, time.monotonic()
 
     async def send(client, number):
         size, limit = (int(rng.integers(low, high + 1)) for low, high in (load.prompt_tokens, load.new_tokens))
@@ -108,27 +108,29 @@ async def drive(url: str, load: Load, take_sample: Any) -> tuple[list[dict[str, 
         begin = 0 if number % 2 else int(rng.integers(len(text) - size))
         events = int(rng.integers(0, limit)) if rng.random() < load.disconnecting else None
         body = dict(prompt=text[begin : begin + size], max_tokens=limit, seed=number, stream=True, logprobs=2)
-        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if events is not None:
-                    events -= line.startswith("data:")
-                    if events < 0:
-                        return
+        with contextlib.suppress(httpx2.HTTPError):  # the server's counters tell how requests ended
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if events is not None:
+                        events -= line.startswith("data:")
+                        if events < 0:
+                            return
 
     async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=None)) as client:
-        while (seconds := time.monotonic() - start) < 60 * load.minutes or not samples:
-            if seconds >= len(samples) * load.interval:
+        while (seconds := time.monotonic() - start) < 60 * load.minutes:
+            if seconds >= count * load.interval:
                 page = (await client.get(f"{url}/metrics")).text
                 found = dict(re.findall(r"^dsv4_jax_(\w+) (\S+)$", page, re.MULTILINE))
                 counts = {name: int(float(found.get(f"{name}_total", found.get(name, 0)))) for name in COUNTERS}
-                samples.append(dict(seconds=round(seconds), sent=sent) | counts | await asyncio.to_thread(take_sample))
+                record(dict(seconds=round(seconds), sent=sent) | counts | await asyncio.to_thread(take_sample))
+                count += 1
             if len(running) < load.concurrency:
                 running.add(task := asyncio.create_task(send(client, sent)))
                 task.add_done_callback(running.discard)
                 sent += 1
             await asyncio.sleep(1 / load.rate)
-        await asyncio.gather(*running)
-    return samples, sent
+        for task in running:
+            task.cancel()
 
 
 def grown(samples: list[dict[str, Any]], count: int = 12) -> dict[str, tuple[int, int]]:
@@ -150,7 +152,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, layout="constrained")
     for name, label in (("resident", "resident"), ("malloc_in_use", "in use, C library"), ("jax_bytes", "JAX arrays")):
         above.plot(minutes, np.asarray(samples[name]) / MEBIBYTE, label=label)
-    above.set(ylabel="MiB", ylim=(0, None), title=f"A server's memory, {report['sent']:,} requests")
+    above.set(ylabel="MiB", ylim=(0, None), title=f"A server's memory, {samples['sent'][-1]:,} requests")
     above.legend()
     labels = dict(python_objects="Python objects", jax_arrays="JAX arrays", prefix_blocks="blocks of prefixes")
     for name, label in labels.items():
@@ -162,7 +164,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main(load: Load, out: Path | None = None, picture: Path | None = None) -> None:
-    """Starts a server, sends it the load, and prints how its memory grew.
+    """Starts a server, sends it the load, and prints how its memory grows.
 
     Args:
       load: the requests.
@@ -191,18 +193,21 @@ def main(load: Load, out: Path | None = None, picture: Path | None = None) -> No
         pipe.send("sample")
         return pipe.recv()
 
-    samples, sent = asyncio.run(drive(url, load, take_sample))
+    samples: list[dict[str, Any]] = []
+
+    def record(new):
+        samples.append(new)
+        columns = {name: [item[name] for item in samples] for name in new if name != "types"}
+        report = dict(load=dataclasses.asdict(load), grown_types=grown(samples), samples=columns)
+        rich.print({name: value for name, value in new.items() if name != "types"})
+        if out is not None:
+            out.write_text(json.dumps(report) + "\n")
+        if picture is not None:
+            plot(report, picture)
+
+    asyncio.run(drive(url, load, take_sample, record))
     process.terminate()
     process.join()
-    types = grown(samples)
-    columns = {name: [item[name] for item in samples] for name in samples[0] if name != "types"}
-    report = dict(load=dataclasses.asdict(load), sent=sent, grown_types=types, samples=columns)
-    if out is not None:
-        out.write_text(json.dumps(report) + "\n")
-    if picture is not None:
-        plot(report, picture)
-    ends = {name: (values[len(values) // 4], values[-1]) for name, values in columns.items()}
-    rich.print_json(json.dumps(dict(sent=sent, quarter_and_end=ends, grown_types=types)))
 
 
 if __name__ == "__main__":

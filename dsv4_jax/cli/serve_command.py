@@ -57,12 +57,12 @@ class ServeCommand(ModelOptions):
       memory: size of the cache, such as 20GiB. Requests wait while all its blocks are taken. Default: enough for
         --max-requests requests of --context tokens.
       token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
-        longer.
+        longer. Default: 256; with --batch-invariant that of a decode step, --max-requests times (1 + --drafts).
       drafts: number of tokens that prompt lookup may draft for a request in a step; 0 = no speculative decoding.
       num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
-        last bit. Decode steps are slower.
+        last bit. Every step then takes the time of one of --token-budget tokens.
       request_seconds: time limit of a request, waiting included.
       grace_seconds: time that running requests have to finish after the server is told to stop.
     """
@@ -77,7 +77,7 @@ class ServeCommand(ModelOptions):
     max_waiting: int = 256
     context: Annotated[int | None, optional("TOKENS")] = None
     memory: Annotated[str | None, optional("SIZE")] = None
-    token_budget: int = 256
+    token_budget: Annotated[int | None, optional("TOKENS")] = None
     drafts: int = 2
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
@@ -130,6 +130,12 @@ class ServeCommand(ModelOptions):
             )
         return api_key
 
+    @property
+    def _step_tokens(self) -> int:
+        """The number of tokens of the largest step, which holds the last tokens and drafts of all requests."""
+        decode = self.max_requests * (1 + self.drafts)
+        return max(decode, self.token_budget or (decode if self.batch_invariant else 256))
+
     def _check_model(self, config: "DSV4Config") -> int:
         """Checks the options that depend on the model's configuration, and returns the length of the context."""
         limit = config.max_position_embeddings
@@ -158,7 +164,7 @@ class ServeCommand(ModelOptions):
         return Engine(
             self.load_model(checkpoint, config),
             manager,
-            token_budget=max(self.token_budget, self.max_requests * (1 + self.drafts)),
+            token_budget=self._step_tokens,
             drafter=PromptLookup() if self.drafts else None,
             prefix=PrefixCache(manager, key=name),
             batch_invariant=self.batch_invariant,

@@ -11,7 +11,7 @@ import time
 import httpx2 as httpx
 import pytest
 
-from dsv4_jax.cli.serve_command import _is_loopback
+from dsv4_jax.cli.serve_command import ServeCommand, _is_loopback
 from tests.paths import DATA
 
 
@@ -82,6 +82,14 @@ def test_mistakes_are_told_at_once():
 def test_this_machine_needs_no_key():
     for host, is_loopback in {"localhost": True, "127.0.0.2": True, "::1": True, "0.0.0.0": False, "a": False}.items():
         assert _is_loopback(host) == is_loopback
+
+
+def test_batch_invariant_decode_steps_are_no_larger_than_others():
+    sizes = dict(max_requests=4, drafts=2)
+    assert ServeCommand(**sizes)._step_tokens == 256
+    assert ServeCommand(**sizes, batch_invariant=True)._step_tokens == 12
+    assert ServeCommand(**sizes, batch_invariant=True, token_budget=64)._step_tokens == 64
+    assert ServeCommand(**sizes, token_budget=1)._step_tokens == 12
 
 
 def test_a_port_in_use_is_named(refused):
