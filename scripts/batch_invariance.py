@@ -63,7 +63,7 @@ def main(
     for slots, budget, invariant in ((4, 256, False), (16, 256, False), (16, 256, True), (16, 48, True)):
         options = dict(slots=slots, token_budget=budget, batch_invariant=invariant)
         found, seconds = run(**options)
-        # What follows the first other token of a text follows from it.
+        # Tokens after the first difference of a text are its consequences.
         first = [
             next((i for i, (a, b) in enumerate(zip(*two, strict=False)) if a != b), None)
             for two in zip(expected, found, strict=True)

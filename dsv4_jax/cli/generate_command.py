@@ -228,17 +228,9 @@ class GenerateCommand(ModelOptions):
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The result and the times of a run.
+    """The result of a run: the best answer's tokens, accepted drafts by step, or all answers, best first.
 
-    Attributes:
-      tokens: ids of the new tokens, of the best answer if there are several.
-      compilations: number of compiled programs.
-      seconds: everything after loading.
-      timed_tokens: number of tokens generated in `timed_seconds`.
-      timed_seconds: time without compilation.
-      timed: description of `timed_seconds`.
-      accepted: number of accepted drafts of each step, if there were drafts.
-      candidates: all answers, best first, if there are several.
+    `seconds` is the time of everything after loading. `timed` describes `timed_seconds`, which exclude compilation.
     """
 
     tokens: list[int]

@@ -193,8 +193,7 @@ def mesh_sizes(
 ) -> dict[str, int]:
     """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
 
-    Raises:
-      ValueError: the text is not a mesh, or the mesh cannot shard the model `config`, if given, in the requested way.
+    Raises ValueError if it is no mesh, or cannot shard the model `config`, if given, in the requested way.
     """
     sizes = {} if mesh is None else parse_mesh(mesh)
     if config is not None:

@@ -146,13 +146,7 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """The capacity of one device.
-
-    Attributes:
-      memory: bytes for the cache.
-      num_shards: number of shards of the requests along the mesh's data axis.
-      holders: number of devices that share the blocks of a request.
-    """
+    """The bytes of one device for the cache, the mesh's shards of requests, and the devices that share a block."""
 
     memory: int
     num_shards: int

@@ -62,7 +62,7 @@ class ServeCommand(ModelOptions):
       num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
-        last bit. Every step then takes the time of one of --token-budget tokens.
+        last bit. Every step then takes as long as the largest, see --token-budget for its size.
       request_seconds: time limit of a request, waiting included.
       grace_seconds: time that running requests have to finish after the server is told to stop.
     """

@@ -45,8 +45,7 @@ class StepRunner:
     ) -> tuple[Batch, StepOutput, dict[int, slice], KVCache]:
         """Prepares a batch and launches its step, without waiting for it; the cache is donated.
 
-        Returns:
-          (batch, output on the device, {slot: its rows of the output}, cache).
+        Returns the batch, the output on the device, {slot: its rows of the output} and the cache.
         """
         config, table = self._config, self._manager.requests
         decode_size = 0 if config.batch_invariant else self.decode_size
@@ -73,13 +72,10 @@ class StepRunner:
         return batch, output if wants_top else dataclasses.replace(output, top_logprobs=None), rows, cache
 
     def run_steps(self, cache: KVCache, counts: Mapping[Request, int]) -> tuple[LoopOutput, KVCache]:
-        """Runs up to `num_scheduler_steps` decode steps at once, `counts[request]` of each request's; see `__call__`.
+        """Runs up to `num_scheduler_steps` decode steps at once, `counts[request]` of each request; see `__call__`.
 
-        Returns:
-          (output [slots, num_scheduler_steps] on the host, cache).
-
-        Raises:
-          CacheFullError: not enough blocks are free for so many steps; nothing has changed.
+        Returns the output [slots, num_scheduler_steps] on the host and the cache. Raises CacheFullError, without
+        effect, if not enough blocks are free for so many steps.
         """
         steps, table = self._config.num_scheduler_steps, self._manager.requests
         tokens = {request.slot: request.tokens[-1:] for request in counts}
@@ -103,10 +99,7 @@ class StepRunner:
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
         """Runs each program once: the steps, and those that offload, resume, fork and restore requests.
 
-        The cache is donated; no request is left in it.
-
-        Returns:
-          ({name of a step's program: its number of tokens}, cache).
+        Returns {name of a step's program: its number of tokens} and the cache, in which no request is left.
         """
         config, manager, sizes = self._config, self._manager, {}
         max_context = manager.schema.max_context

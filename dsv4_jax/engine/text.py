@@ -31,7 +31,7 @@ def stream_text(
       options: further arguments of `stream`; `max_new_tokens` is required. Stop tokens are no part of the text.
 
     Yields:
-      Text; the pieces joined are the whole answer.
+      Pieces of the answer.
 
     Raises:
       TypeError, ValueError: as for `stream`.

@@ -54,15 +54,9 @@ class Answer:
     chunk_kind: ClassVar[str]
 
     def __init__(self, service: Service, body: Any, start: float):
-        """Encodes the prompts. Takes too long for the event loop.
+        """Encodes the prompts of a body that came at `start` by `time.monotonic`. Takes too long for the event loop.
 
-        Args:
-          service: the server's state.
-          body: the client's parsed body.
-          start: time of the request's arrival, by `time.monotonic`.
-
-        Raises:
-          APIError: the prompts are too long, or need a feature that the server lacks.
+        Raises APIError if the prompts are too long, or need a feature that the server lacks.
         """
         self._service, self._body, self._start = service, body, start
         self._generation: Generation | None = None
@@ -109,11 +103,7 @@ class Answer:
         return []
 
     def submit(self) -> None:
-        """Submits the requests to the engine.
-
-        Raises:
-          APIError: the queue is full.
-        """
+        """Submits the requests to the engine; raises APIError if the queue is full."""
         body, service = self._body, self._service
         if not self._limit and not self._scores_prompts:
             return

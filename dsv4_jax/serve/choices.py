@@ -18,13 +18,9 @@ _MIN_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
-    """A token of a text.
+    """A token of a text, the likeliest tokens in its place, and where it, or text held back before it, begins.
 
-    Attributes:
-      token: id of the token.
-      logprob: log-probability; None for the first token of a prompt.
-      top: the likeliest tokens in its place and their log-probabilities.
-      offset: position in the text where the token, or text held back before it, begins.
+    The first token of a prompt has no log-probability.
     """
 
     token: int

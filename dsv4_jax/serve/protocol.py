@@ -114,11 +114,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or token ids.
-
-        Raises:
-          APIError: `prompt` has another type.
-        """
+        """The prompts, each as text or token ids; APIError if `prompt` has another type."""
         prompts = self.prompt
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and _is_id(prompts[0])):
             prompts = [prompts]
@@ -184,11 +180,7 @@ class ChatBody(GenerationBody):
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
-    """Parses the body of a request.
-
-    Raises:
-      APIError: 400, naming every field that is wrong.
-    """
+    """Parses the body of a request; raises APIError 400, naming the fields that are wrong."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

@@ -5,6 +5,7 @@ import resource
 import signal
 import socket
 from types import FrameType
+from typing import Any
 
 import h11
 import uvicorn
@@ -25,7 +26,7 @@ class _Protocol(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore[bad-override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
             return self._refuse(unavailable("the server has too many connections"))
