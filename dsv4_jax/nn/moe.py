@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import Linear, normal
+from dsv4_jax.nn.layers import ABSTRACT, Linear, normal
 from dsv4_jax.nn.projections import Projections
 from dsv4_jax.ops.linear import Matrix
 from dsv4_jax.quant import round_to
@@ -74,6 +74,10 @@ class HashRouter(Router):
 
     def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
+        shape = config.vocab_size, config.num_experts_per_tok
+        if rngs is ABSTRACT:
+            self.tid2eid = HashTable(jax.ShapeDtypeStruct(shape, jnp.int32))
+            return
         first = jax.random.randint(rngs.params(), (config.vocab_size, 1), 0, config.n_routed_experts, jnp.int32)
         following = jnp.arange(config.num_experts_per_tok, dtype=jnp.int32)[None, :]
         self.tid2eid = HashTable((first + following) % config.n_routed_experts)
