@@ -31,7 +31,7 @@ SCALE_BYTES = 16
 class WeightLayout:
     """The storage of a matrix [out, in]."""
 
-    bits: int  # of a weight: 8 of FP8, 4 of FP4, whose even columns are the low nibbles, 16 of bfloat16
+    bits: int  # bits of a weight: 8 in FP8, 4 in FP4, whose even columns are the low nibbles, 16 in bfloat16
 
     @property
     def segment(self) -> int:
