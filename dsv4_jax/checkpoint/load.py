@@ -96,6 +96,8 @@ def load_checkpoint(
     graph, state = nnx.split(abstract)
     parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
     table = list(keys.weights(config, keys.detect_naming(config, stored)))
+    if config.tie_word_embeddings:
+        table = list(keys.tied(table, stored))
     shapes = {key: parameter.shape for key, parameter in parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
