@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from rich.console import Console
@@ -48,8 +49,8 @@ def save_release(
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        ValueError: `shard_bytes` is not positive, a parameter is not finite, or hash layers follow other layers, which
-            the release's spelling cannot express.
+        ValueError: `shard_bytes` is not positive, a parameter is not finite, or the release's spelling cannot express
+            the layers: hash layers follow others, or they are given as specs.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -78,7 +79,12 @@ def write_release(
     count, tensors = len(shards), iter(tensors)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     for name, entries in zip(names, shards, strict=True):
-        _write_file(folder / name, entries, tensors)
+        with (folder / name).open("wb") as file:
+            file.write(write_header(entries, dict(format="pt")))
+            for entry in entries:
+                tensor = next(tensors)
+                assert tensor.shape == entry.shape and tensor.nbytes == entry.nbytes, entry
+                file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
     if count > 1:
         places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
         total = sum(entry.nbytes for entries in shards for entry in entries)
@@ -95,19 +101,22 @@ def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
 
 def release_config(config: DSV4Config) -> dict[str, Any]:
     """Returns config.json in the release's spelling; raises ValueError as in `save_release`."""
+    if config.specs is not None:
+        raise ValueError("the release's config.json cannot express layers that are given as specs")
     hashed = config.mlp_layer_types.count("hash_moe")
     if "hash_moe" in config.mlp_layer_types[hashed:]:
         raise ValueError(
             f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
         )
     fields = dataclasses.asdict(config)
-    for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling"):
+    for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling", "specs"):
         del fields[name]
     scaling = config.rope_scaling and dict(dataclasses.asdict(config.rope_scaling), type="yarn")
     return fields | dict(
         architectures=["DeepseekV4ForCausalLM"],
         model_type="deepseek_v4",
         num_key_value_heads=1,
+        tie_word_embeddings=False,
         compress_ratios=[spec.compress_rate for spec in config.layers],
         num_hash_layers=hashed,
         rope_scaling=scaling,
@@ -170,7 +179,7 @@ def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
     return [TensorHeader(name, kind, shape)]
 
 
-def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], Any]]) -> Iterator[np.ndarray]:
+def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], jax.Array]]) -> Iterator[np.ndarray]:
     """Yields the arrays of all entries in order, with one parameter in memory at a time."""
     for weight in table:
         value = np.asarray(parameters[weight.path]()).reshape(len(weight.sources), *weight.source_shape)
@@ -180,12 +189,3 @@ def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], Any]
                 yield from (quantize_fp8 if kind == "F8_E4M3" else quantize_fp4)(piece.astype(np.float32))
             else:
                 yield piece.astype(DTYPES[kind])
-
-
-def _write_file(path: Path, entries: list[TensorHeader], tensors: Iterator[np.ndarray]) -> None:
-    with path.open("wb") as file:
-        file.write(write_header(entries, dict(format="pt")))
-        for entry in entries:
-            tensor = next(tensors)
-            assert tensor.shape == entry.shape and tensor.nbytes == entry.nbytes, entry
-            file.write(np.ascontiguousarray(tensor).view(np.uint8).data)

@@ -14,8 +14,8 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_value
 
 
 ROWS = 64  # of a tile
