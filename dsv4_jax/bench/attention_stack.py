@@ -36,33 +36,26 @@ class DraftAttention(nnx.Module):
         self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, rngs=rngs)
         self.attention = Attention(config, self.layer, **options)
 
-    def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
+    def join(self, streams, embedded):
         """Combines the streams with the next token's embedding, like `MTPBlock.join`."""
         projected = self.h_proj(self.norm(streams.reshape(-1, streams.shape[-1]))).reshape(streams.shape)
         return projected + self.e_proj(self.norm(embedded))[:, None, :]
 
-    def __call__(
-        self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch, carry: StepCarry
-    ) -> tuple[Float[Array, "T h D"], StepCarry, KVCache]:
+    def __call__(self, streams, cache, batch, carry):
         """Maps streams [T, hc_mult, hidden] to the same; also returns the carry and the updated cache."""
         y, carry, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), carry)
         return streams + all_reduce(y)[:, None, :], carry, cache
 
-    def write_window(self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
+    def write_window(self, streams, cache, batch):
         """Returns the cache as `__call__` updates it."""
         return self.attention.write_window(self.norm(streams[:, 0]), cache.handle(self.layer, batch))
 
 
 class DraftingStack(nnx.Module):
-    """A stack of layers that can draft tokens.
+    """A stack of layers that can draft tokens."""
 
-    Attributes:
-      mtp: the blocks that draft.
-      streams: number of residual streams.
-    """
-
-    mtp: nnx.List
-    streams: int
+    mtp: nnx.List  # the blocks that draft
+    streams: int  # number of residual streams
 
     def unread_bytes(self, tokens: int) -> float:
         """Returns the bytes of weights that a step of `tokens` tokens does not read."""
@@ -71,23 +64,17 @@ class DraftingStack(nnx.Module):
     def draft(
         self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, tokens: int, count: int
     ) -> tuple[Float[Array, "R D"], KVCache]:
-        """Writes the block's window for a step's tokens, then drafts tokens as if the step's tokens were all accepted.
+        """Writes the block's window for a step's tokens, then drafts as if all of them were accepted.
 
-        A draft's embedding is made up from the streams.
-
-        Args:
-          x: [T, hidden], output of the step.
-          cache: the cache after the step.
-          batch: the step's batch.
-          tokens: number of tokens of each request in the step.
-          count: number of drafts of each request.
+        Takes the step's output, cache and batch, its tokens a request, and the number of drafts of each request. A
+        draft's embedding is made up from the streams.
         """
         (block,) = self.mtp
         streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
         cache = block.write_window(block.join(streams, x), cache, batch)
         last = jnp.arange(1, x.shape[0] // tokens + 1, dtype=jnp.int32) * tokens - 1
-        fields = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
-        last_tokens = dataclasses.replace(batch, **fields)
+        at_last = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
+        last_tokens = dataclasses.replace(batch, **at_last)
 
         def draft_one(carry, ahead):
             streams, cache = carry
@@ -185,17 +172,10 @@ def _random_cache(schema):
 
 
 class StackDecoder:
-    """Decodes a batch of requests of one length in a cache of its own.
+    """Decodes `requests` requests of one length in a cache of its own.
 
-    Attributes:
-      stack: the layers.
-      manager: manager of the cache.
-      requests: batch size.
-      tokens: number of tokens of a request in a step.
-      drafts: number of tokens of a request that the step drafts.
-      num_shards: number of shards of the requests on a mesh.
-      step_text: XLA's text of the compiled step; empty before the first step.
-      compile_seconds: time to trace, lower and compile the step.
+    A step has `tokens` tokens of each request, and drafts `drafts` more. After the first step, `step_text` is XLA's
+    text of the program, and `compile_seconds` the time to trace, lower and compile it.
     """
 
     def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
@@ -267,9 +247,8 @@ def floor_bytes(decoder: StackDecoder, context: int) -> int:
     schema, stack = decoder.manager.schema, decoder.stack
     window = min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
     draft_weights = tree_bytes(nnx.state(stack.module.mtp))
-    read = decoder.drafts * window
+    read = (decoder.drafts + schema.config.num_hidden_layers) * window
     for spec in schema.layers[: schema.config.num_hidden_layers]:
-        read += window
         if spec.group is not None:
             group, entries = schema.groups[spec.group], context // spec.compress_rate
             attended = entries if spec.selection is None else min(entries, schema.config.index_topk)

@@ -17,9 +17,9 @@ from rich.progress import Progress
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.kernel_kinds import Kernel, by_kind, classify, longest
+from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
-from dsv4_jax.bench.step_tables import Columns, draft_lines, tokens_per_second
+from dsv4_jax.bench.tables import LiveTable, draft_lines, step_cells, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
@@ -49,7 +49,7 @@ DEFAULTS = dict(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of a measurement.
 
@@ -65,10 +65,10 @@ class StepOptions:
       context_parallel: whether devices share the compressed entries of a request.
     """
 
-    batches: tuple[int, ...] | None
-    contexts: tuple[int, ...] | None
-    layers: int
-    trace: Path | None
+    batches: tuple[int, ...] | None = None
+    contexts: tuple[int, ...] | None = None
+    layers: int = 0
+    trace: Path | None = None
     drafts: int = 0
     whole: bool = False
     mesh: Mesh | None = None
@@ -78,22 +78,19 @@ class StepOptions:
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
         batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
-        sizes = {} if self.mesh is None else self.mesh.shape
+        sizes, longest = {} if self.mesh is None else self.mesh.shape, config.max_position_embeddings
         if self.batches is None:
             batches = tuple(n for n in batches if n % sizes.get("data", 1) == 0)
         else:
             batches = self.batches
             for requests in batches:
                 check_divisible(sizes, batches=requests)
+                if requests < 1:
+                    raise ValueError(f"--batches {requests} must be at least 1")
         contexts = contexts if self.contexts is None else self.contexts
         for context in contexts:
-            if not MARGIN < context <= config.max_position_embeddings:
-                raise ValueError(
-                    f"--contexts {context} must be from {MARGIN + 1} to {config.max_position_embeddings} tokens"
-                )
-        for requests in batches:
-            if requests < 1:
-                raise ValueError(f"--batches {requests} must be at least 1")
+            if not MARGIN < context <= longest:
+                raise ValueError(f"--contexts {context} must be from {MARGIN + 1} to {longest} tokens")
         if not batches or not contexts:
             raise ValueError("--batches and --contexts need at least one number each")
         if self.drafts > MAX_DRAFTS:
@@ -132,38 +129,23 @@ class StepCase:
         return {name: 1e3 * seconds for name, seconds in times.items()}
 
     def profile(self, times: dict[str, float], copy: float, trace: Path | None) -> dict[str, Any]:
-        """Returns the case's result, on a GPU with the times of its kernels.
+        """Returns the case's result, on a GPU with the times of its kernels; `times` is the result of `time`.
 
-        Args:
-          times: the result of `time`.
-          copy: bytes a second of a plain copy, the rate at which the floor's bytes are read.
-          trace: folder for a profile, or None.
+        The floor is the time to read its bytes at the rate of a copy, `copy` bytes a second.
         """
-        decoder = self.decoder
-        nbytes = floor_bytes(decoder, self.context)
+        decoder, nbytes = self.decoder, floor_bytes(self.decoder, self.context)
         floor = 1e3 * nbytes / copy
-        result: dict[str, Any] = dict(
-            requests=decoder.requests,
-            context=self.context,
-            tokens=decoder.tokens,
-            drafts=decoder.drafts,
-            **times,
-            floor_bytes=nbytes,
-            floor_milliseconds=floor,
-            percent_of_floor=100 * floor / times["milliseconds"],
-            cache_bytes=_cache_bytes(decoder.manager.schema, decoder.manager.mesh),
-            kernel_milliseconds={},
+        result: dict[str, Any] = dict(requests=decoder.requests, context=self.context)
+        result |= dict(tokens=decoder.tokens, drafts=decoder.drafts, **times)
+        result |= dict(
+            floor_bytes=nbytes, floor_milliseconds=floor, percent_of_floor=100 * floor / times["milliseconds"]
         )
+        result |= dict(cache_bytes=_cache_bytes(decoder.manager.schema, decoder.manager.mesh), kernel_milliseconds={})
         if jax.default_backend() == "gpu":
             decoder.start_requests(self.context - MARGIN)
             with jax.profiler.trace(str(trace)) if trace else contextlib.nullcontext():
-                kernels = _kernels(decoder)
-            kinds = by_kind(kernels)
-            result["kernel_milliseconds"] = {kind: round(value, 4) for kind, value in kinds.items()}
-            calls = STEPS // 4 * _num_devices(decoder)
-            result["longest_kernels"] = longest(kernels, calls)
-            result["launches"] = len(kernels) / calls
-            result["gap_milliseconds"] = times["milliseconds"] - sum(kinds.values())
+                result |= _kernels(decoder)
+            result["gap_milliseconds"] = times["milliseconds"] - sum(result["kernel_milliseconds"].values())
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
 
 
@@ -173,13 +155,8 @@ def run(
     """Measures every batch size at every context that fits, then profiles and prints them, and yields the results.
 
     With drafts, each case is measured three times: with one token a request, with the tokens of a step that verifies
-    drafts, and when such a step also drafts new tokens.
-
-    Args:
-      config: the model; without a GPU, the packaged model replaces it.
-      kv_format: format of the cache.
-      options: the cases.
-      report: the rate of a copy, the clock, and the seconds until the first step are added to it.
+    drafts, and when such a step also drafts new tokens. Without a GPU, the packaged model replaces `config`. The rate
+    of a copy, the clock, and the seconds until the first step are added to the report.
 
     Raises:
       ValueError: an option is out of range.
@@ -202,9 +179,8 @@ def run_kinds(
     config, small = _choose_model(config, report)
     for kind in dict.fromkeys(config.layer_types):
         count = 1 if small else LAYERS_OF_A_KIND
-        for row in _measure(
-            config.with_layers((kind,) * count), kv_format, options, report, loop=options.mesh is not None
-        ):
+        layers = config.with_layers((kind,) * count)
+        for row in _measure(layers, kv_format, options, report, loop=options.mesh is not None):
             yield dict(layer_type=kind) | row
 
 
@@ -233,7 +209,10 @@ def _measure(config, kv_format, options, report, loop=True):
     if options.whole:
         layers = random_stack(config, mesh=options.mesh, expert_parallel=options.expert_parallel)
     else:
-        layers = _attention(config, options.mesh)
+        layers = AttentionStack(config, nnx.Rngs(0))
+        if options.mesh is not None:
+            layers = jax.device_put(layers, shardings(layers, options.mesh))
+        layers = fuse_projections(layers)
     stack = CompiledModel(layers)
     cases = _cases(config, stack, kv_format, options)
     if not cases:
@@ -245,19 +224,19 @@ def _measure(config, kv_format, options, report, loop=True):
             cases[0].time(loop=False)  # a process launches its first steps slower
         times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in _in_turn(cases, progress, bar)]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
-        columns = Columns(config.num_hidden_layers if options.whole else None)
+        unit, lines = "Microseconds a layer" if options.whole else "Milliseconds a step", LiveTable(batch=5, tokens=6)
         kinds = ", ".join(dict.fromkeys(config.layer_types))
         print(
             f"{report['device']}, jax {report['jax']}. {'Whole' if options.whole else 'Attention'} layers of "
             f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {tree_bytes(stack.arrays) / 1e9:.2f} "
-            f"GB. {columns.unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n\n{columns.header()}",
+            f"GB. {unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n",
             flush=True,
         )
         rows_by_place: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for case, known in zip(_in_turn(cases, progress, bar), times, strict=True):
             row = dict(layers=config.num_hidden_layers)
             row |= case.profile(known, copy, options.trace if case is cases[-1] else None)
-            print(columns.line(row), flush=True)
+            lines.add(step_cells(row, config.num_hidden_layers if options.whole else None))
             rows = rows_by_place.setdefault((row["requests"], row["context"]), [])
             rows.append(row)
             if row["tokens"] > 1:
@@ -311,11 +290,6 @@ def _max_layers(config, kv_format, options):
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
 
 
-def _attention(config, mesh):
-    stack = AttentionStack(config, nnx.Rngs(0))
-    return fuse_projections(stack if mesh is None else jax.device_put(stack, shardings(stack, mesh)))
-
-
 def _cache_bytes(schema, mesh):
     """Returns the bytes of a cache on one device."""
     return tree_bytes(KVCache.abstract(schema, mesh))
@@ -357,19 +331,13 @@ def _dispatch(decoder: StackDecoder) -> float:
     return statistics.median(seconds)
 
 
-def _num_devices(decoder: StackDecoder) -> int:
-    """Returns the number of GPUs that run a step."""
-    return 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
-
-
-def _kernels(decoder: StackDecoder) -> list[Kernel]:
-    """Returns the launches of some steps, their milliseconds a step and GPU."""
-    steps = STEPS // 4
+def _kernels(decoder: StackDecoder) -> dict[str, Any]:
+    """Returns the times of the kernels of a step on one GPU."""
+    steps, devices = STEPS // 4, 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
     jax.block_until_ready(decoder.step(decoder.batch()))
 
     def run():
         for _ in range(steps):
             jax.block_until_ready(decoder.step(decoder.batch()))
 
-    launches = [(name, ms / steps / _num_devices(decoder)) for name, ms in timing.kernels(run)]
-    return classify(launches, decoder.step_text)
+    return kernel_report(timing.kernels(run), decoder.step_text, steps * devices)

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from dsv4_jax.nn import SCOPES
 
@@ -29,25 +30,17 @@ _LIBRARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-      name: name of the kernel, without the numbers of its copies.
-      kind: one of `KINDS`, or `REST`.
-      milliseconds: time of the launch.
-    """
-
-    name: str
-    kind: str
+    name: str  # without the numbers of its copies
+    kind: str  # one of `KINDS`, or `REST`
     milliseconds: float
 
 
 def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
-    """Finds the kind of each launch.
+    """Finds the kind of each launch from XLA's text of the program.
 
-    Args:
-      launches: (name, milliseconds) of the kernels of whole calls of a program, in order.
-      text: XLA's text of the compiled program.
+    Launches are (name, milliseconds) of the kernels of whole calls of the program, in order.
     """
     kinds, counts = kinds_by_name(text), collections.Counter()
     found = []
@@ -90,12 +83,17 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
     return kinds
 
 
-def longest(kernels: Sequence[Kernel], calls: int) -> list[dict[str, str | float]]:
+def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) -> dict[str, Any]:
+    """Returns the kernels' times in each of `calls` calls, by kind and of the longest ones; see `classify`."""
+    kernels = classify([(name, milliseconds / calls) for name, milliseconds in launches], text)
+    kinds = {kind: round(milliseconds, 4) for kind, milliseconds in by_kind(kernels).items()}
+    return dict(kernel_milliseconds=kinds, longest_kernels=longest(kernels, calls), launches=len(kernels) / calls)
+
+
+def longest(kernels: Sequence[Kernel], calls: int) -> list[dict[str, Any]]:
     """Returns name, kind, launches and milliseconds a call of the longest kernels.
 
-    Args:
-      kernels: launches in `calls` calls of a program, their milliseconds already divided by `calls`.
-      calls: number of calls.
+    Milliseconds are divided by the number of calls already.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for kernel in kernels:

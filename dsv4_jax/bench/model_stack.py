@@ -59,11 +59,14 @@ class ModelStack(DraftingStack):
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
     """Returns the stack with shapes in place of arrays, quantized as in the release and sharded over a mesh."""
     stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
-    kinds = {weight.path.removeprefix("model."): _kind(weight) for weight in weights(config, "release")}
+    kinds = {
+        weight.path.removeprefix("model."): stored_kind(weight.sources[0], weight.source_shape)
+        for weight in weights(config, "release")
+    }
     graph, state = nnx.split(stack)
 
     def stored(path, variable):
-        return variable.replace(_struct(kinds[_dotted(path)], variable.get_value()))
+        return variable.replace(_struct(kinds[".".join(map(str, path))], variable.get_value()))
 
     stack = nnx.merge(graph, nnx.map_state(stored, state))
     if mesh is None:
@@ -80,10 +83,8 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paralle
     keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
 
     def drawn(path, variable):
-        value, where = (
-            variable.get_value(),
-            None if mesh is None else parameter_sharding(variable, mesh, expert_parallel),
-        )
+        value = variable.get_value()
+        where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
 
         def made(make, *args):
             return _made(next(keys), make=make, args=args, where=where)
@@ -116,14 +117,6 @@ def _made(key, *, make, args, where):
         return make(key, *args)
 
     return jax.shard_map(local, mesh=where.mesh, in_specs=jax.P(), out_specs=where.spec, check_vma=False)(key)
-
-
-def _dotted(path):
-    return ".".join(map(str, path))
-
-
-def _kind(weight):
-    return stored_kind(weight.sources[0], weight.source_shape)
 
 
 def _struct(kind, value):

@@ -9,12 +9,11 @@ import jax
 
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_cases import attention_cases
-from dsv4_jax.bench.block_cases import hyper_connections_cases, router_cases
 from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
-from dsv4_jax.bench.experts_cases import experts_cases
 from dsv4_jax.bench.indexer_cases import indexer_cases
-from dsv4_jax.bench.linear_cases import linear_cases
+from dsv4_jax.bench.tables import LiveTable, number
+from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.quant import KVFormat
@@ -59,14 +58,9 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Times every case of the named ops, prints a line for each as it comes, and yields its result.
 
-    Args:
-      config: the model.
-      kv_format: format of the cache.
-      names: keys of `CASES`.
-      report: has device, model and format; the clock and the rates of a copy, a read and a matrix product are added.
-      only: texts, one of which a case's op or shape contains; empty for all cases.
-      calls: number of calls of a case; without a GPU at most 4.
-      patterns: name -> regular expression that a case's op and shape must match.
+    Only cases whose op or shape contains one of the texts `only`, and matches the regular expression of the op's name
+    in `patterns`, are timed, with `calls` calls each, without a GPU at most 4. The clock and the rates of a copy, a
+    read and a matrix product are added to the report.
     """
     gpu = jax.default_backend() == "gpu"
     report["clock"] = "kernel time, CUPTI, median" if gpu else "wall clock, median"
@@ -77,8 +71,9 @@ def run(
         f"{report['device']}, jax {report['jax']}; {report['clock']}. Copying reaches "
         f"{copy / 1e9:,.0f} GB/s, reads and writes counted; reading alone {read / 1e9:,.0f}; a bfloat16 matrix "
         f"product {matmul / 1e12:,.1f} TFLOP/s.\n"
-        f"V4-{report['shapes'].capitalize()} shapes, format {report['cache_format']}\n\n{_HEADER}"
+        f"V4-{report['shapes'].capitalize()} shapes, format {report['cache_format']}\n"
     )
+    lines = LiveTable(op=-24, shape=-22, by=-10)
     schema = CacheSchema.from_config(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
     for name in dict.fromkeys(names):
         for case in CASES[name](schema, not gpu):
@@ -86,7 +81,7 @@ def run(
             if (only and not any(text in label for text in only)) or not re.search(patterns.get(name, ""), label):
                 continue
             row = _measure(case, calls if gpu else min(calls, 4), copy, read, matmul)
-            print(_ROW.format(**row), flush=True)
+            lines.add(_cells(row))
             yield row
 
 
@@ -121,11 +116,10 @@ def _measure(case: Case, calls: int, copy: float, read: float, matmul: float) ->
     )
 
 
-_HEADER = "{:<24} {:<22} {:<10} {:>9} {:>9} {:>9} {:>11} {:>5} {:>7} {:>9} {:>9} {:>6}".format(
-    "op", "shape", "by", "us", "floor us", "% of roof", "bytes", "GB/s", "TFLOP/s", "% of copy", "XLA us", "x XLA"
-)
-_ROW = (
-    "{op:<24} {shape:<22} {implementation:<10} {microseconds:>9.2f} {floor_microseconds:>9.2f} "
-    "{percent_of_roofline:>9.0f} {bytes:>11} {gigabytes_per_second:>5.0f} {teraflops:>7.1f} {percent_of_copy:>9.0f} "
-    "{xla_microseconds:>9.2f} {times_xla:>6.2f}"
-)
+def _cells(row):
+    """Returns the cells of a case's line."""
+    cells = dict(op=row["op"], shape=row["shape"], by=row["implementation"], us=number(row["microseconds"], 2))
+    cells |= {"floor us": number(row["floor_microseconds"], 2), "% of roof": number(row["percent_of_roofline"], 0)}
+    cells |= {"bytes": row["bytes"], "GB/s": number(row["gigabytes_per_second"], 0)}
+    cells |= {"TFLOP/s": number(row["teraflops"], 1), "% of copy": number(row["percent_of_copy"], 0)}
+    return cells | {"XLA us": number(row["xla_microseconds"], 2), "x XLA": number(row["times_xla"], 2)}

@@ -16,9 +16,9 @@ from flax import nnx
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, begin_step, random_cache, stack_step
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.kernel_kinds import KINDS, REST, by_kind, classify, longest
+from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.model_stack import random_stack
-from dsv4_jax.bench.step_tables import WHOLE_LAYER_KINDS
+from dsv4_jax.bench.tables import LiveTable, attention_kinds, number
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
@@ -32,50 +32,38 @@ DEFAULTS = dict(gpu=((512, 2048, 8192), (0, 65536, 524288)), cpu=((64,), (0, 256
 STACK = "stack"  # the "layer_type" of all layers together
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefillOptions:
-    """Options of a measurement.
-
-    Attributes:
-      chunks: numbers of tokens in a chunk; None as in `DEFAULTS`.
-      contexts: numbers of tokens before a chunk; None as in `DEFAULTS`.
-      trace: folder for a profile, or None.
-    """
-
-    chunks: tuple[int, ...] | None
-    contexts: tuple[int, ...] | None
-    trace: Path | None = None
-
-    def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the chunks and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
-        chunks, contexts = DEFAULTS[device]
-        chunks = chunks if self.chunks is None else self.chunks
-        contexts = contexts if self.contexts is None else self.contexts
-        if not chunks or not contexts:
-            raise ValueError("--chunks and --contexts need at least one number each")
-        for chunk in chunks:
-            if chunk < 2:
-                raise ValueError(f"--chunks {chunk} must be at least 2 tokens")
-        for context in contexts:
-            if not 0 <= context <= config.max_position_embeddings - max(chunks):
-                most = config.max_position_embeddings - max(chunks)
-                raise ValueError(f"--contexts {context} must be from 0 to {most} tokens before the longest chunk")
-        return chunks, contexts
+def cases(
+    config: DSV4Config, device: str, chunks: tuple[int, ...] | None, contexts: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the chunks and contexts, those of `DEFAULTS` for None; raises ValueError if one is out of range."""
+    chunks = DEFAULTS[device][0] if chunks is None else chunks
+    contexts = DEFAULTS[device][1] if contexts is None else contexts
+    if not chunks or not contexts:
+        raise ValueError("--chunks and --contexts need at least one number each")
+    if min(chunks) < 2:
+        raise ValueError(f"--chunks {min(chunks)} must be at least 2 tokens")
+    most = config.max_position_embeddings - max(chunks)
+    for context in contexts:
+        if not 0 <= context <= most:
+            raise ValueError(f"--contexts {context} must be from 0 to {most} tokens before the longest chunk")
+    return chunks, contexts
 
 
 def run(
-    config: DSV4Config, kv_format: KVFormat, options: PrefillOptions, report: dict[str, Any]
+    config: DSV4Config,
+    kv_format: KVFormat,
+    chunks: tuple[int, ...] | None,
+    contexts: tuple[int, ...] | None,
+    report: dict[str, Any],
+    *,
+    trace: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Measures an attention layer of each kind, with weights as released; prints and yields the results.
 
     The last results are for all layers: the time of each kind times the number of its layers. One program is compiled
-    for a kind and chunk size, so every context is measured in the cache of the longest.
-
-    Args:
-      config: the model; without a GPU, the packaged model replaces it.
-      kv_format: format of the cache.
-      options: the cases.
-      report: the clock, the rates of a copy and a matrix product, and the cache's size in tokens are added to it.
+    for a kind and chunk size, so every context is measured in the cache of the longest. Without a GPU, the packaged
+    model replaces `config`. The clock, the rates of a copy and a matrix product, and the cache's size in tokens are
+    added to the report; a profile is written to the folder `trace`, if given.
 
     Raises:
       ValueError: an option is out of range.
@@ -83,18 +71,18 @@ def run(
     small = jax.default_backend() != "gpu"
     if small:
         config, report["shapes"] = read_config(packaged_checkpoint()), "tiny"
-    chunks, contexts = options.cases(config, "cpu" if small else "gpu")
+    chunks, contexts = cases(config, "cpu" if small else "gpu", chunks, contexts)
     report["clock"] = "wall clock" if small else "kernel time from CUPTI"
-    report["copy_bytes_per_second"] = timing.copy_bandwidth()
-    report["matmul_operations_per_second"] = timing.matmul_rate()
+    copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+    matmul = report["matmul_operations_per_second"] = timing.matmul_rate()
     report["max_context"] = -(-(max(contexts) + max(chunks)) // BLOCK_TOKENS) * BLOCK_TOKENS
     print(
         f"{report['device']}, jax {report['jax']}. Attention layers, chunks of one request in a cache for "
-        f"{report['max_context']} tokens. Milliseconds; floor: "
-        f"products at {report['matmul_operations_per_second'] / 1e12:,.0f} TFLOP/s, or bytes at "
-        f"{report['copy_bytes_per_second'] / 1e9:,.0f} GB/s.\n\n{_header()}",
+        f"{report['max_context']} tokens. Milliseconds; floor: products at {matmul / 1e12:,.0f} TFLOP/s, or bytes at "
+        f"{copy / 1e9:,.0f} GB/s.\n",
         flush=True,
     )
+    lines = LiveTable(layer=28, chunk=6)
     layers = collections.Counter(config.layer_types[: config.num_hidden_layers])
     totals: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for kind, count in layers.items():
@@ -102,13 +90,12 @@ def run(
         layer = _Layer(alone, kv_format, max(contexts), report["max_context"])
         for context in contexts:
             for chunk in chunks:
-                row = dict(layer_type=kind, layers=count) | layer.measure(context, chunk, report, options.trace)
+                row = dict(layer_type=kind, layers=count) | layer.measure(context, chunk, report, trace)
                 totals.setdefault((context, chunk), []).append(row)
-                print(_line(row), flush=True)
+                lines.add(_cells(row))
                 yield row
     for rows in totals.values():
-        row = _together(rows)
-        print(_line(row), flush=True)
+        lines.add(_cells(row := _together(rows)))
         yield row
 
 
@@ -137,32 +124,26 @@ class _Layer:
         batch = self._batch(context, chunk)
         x = jax.random.normal(jax.random.key(1), (chunk, self.config.hidden_size), jnp.bfloat16)
         if chunk not in self.steps:
-            lowered = stack_step.lower(self.stack, self.cache, batch, x, tokens=chunk, drafts=0)
-            self.steps[chunk] = lowered.compile()
+            self.steps[chunk] = stack_step.lower(self.stack, self.cache, batch, x, tokens=chunk, drafts=0).compile()
         step = self.steps[chunk]
 
         def run():
             y, self.cache = jax.block_until_ready(step(self.stack, self.cache, batch, x))
 
+        def seconds():
+            begin = time.perf_counter()
+            run()
+            return time.perf_counter() - begin
+
         def calls():
-            seconds = []
-            for _ in range(CALLS):
-                begin = time.perf_counter()
-                run()
-                seconds.append(time.perf_counter() - begin)
-            return seconds
+            return [seconds() for _ in range(CALLS)]
 
         run()  # warms up
         flops, nbytes = _work(self.config, self.manager.schema, self.stack, chunk, context)
         result = dict(context=context, chunk=chunk, flops=flops, bytes=nbytes, kernel_milliseconds={})
         if jax.default_backend() == "gpu":
-            launches = [(name, ms / CALLS) for name, ms in timing.kernels(calls)]
-            kernels = classify(launches, step.as_text() or "")
-            kinds = by_kind(kernels)
-            milliseconds = sum(kinds.values())
-            result["kernel_milliseconds"] = {kind: round(ms, 4) for kind, ms in kinds.items()}
-            result["longest_kernels"] = longest(kernels, CALLS)
-            result["launches"] = len(kernels) / CALLS
+            result |= kernel_report(timing.kernels(calls), step.as_text() or "", CALLS)
+            milliseconds = sum(result["kernel_milliseconds"].values())
             if trace:
                 with jax.profiler.trace(str(trace)):
                     run()
@@ -222,36 +203,18 @@ def _together(rows):
     def total(value):
         return sum(row["layers"] * value(row) for row in rows)
 
-    first = rows[0]
-    kinds = dict.fromkeys(kind for row in rows for kind in row["kernel_milliseconds"])
+    (first, *_), kinds = rows, dict.fromkeys(kind for row in rows for kind in row["kernel_milliseconds"])
     times = {k: round(total(lambda row, k=k: row["kernel_milliseconds"].get(k, 0.0)), 4) for k in kinds}
-    flops = total(lambda row: row["flops"])
+    flops, floor = total(lambda row: row["flops"]), total(lambda row: row["floor_milliseconds"])
     result = dict(layer_type=STACK, layers=sum(row["layers"] for row in rows), context=first["context"])
     result |= dict(chunk=first["chunk"], flops=flops, bytes=total(lambda row: row["bytes"]), kernel_milliseconds=times)
-    floor = total(lambda row: row["floor_milliseconds"])
     return result | _rates(total(lambda row: row["milliseconds"]), floor, flops, first["chunk"])
 
 
-_COLUMNS = ("layer", "context", "chunk", "ms", "floor", "% of it", "tokens/s", "TFLOP/s")
-
-
-def _kinds():
-    return [kind for kind in (*KINDS, REST) if kind not in WHOLE_LAYER_KINDS]
-
-
-def _header():
-    return _cells([*_COLUMNS, *_kinds()])
-
-
-def _line(row):
+def _cells(row):
+    """Returns the cells of a result's line."""
     label = row["layer_type"].removesuffix("_attention").replace("_", " ")
-    numbers = f"{row['milliseconds']:.3f}", f"{row['floor_milliseconds']:.3f}", f"{row['percent_of_floor']:.0f}"
-    rates = f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}"
-    times = [row["kernel_milliseconds"].get(kind) for kind in _kinds()]
-    cells = ["" if ms is None else f"{ms:.3f}" for ms in times]
-    return _cells([label, str(row["context"]), str(row["chunk"]), *numbers, *rates, *cells])
-
-
-def _cells(cells):
-    widths = (28, 8, 6, 9, 9, 7, 10, 7, *(max(8, len(kind)) for kind in _kinds()))
-    return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    cells = dict(layer=label, context=row["context"], chunk=row["chunk"], ms=number(row["milliseconds"], 3))
+    cells |= {"floor": number(row["floor_milliseconds"], 3), "% of it": number(row["percent_of_floor"], 0)}
+    cells |= {"tokens/s": number(row["tokens_per_second"], 0), "TFLOP/s": number(row["tflops"], 0)}
+    return cells | attention_kinds(row["kernel_milliseconds"])

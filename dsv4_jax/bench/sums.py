@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv4_jax import ops
+from dsv4_jax.bench.tables import LiveTable
 from dsv4_jax.mesh_axes import MODEL_AXIS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
@@ -35,7 +36,7 @@ def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, An
     devices, table = mesh.shape[MODEL_AXIS], make_mailboxes(mesh)
     names = ["xla"] if table is None else ["mosaic_gpu", "xla"]
     print(f"{report['device']} x {devices}, jax {report['jax']}; {report['clock']}.\n")
-    print(f"{'shape':<12} {'by':<10} {'us':>8} {'XLA us':>8} {'x XLA':>6}")
+    lines = LiveTable(shape=-12, by=-10)
     for tokens in TOKENS:
         x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
         shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
@@ -44,12 +45,8 @@ def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, An
         row = dict(op="all_reduce", shape=f"[{tokens}, {width}]", implementation=names[0], devices=devices)
         row |= dict(microseconds=round(net[names[0]], 2), xla_microseconds=round(net["xla"], 2))
         row |= dict(times_xla=round(net["xla"] / net[names[0]], 2), loop_microseconds=round(1e6 * seconds[names[0]], 2))
-        print(
-            "{shape:<12} {implementation:<10} {microseconds:>8.2f} {xla_microseconds:>8.2f} {times_xla:>6.2f}".format(
-                **row
-            ),
-            flush=True,
-        )
+        shown = {"shape": row["shape"], "by": names[0], "us": row["microseconds"], "XLA us": row["xla_microseconds"]}
+        lines.add(shown | {"x XLA": row["times_xla"]})
         yield row
 
 

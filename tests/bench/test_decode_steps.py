@@ -14,7 +14,7 @@ from dsv4_jax.bench.attention_stack import DraftAttention, StackDecoder, random_
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
-from dsv4_jax.bench.step_tables import Columns
+from dsv4_jax.bench.tables import LiveTable, step_cells
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import HCA, SLIDING, DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
@@ -137,7 +137,7 @@ def test_mistakes_are_explained(refused, options, message):
 
 def test_the_defaults_fit_the_model_that_runs():
     tiny, flash = read_config(packaged_checkpoint()), DSV4Config.v4_flash()
-    options = StepOptions(None, None, 0, None)
+    options = StepOptions()
     assert options.cases(tiny, "cpu") == ((1, 4), (512, 4096))
     assert options.cases(flash, "gpu") == ((1, 8, 32), (4096, 65536, 1048576))
     with pytest.raises(ValueError, match="--contexts 65536 must be from 129 to 32768 tokens"):
@@ -181,19 +181,25 @@ def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_layers_share_of_a_step_is_printed():
+def test_a_layers_share_of_a_step_is_printed(capsys):
     row = dict(requests=1, context=4096, tokens=1, drafts=0, milliseconds=0.8, floor_milliseconds=0.4, launches=120.0)
     row |= dict(percent_of_floor=50.0, dispatch_milliseconds=0.1, gap_milliseconds=0.2)
     row |= dict(kernel_milliseconds={"experts": 0.24, "rest": 0.36})
-    columns = Columns(layers=8)
-    assert len(columns.header()) == len(columns.line(row))
-    found = columns.line(row).split()
+    table = LiveTable(batch=5, tokens=-9)
+    table.add(step_cells(row, layers=8))
+    table.add(step_cells(row | dict(requests=32), layers=8))
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert len(header) == len(lines[0]) == len(lines[1])
+    assert header.startswith("batch   context  tokens       drafts     layer     floor   % of it")
+    assert lines[0].startswith("    1      4096  1                 0     100.0      50.0      50.0")
+    found = lines[0].split()
     assert found[:6] == ["1", "4096", "1", "0", "100.0", "50.0"] and found[-1] == "15.0"
     assert {"30.0", "45.0", "25.0"} <= set(found)
+    assert lines[1].split()[0] == "32" and "experts" not in step_cells(row, layers=None)
 
 
 def test_as_many_layers_as_fit(monkeypatch):
-    config, options = DSV4Config.v4_flash(), StepOptions((1, 128), (4096, 65536), 0, None, whole=True)
+    config, options = DSV4Config.v4_flash(), StepOptions(batches=(1, 128), contexts=(4096, 65536), whole=True)
     found, stack = {}, abstract_stack(config)
     monkeypatch.setattr(decode_steps, "abstract_stack", lambda *_: stack)
     for memory in (80, 141, 192, 1000):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4_jax.bench.kernel_kinds import KINDS, REST, Kernel, by_kind, classify, kinds_by_name, longest
+from dsv4_jax.bench.kernel_kinds import KINDS, REST, Kernel, by_kind, classify, kernel_report, kinds_by_name, longest
 from tests.pallas_kernels.kernels import compile_in_process
 
 
@@ -43,10 +43,15 @@ def test_a_kernel_in_two_scopes_follows_the_order_of_the_schedule():
 
 def test_the_longest_kernels_come_first():
     kernels = [Kernel("a", "router", 1.0), Kernel("b", "attention", 5.0), Kernel("a", "router", 2.0)]
-    assert longest(kernels, calls=2) == [
+    expected = [
         dict(name="b", kind="attention", launches=0.5, milliseconds=5.0),
         dict(name="a", kind="router", launches=1.0, milliseconds=3.0),
     ]
+    assert longest(kernels, calls=2) == expected
+    launches = [("input_reduce_fusion", 1.0), ("nvjet_tst_128x8", 10.0), ("input_reduce_fusion", 2.0)]
+    report = kernel_report(launches, TEXT, calls=2)
+    assert report["launches"] == 1.5 and report["kernel_milliseconds"]["projections"] == 5.0
+    assert [row["milliseconds"] for row in report["longest_kernels"]] == [5.0, 1.5]
 
 
 @pytest.mark.aot

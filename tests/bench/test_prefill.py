@@ -6,7 +6,7 @@ import types
 import pytest
 
 from dsv4_jax.bench import prefill
-from dsv4_jax.bench.prefill import STACK, PrefillOptions
+from dsv4_jax.bench.prefill import STACK
 from dsv4_jax.data import packaged_checkpoint, read_config
 
 
@@ -50,4 +50,4 @@ def test_measures_each_kind_and_all_layers_together(run, tmp_path, monkeypatch):
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        PrefillOptions(**options).cases(read_config(packaged_checkpoint()), "cpu")
+        prefill.cases(read_config(packaged_checkpoint()), "cpu", **options)

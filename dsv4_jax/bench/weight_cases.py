@@ -1,0 +1,208 @@
+"""The cases of `dsv4-jax bench ops linear`, `experts`, `hyper_connections` and `router`: the ops that read weights."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsv4_jax import ops
+from dsv4_jax.bench.cases import Case, close, int32, layer_count, normal, tree_bytes
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.nn.attention import Attention
+from dsv4_jax.ops import LinearSpec
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
+
+
+# Float32 sums are in another order. Where they are rounded, they may go the other way, by 2**-7 of a value.
+_LINEAR_AGREES = close(relative=2**-7, absolute=1e-3)
+_DISJOINT = 8  # up to so many tokens have no expert in common
+_MAX_XLA = 2048  # tokens at a time: 8,192 would take 96 GiB
+# Both products and the values between them are rounded to bfloat16. Sums in another order round a few values in a
+# thousand the other way, by up to 2**-8 of values up to about 2**7. Then six are added up.
+_EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
+
+
+def _config(schema, small):
+    """Returns the packaged model's configuration for small cases, on a CPU."""
+    return read_config(packaged_checkpoint()) if small else schema.config
+
+
+def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+    """The matrix products of an attention layer of each group, those with the same input fused; two of them in FP8."""
+    config, maps, attention = _config(schema, small), {}, None
+    for name, group in schema.groups.items():
+        make = functools.partial(Attention, config, group.layers[0], param_dtype=jnp.bfloat16)
+        attention = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
+        for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
+            linears = list(fused.separate(attention).values())
+            sizes = tuple(linear.weight.shape[0] for linear in linears)
+            dtypes = tuple(linear.out_dtype or jnp.bfloat16 for linear in linears)
+            shape = sum(sizes), linears[0].weight.shape[1]
+            maps[f"{name.upper()}, of {source}"] = LinearSpec(sizes, dtypes), shape
+
+    def shape(name):  # all groups have the same
+        return getattr(attention, f"{name}_proj").weight.shape
+
+    for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
+        maps[name] = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups), shape(name)
+    for name, (spec, weight_shape) in maps.items():
+        for tokens in (2,) if small else (8, 32):
+            yield _linear_case(name, spec, weight_shape, tokens)
+    for name in ("q_b", "o_b"):
+        for tokens in (2,) if small else (1, 8, 32, 2048):
+            spec = LinearSpec(output_dtype=jnp.bfloat16)
+            yield _linear_case(f"{name} in FP8", spec, shape(name), tokens, quantized=True)
+
+
+def _linear_case(name, spec, shape, tokens, *, quantized=False):
+    rows, depth = shape
+    channels, size = spec.num_groups * depth, (1 if quantized else 2) * rows * depth
+
+    def weight(rng):
+        if not quantized:
+            return normal(rng, shape, jnp.bfloat16)
+        codes = encode_e4m3(normal(rng, shape, jnp.float32))
+        scale = jnp.asarray(rng.integers(118, 123, (-(-rows // WEIGHT_BLOCK), -(-depth // WEIGHT_BLOCK))), jnp.uint8)
+        return QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
+
+    def make(rng, calls):
+        count = min(calls, max(2, (1 << 30) // size))
+        weights = [weight(rng) for _ in range(count)]
+        xs = [normal(rng, (tokens, channels), jnp.bfloat16) for _ in range(calls)]
+        return None, [(x, weights[i % count]) for i, x in enumerate(xs)]
+
+    def call(_, x, weight, *, implementation):
+        return ops.linear(x, weight, spec, implementation=implementation)
+
+    nbytes = size + tokens * (2 * channels + sum(dtype.itemsize * size for size, dtype in spec.outputs(rows)))
+    limits = dict(flops=2 * tokens * rows * depth, reads=True, agree=_LINEAR_AGREES)
+    return Case("linear", f"{name}, T={tokens}", nbytes, make, call, **limits)
+
+
+def experts_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+    """Yields the routed experts of a layer, in FP4 and bfloat16, for one to many tokens."""
+    for kind in "FP4", "bfloat16":
+        for tokens in (1,) if small else (1, 8, 32, 128, 2048, 8192):
+            yield _experts_case(_config(schema, small), kind, tokens)
+
+
+def _experts_case(config, kind, tokens):
+    number, top_k = config.n_routed_experts, config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+
+    def weight(key, rows, columns):
+        if kind == "bfloat16":
+            return jax.random.normal(key, (number, rows, columns), jnp.bfloat16) * jnp.bfloat16(2.0**-5)
+        codes = jax.random.bits(key, (number, rows, columns // 2), jnp.uint8)
+        scale = jax.random.randint(jax.random.fold_in(key, 1), (number, rows, columns // 32), 118, 123)
+        return QuantizedWeight(codes, scale.astype(jnp.uint8), "FP4", jnp.dtype(jnp.bfloat16))
+
+    @jax.jit
+    def make_weights(key):
+        shapes = (2 * inner, hidden), (hidden, inner)
+        return [weight(jax.random.fold_in(key, i), *shape) for i, shape in enumerate(shapes)]
+
+    def make(rng, calls):
+        weights, inputs = make_weights(jax.random.key(int(rng.integers(1 << 30)))), []
+        for _ in range(calls):
+            selected = rng.permutation(number)[: tokens * top_k]
+            if tokens > _DISJOINT:
+                selected = np.argsort(rng.random((tokens, number)), axis=1)[:, :top_k]
+            routing = normal(rng, (tokens, top_k), jnp.float32)
+            inputs.append((normal(rng, (tokens, hidden), jnp.bfloat16), int32(selected).reshape(tokens, -1), routing))
+        return weights, inputs
+
+    def call(weights, *tokens, implementation):
+        def run(tokens):
+            x, selected, routing = tokens
+            options = dict(limit=config.swiglu_limit, implementation=implementation)
+            return ops.experts(x, selected, routing, *weights, **options)
+
+        x = tokens[0]
+        if implementation != "xla" or len(x) <= _MAX_XLA:
+            return run(tokens)
+        return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in tokens]).reshape(x.shape)
+
+    pairs = tokens * top_k
+    # The expected number of experts that many tokens select at random, each of which is read once.
+    hit = pairs if tokens <= _DISJOINT else number * (1 - (1 - top_k / number) ** tokens)
+    weight_bytes = tree_bytes(jax.eval_shape(make_weights, jax.random.key(0)))
+    nbytes = int(hit * weight_bytes / number) + tokens * hidden * 6
+    limits = dict(flops=6 * pairs * hidden * inner, reads=True, agree=_EXPERTS_AGREE, xla_calls=4)
+    return Case("experts", f"{kind}, T={tokens}", nbytes, make, call, **limits)
+
+
+def hyper_connections_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+    """Yields the post-mapping of one block with the pre-mapping and the norm of the next."""
+    for tokens in (1,) if small else (1, 8, 32, 128, 2048, 8192):
+        yield _hyper_connections_case(_config(schema, small), tokens)
+
+
+def _hyper_connections_case(config, tokens):
+    h, width = config.hc_mult, config.hidden_size
+    rows = (2 + h) * h
+
+    def layer(rng):
+        fn, base = normal(rng, (rows, h * width), jnp.float32) * width**-0.5 / h, normal(rng, (rows,), jnp.float32)
+        return fn, base, jnp.ones((3,), jnp.float32), 1 + 0.1 * normal(rng, (width,), jnp.float32)
+
+    def make(rng, calls):
+        count = layer_count(calls, 4 * rows * h * width)
+        layers, inputs = [layer(rng) for _ in range(count)], []
+        for i in range(calls):
+            streams, y = (normal(rng, shape, jnp.bfloat16) for shape in ((tokens, h, width), (tokens, width)))
+            inputs.append((streams, *layers[i % count], y, jnp.abs(normal(rng, (tokens, rows), jnp.float32))))
+        return None, inputs
+
+    options = dict(norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, iterations=config.hc_sinkhorn_iters)
+
+    def call(_, *arrays, implementation):
+        return ops.hyper_connections(*arrays, **options, implementation=implementation)
+
+    def agree(got, expected):
+        """Allows values up to 8 that bfloat16 rounds the other way, and their effect on the logits."""
+        return close(*(1e-3, 1e-4) if got.dtype == jnp.float32 else (2**-7, 2**-4))(got, expected)
+
+    # The second launch reads the new streams again, from the L2 cache if they fit.
+    passes = 3 if 2 * tokens * h * width > 50 << 20 else 2
+    nbytes = 4 * rows * (h * width + 2 * tokens) + 2 * tokens * width * (passes * h + 2)
+    return Case("hyper_connections", f"T={tokens}", nbytes, make, call, agree=agree, xla_calls=4)
+
+
+def router_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+    """Yields selection by score, and by the token table of the first layers."""
+    for tokens in (1,) if small else (1, 8, 32):
+        yield _router_case(_config(schema, small), tokens, hashed=False)
+    yield _router_case(_config(schema, small), 1, hashed=True)
+
+
+def _router_case(config, tokens, *, hashed):
+    experts, width, top_k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
+
+    def make(rng, calls):
+        count = layer_count(calls, 4 * experts * width)
+        weights = [normal(rng, (experts, width), jnp.float32) * width**-0.5 for _ in range(count)]
+        by = [(normal(rng, (experts,), jnp.float32) * 0.1,)] * calls
+        if hashed:
+            table = int32(rng.integers(0, experts, (config.vocab_size, top_k)))
+            by = [(None, table, int32(rng.integers(0, config.vocab_size, tokens))) for _ in range(calls)]
+        xs = [normal(rng, (tokens, width), jnp.bfloat16) for _ in range(calls)]
+        return None, [(x, weights[i % count], *by[i]) for i, x in enumerate(xs)]
+
+    options = dict(top_k=top_k, scaling_factor=config.routed_scaling_factor)
+
+    def call(_, *arrays, implementation):
+        return ops.router(*arrays, **options, implementation=implementation)[:2]
+
+    def agree(got, expected):
+        """Allows either of two experts whose scores differ by rounding."""
+        if got.dtype == jnp.int32:
+            return jnp.mean((got == expected).astype(jnp.float32)) >= 0.99
+        return close(1e-4, 0.0)(got, expected)
+
+    nbytes = 4 * experts * width + tokens * (2 * width + 8 * top_k)
+    return Case("router", f"{'table' if hashed else 'top'}, T={tokens}", nbytes, make, call, reads=True, agree=agree)
