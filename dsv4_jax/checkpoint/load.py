@@ -5,7 +5,7 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
@@ -111,7 +111,7 @@ def load_checkpoint(
         # The experts come last and get the memory that the others leave.
         table.sort(key=lambda weight: weight.is_expert)
     values, bad, staging = {}, [], Staging()
-    for weight in _with_bar(table) if progress else table:
+    for weight in _with_bar(table, tensors) if progress else table:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
         try:
@@ -149,8 +149,15 @@ def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
     return memory.plan(len(layers), shapes)
 
 
-def _with_bar(table: list[Weight]) -> Iterable[Weight]:
-    return track(table, "Loading weights", console=Console(stderr=True), transient=True)
+def _with_bar(table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor]) -> Iterator[Weight]:
+    """Yields the table's weights under a progress bar that counts bytes."""
+    sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
+    columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Loading weights", total=sum(sizes.values()))
+        for weight in table:
+            yield weight
+            bar.advance(task, sizes[weight.path])
 
 
 def _dotted(key: tuple[object, ...]) -> str:

@@ -1,6 +1,7 @@
 """Physical memory of the GPU or of the host under addresses of the GPU: CUDA's virtual memory management."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ class CudaMemory:
         if device.platform != "gpu":
             raise NotImplementedError(f"experts in host memory need an NVIDIA GPU; {device} is none")
         try:
-            from cuda.bindings import driver
+            driver: Any = importlib.import_module("cuda.bindings.driver")  # not there without the CUDA extras
         except ModuleNotFoundError as error:
             raise NotImplementedError(
                 "experts in host memory need NVIDIA's package cuda-bindings: pip install 'dsv4-jax[cuda13]'"
             ) from error
-        self._driver: Any = driver
+        self._driver = driver
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", device.local_hardware_id)
         # JAX uses the primary context, too.

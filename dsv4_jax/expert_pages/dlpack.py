@@ -4,7 +4,7 @@ import atexit
 import ctypes
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jaxtyping import Array, UInt8
@@ -82,7 +82,7 @@ def array_over(
     _owned[ctypes.addressof(tensor)] = tensor, sizes, strides, free
     array = jax.dlpack.from_dlpack(_Exporter(tensor))
     # A step whose arguments are committed compiles again when its outputs, which then are, come back as arguments.
-    return type(array)(array.aval, array.sharding, [array], committed=False)
+    return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
 
 
 _nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)  # C code that ignores its argument
