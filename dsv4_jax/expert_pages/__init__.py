@@ -3,3 +3,4 @@
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory as CudaMemory
 from dsv4_jax.expert_pages.expert_memory import ExpertMemory as ExpertMemory
 from dsv4_jax.expert_pages.pages import ExpertPages as ExpertPages, Mover as Mover
+from dsv4_jax.expert_pages.policy import PlacementPolicy as PlacementPolicy
