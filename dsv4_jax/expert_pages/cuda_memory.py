@@ -20,13 +20,13 @@ class CudaMemory:
     """
 
     def __init__(self, device: jax.Device):
-        """Raises NotImplementedError if the device, its driver or the machine cannot map memory of the host."""
+        """Raises ValueError if the device, its driver or the machine cannot map memory of the host."""
         if device.platform != "gpu":
-            raise NotImplementedError(f"experts in host memory need an NVIDIA GPU; {device} is none")
+            raise ValueError(f"experts in host memory need an NVIDIA GPU; {device} is none")
         try:
             driver: Any = importlib.import_module("cuda.bindings.driver")  # not there without the CUDA extras
         except ModuleNotFoundError as error:
-            raise NotImplementedError(
+            raise ValueError(
                 "experts in host memory need NVIDIA's package cuda-bindings: pip install 'dsv4-jax[cuda13]'"
             ) from error
         self._driver = driver
@@ -56,7 +56,7 @@ class CudaMemory:
         try:
             self.release(self.create(self.page, on_host=True))
         except MemoryError as error:
-            raise NotImplementedError(
+            raise ValueError(
                 f"this machine's driver makes no pages of host memory for {device} ({error}): keep all experts on the "
                 "GPU, shard the model over more GPUs, or run outside of the sandbox or container that forbids it"
             ) from error

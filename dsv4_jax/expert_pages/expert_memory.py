@@ -44,6 +44,11 @@ class ExpertMemory:
         """Whether `plan` has decided."""
         return self._on_host is not None
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that the placed experts take."""
+        return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
+
     def plan(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> str:
         """Decides how many experts of each layer stay on the GPU. Places nothing yet.
 
@@ -55,8 +60,7 @@ class ExpertMemory:
           A sentence that says what was decided.
 
         Raises:
-          ValueError: the GPU or the host has too little free memory.
-          NotImplementedError: the device has no such memory, see `CudaMemory`.
+          ValueError: the GPU or the host has too little free memory, or the device is no such GPU, see `CudaMemory`.
         """
         if self.memory is None:
             self.memory = CudaMemory(jax.devices()[0])

@@ -101,5 +101,5 @@ def test_other_weights_are_refused(options):
 
 
 def test_without_a_gpu_it_is_said():
-    with pytest.raises(NotImplementedError, match="experts in host memory need an NVIDIA GPU"):
+    with pytest.raises(ValueError, match="experts in host memory need an NVIDIA GPU"):
         load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=ExpertMemory())
