@@ -153,6 +153,8 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
         return None
     if mesh is not None:
         raise ValueError("--expert-memory is for one GPU; with --mesh, the devices share the experts")
+    # JAX's default allocator takes most of a GPU at once, or twice what it needs.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if expert_memory == "auto":
         return "auto"
