@@ -220,7 +220,7 @@ def _measure(config, kv_format, options, report, loop=True):
             layers = jax.device_put(layers, shardings(layers, options.mesh))
         layers = fuse_projections(layers)
     stack = CompiledModel(layers)
-    cases = _cases(config, stack, kv_format, options, report)
+    cases = _cases(config, stack, kv_format, options)
     if not cases:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -253,16 +253,18 @@ def _measure(config, kv_format, options, report, loop=True):
     print(draft_lines(rows_by_place) if options.drafts else "", flush=True)
 
 
-def _cases(config, stack, kv_format, options, report) -> list[StepCase]:
+def _cases(config, stack, kv_format, options) -> list[StepCase]:
     """Returns the cases that fit the device's memory; prints those that do not."""
     batches, contexts = options.cases(config, "gpu" if jax.default_backend() == "gpu" else "cpu")
-    drafts, weights = options.drafts, tree_bytes(stack.arrays) - report.get("host_bytes", 0)
+    drafts, weights = options.drafts, tree_bytes(stack.arrays)
     # Tokens and drafts of a request in a step.
     steps = [(1, 0), (1 + drafts, 0), (1 + drafts, drafts)] if drafts else [(1, 0)]
     cases = []
     for requests in batches:
         sizes = {context: _sizes(requests, context, kv_format, options) for context in contexts}
-        fitting = sorted(c for c in sizes if _fits(config, weights, sizes[c], options.mesh))
+        # Experts in pages leave room for every cache.
+        paged = options.expert_memory is not None
+        fitting = sorted(c for c in sizes if paged or _fits(config, weights, sizes[c], options.mesh))
         for context in sorted(set(contexts) - set(fitting)):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if fitting else ():
