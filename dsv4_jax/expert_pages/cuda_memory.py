@@ -91,11 +91,14 @@ class CudaMemory:
         with self._current():
             self._call("cuMemRelease", handle)
 
-    def map(self, address: int, nbytes: int, handle: Any, *, on_host: bool) -> None:
-        """Maps physical memory to reserved addresses, for the GPU, and for the CPU if it is memory of the host."""
+    def map(self, address: int, nbytes: int, handle: Any, *, for_cpu: bool = False) -> None:
+        """Maps physical memory to reserved addresses, for the GPU and, if it is the host's memory, for the CPU.
+
+        Rights for the CPU triple the time. The memory may be mapped elsewhere, too.
+        """
         with self._current():
             self._call("cuMemMap", address, nbytes, 0, handle, 0)
-            rights = [self._access[False], *([self._access[True]] if on_host else [])]
+            rights = [self._access[False], *([self._access[True]] if for_cpu else [])]
             try:
                 self._call("cuMemSetAccess", address, nbytes, rights, len(rights))
             except BaseException:

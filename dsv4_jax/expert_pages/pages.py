@@ -22,12 +22,21 @@ THREADS = 8
 
 @dataclasses.dataclass
 class Mapping:
-    """Physical memory that is mapped to a range of addresses."""
+    """Physical memory and the range of addresses that it is mapped to.
+
+    Attributes:
+      address: first address of the range.
+      nbytes: size of the range.
+      handle: the physical memory.
+      on_host: whether it is memory of the host.
+      for_cpu: whether the CPU can read and write it.
+    """
 
     address: int
     nbytes: int
     handle: Any
     on_host: bool
+    for_cpu: bool = False
 
 
 class ExpertPages:
@@ -83,9 +92,10 @@ class ExpertPages:
             if error := future.exception():
                 errors.append(error)
                 continue
-            mapping = Mapping(self._base + expert * self.nbytes, self.nbytes, future.result(), bool(host))
+            host = bool(host)
+            mapping = Mapping(self._base + expert * self.nbytes, self.nbytes, future.result(), host, for_cpu=host)
             try:
-                self._memory.map(mapping.address, self.nbytes, mapping.handle, on_host=mapping.on_host)
+                self._memory.map(mapping.address, self.nbytes, mapping.handle, for_cpu=host)
             except BaseException as error:
                 self._memory.release(mapping.handle)
                 errors.append(error)
@@ -114,7 +124,7 @@ class ExpertPages:
             self._memory.copy(target, data, nbytes)
         elif data.nbytes != nbytes or not data.flags.c_contiguous:
             raise ValueError(f"data must hold {nbytes} contiguous bytes, got {data.nbytes}")
-        elif mapping.on_host:
+        elif mapping.for_cpu:
             ctypes.memmove(target, data.ctypes.data, nbytes)  # the CPU's own copies are six times as fast as the GPU's
         else:
             self._memory.copy(target, data.ctypes.data, nbytes)
@@ -176,16 +186,23 @@ class Mover:
 
         Returns:
           Whether there was spare memory for it; if not, `remap` makes room.
+
+        Raises:
+          ValueError: the experts are not where the swap would move them from.
         """
         if not self._free:
             return False
         mappings = [(matrix.mappings[hot], matrix.mappings[cold]) for matrix in self._layers[layer]]
-        for hot_mapping, cold_mapping in mappings:
-            if not hot_mapping.on_host or cold_mapping.on_host:
-                raise ValueError(f"layer {layer}: expert {hot} must be in host memory, and {cold} must not")
+        moving = [mapping for pairs, _, _ in self._staged for pair in pairs for mapping in pair]
+        for pair in mappings:
+            if not pair[0].on_host or pair[1].on_host or any(one is other for one in pair for other in moving):
+                raise ValueError(
+                    f"layer {layer}: expert {hot} must be in host memory, expert {cold} must not, and neither may be "
+                    "on its way"
+                )
         spares = self._free.pop()
         copies = [
-            self._copies.submit(self._memory.copy, spare.address, mapping.address, mapping.nbytes)
+            self._copies.submit(self._fill, spare, mapping)
             for pair, spare_pair in zip(mappings, spares, strict=True)
             for mapping, spare in zip(pair, spare_pair, strict=True)
         ]
@@ -227,15 +244,30 @@ class Mover:
             undo.callback(self._memory.unreserve, address, nbytes)
             handle = self._memory.create(nbytes, on_host=on_host)
             undo.callback(self._memory.release, handle)
-            self._memory.map(address, nbytes, handle, on_host=on_host)
+            self._memory.map(address, nbytes, handle)
             undo.pop_all()
-        return Mapping(address, nbytes, handle, on_host)
+        return _Spare(address, nbytes, handle, on_host)
 
-    def _exchange(self, one, other):
-        """Exchanges the physical memory of two mappings."""
-        for mapping in (one, other):
-            self._memory.unmap(mapping.address, mapping.nbytes)
-        one.handle, other.handle = other.handle, one.handle
-        one.on_host, other.on_host = other.on_host, one.on_host
-        for mapping in (one, other):
-            self._memory.map(mapping.address, mapping.nbytes, mapping.handle, on_host=mapping.on_host)
+    def _exchange(self, mapping, spare):
+        """Maps the spare memory in place of an expert's, which becomes the spare one. The GPU is idle meanwhile."""
+        self._memory.unmap(mapping.address, mapping.nbytes)
+        self._memory.map(mapping.address, mapping.nbytes, spare.handle)
+        mapping.for_cpu = False
+        mapping.handle, spare.handle = spare.handle, mapping.handle
+        mapping.on_host, spare.on_host = spare.on_host, mapping.on_host
+        spare.is_stale = True
+
+    def _fill(self, spare, mapping):
+        """Copies an expert to spare memory, which is first mapped to the spare addresses."""
+        if spare.is_stale:
+            self._memory.unmap(spare.address, spare.nbytes)
+            self._memory.map(spare.address, spare.nbytes, spare.handle)
+            spare.is_stale = False
+        self._memory.copy(spare.address, mapping.address, mapping.nbytes)
+
+
+@dataclasses.dataclass
+class _Spare(Mapping):
+    """Spare memory; `is_stale`: its addresses still map the memory that took an expert's place."""
+
+    is_stale: bool = False

@@ -58,9 +58,9 @@ class CpuMemory(CudaMemory):
         self.room[on_host] += nbytes
         os.close(handle)
 
-    def map(self, address, nbytes, handle, *, on_host):
-        assert self.handles[handle] == (nbytes, on_host) and handle not in self.mapped.values()
-        assert address not in self.mapped
+    def map(self, address, nbytes, handle, *, for_cpu=False):
+        assert self.handles[handle][0] == nbytes and address not in self.mapped
+        assert self.handles[handle][1] or not for_cpu
         self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, handle)
         self.mapped[address] = handle
 

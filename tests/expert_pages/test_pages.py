@@ -85,8 +85,11 @@ def test_moves_change_no_value(memory, data):
 
 def test_a_swap_in_the_wrong_direction_is_refused(memory, data):
     mover = Mover(memory, [[make(memory, data)]])
-    with pytest.raises(ValueError, match="layer 0: expert 0 must be in host memory, and 1 must not"):
+    with pytest.raises(ValueError, match="layer 0: expert 0 must be in host memory, expert 1 must not"):
         mover.stage(0, hot=0, cold=1)
+    mover.stage(0, hot=4, cold=0)
+    with pytest.raises(ValueError, match="neither may be on its way"):
+        mover.stage(0, hot=5, cold=0)
     mover.close()
 
 
