@@ -26,6 +26,7 @@ from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
@@ -90,7 +91,7 @@ def load_checkpoint(
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)
     param_dtype = None if stay else weights
-    abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype))
+    abstract = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     stored = read_checkpoint(path)
     if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
@@ -102,6 +103,8 @@ def load_checkpoint(
     graph, state = nnx.split(abstract)
     parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
     table = list(keys.weights(config, keys.detect_naming(config, stored)))
+    if config.tie_word_embeddings:
+        table = list(keys.tied(table, stored))
     shapes = {key: parameter.shape for key, parameter in parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
@@ -111,7 +114,7 @@ def load_checkpoint(
         # The experts come last and get the memory that the others leave.
         table.sort(key=lambda weight: weight.is_expert)
     values, bad, staging = {}, [], Staging()
-    for weight in _with_bar(table, tensors) if progress else table:
+    for weight in _with_bar(table, tensors, progress):
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
         try:
@@ -124,6 +127,8 @@ def load_checkpoint(
                 bad += problems
             if not bad:
                 values[weight.path] = value
+        except MemoryError as error:
+            raise ValueError(f"{path} does not fit: out of memory at {weight.path}. {error}") from error
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -149,11 +154,13 @@ def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
     return memory.plan(len(layers), shapes)
 
 
-def _with_bar(table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor]) -> Iterator[Weight]:
+def _with_bar(
+    table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor], progress: bool
+) -> Iterator[Weight]:
     """Yields the table's weights under a progress bar that counts bytes."""
     sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
     columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
         task = bar.add_task("Loading weights", total=sum(sizes.values()))
         for weight in table:
             yield weight

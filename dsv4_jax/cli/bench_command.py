@@ -232,7 +232,7 @@ class LayerBench(_DecodeSteps):
         from dsv4_jax.bench import decode_steps, op_times
 
         steps = self._steps(report, mesh)
-        ops = () if mesh else op_times.run_layer(*steps[:2], report, only=self.only, calls=self.calls)
+        ops = () if mesh else op_times.run_layer(steps[0], steps[1], report, only=self.only, calls=self.calls)
         return dict(ops=ops, results=decode_steps.run_kinds(*steps))
 
 

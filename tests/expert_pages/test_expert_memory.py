@@ -1,5 +1,7 @@
 """The packaged model with its experts in pages: equal weights, logits and cache bytes, wherever its experts lie."""
 
+from unittest import mock
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dsv4_jax.bench.model_stack import random_stack
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import decode_step
@@ -62,6 +65,22 @@ def test_no_move_changes_a_bit(model):
     chex.assert_trees_all_equal(list(steps(paged, move)), list(steps(model, lambda step: None)))
     assert memory.memory.copied > 60 * EACH
     mover.close()
+
+
+def test_random_weights_are_made_where_they_lie():
+    memory = ExpertMemory(device_bytes=5 * LAYERS * EACH, memory=CpuMemory())
+    stack = random_stack(read_config(CHECKPOINT), expert_memory=memory)
+    assert memory.host_bytes == 3 * LAYERS * EACH
+    codes = np.asarray(stack.layers[1].mlp.experts.down_proj.get_value().codes)
+    assert len(np.unique(codes)) == 256 and (codes[0] != codes[1]).any()
+
+
+def test_a_machine_that_runs_out_of_memory_names_the_weight():
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
+    memory.memory.create = mock.Mock(side_effect=MemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"))
+    with pytest.raises(ValueError, match="does not fit: out of memory at model.layers.0.mlp.experts.*cuMemCreate"):
+        load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=memory)
+    assert memory.memory.is_empty()
 
 
 def test_what_was_decided_is_told(caplog):
