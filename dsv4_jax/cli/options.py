@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
+from dsv4_jax.sizes import parse_bytes
 
 
 if TYPE_CHECKING:
@@ -64,6 +65,15 @@ ContextParallel = Annotated[
     bool,
     tyro.conf.arg(
         help="with --mesh model=N: the devices share the compressed entries of a request, so that N times as many fit."
+    ),
+]
+ExpertMemoryOption = Annotated[
+    str | None,
+    optional(
+        "auto|SIZE",
+        help="for a model that is larger than its GPU: how much of the GPU the routed experts may take, such as 60GB. "
+        "The others lie in host memory, where the GPU reads them. auto: what weights, cache and programs leave. "
+        "Default: all experts on the GPU.",
     ),
 ]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
@@ -198,6 +208,22 @@ def compiling_for(device: str) -> str:
 
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     return f"Compiling for {device} ..." + (f" (compiled programs are kept in {folder})" if folder else "")
+
+
+def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
+    """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
+
+    Raises:
+      ValueError: the text is not a size, or there is a mesh.
+    """
+    if expert_memory is None:
+        return None
+    if mesh is not None:
+        raise ValueError("--expert-memory is for one GPU; with --mesh, the devices share the experts")
+    # JAX's default allocator takes most of a GPU at once, or twice what it needs.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return "auto" if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
 
 
 def mesh_sizes(
