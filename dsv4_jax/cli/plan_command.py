@@ -97,7 +97,7 @@ class PlanCommand:
 
         from dsv4_jax.cache import CacheSchema
 
-        empty = CacheSchema.from_config(
+        empty = CacheSchema(
             config,
             num_blocks=0,
             max_requests=requests,
@@ -201,7 +201,7 @@ class _Device:
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
         """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
-        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.num_shards)
+        entry, requests = 4, -(-requests // self.num_shards)  # bytes of an entry of the block table
         fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + entry)
         room = max(0, self.memory - requests * fixed)
         blocks = room * self.holders // (requests * (one.block_bytes + entry * self.holders))

@@ -41,7 +41,7 @@ def prepare_forward(
         new_blocks=np.full((table.num_shards, max_new_blocks, 3), -1, np.int32),
         reset_slots=np.full((table.num_shards, table.slots_per_shard), -1, np.int32),
     )
-    states, starts, time = {}, first_tokens(table, counts, padded), next(table.clock)
+    states, starts, time = {}, first_tokens(table, counts, padded), table.tick()
     with table.transaction(missing) as acquired:
         new_blocks, reset_slots = ([[] for _ in range(table.num_shards)] for _ in range(2))
         for slot, new in tokens.items():

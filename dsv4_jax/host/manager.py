@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
@@ -16,7 +17,6 @@ from dsv4_jax.host.forward import prepare_forward
 from dsv4_jax.host.request_table import RequestTable, count_shards
 from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
-from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
 from dsv4_jax.summary import Summarized, Summary
 
@@ -43,15 +43,11 @@ class KVCacheManager(Summarized):
         memory: int | str | None = None,
         num_blocks: int | None = None,
         max_requests: int = 8,
-        max_context: int,
-        block_tokens: int = 128,
-        kv_format: str | KVFormat = "v4",
-        dtype=jnp.bfloat16,
-        max_query_tokens: int = 1,
         mesh: Mesh | None = None,
         context_parallel: bool = False,
+        **sizes: Any,
     ):
-        """Makes a manager without requests. Give either `memory` or `num_blocks`.
+        """Makes a manager without requests. Give either `memory` or `num_blocks`, and `max_context`.
 
         Args:
           config: the model.
@@ -59,43 +55,37 @@ class KVCacheManager(Summarized):
             slots need.
           num_blocks: number of blocks in each compressed pool.
           max_requests: number of slots, and the smallest number of tokens that a step is padded to.
-          max_context: largest number of tokens in a request.
-          block_tokens: number of tokens per block; a multiple of the model's compression rates.
-          kv_format: byte format of the cache: "v4", "per_entry", "plain" or a `KVFormat`.
-          dtype: dtype of the model.
-          max_query_tokens: number of tokens that a request may bring to a decode step. It may rewind one less.
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
             `load_checkpoint` takes the same mesh. None = the default device.
           context_parallel: shard the compressed entries over "model" too, which multiplies the room for them. Windows
             and compressor states are replicated along "model".
+          **sizes: `max_context`, and optionally `block_tokens`, `kv_format`, `dtype` and `max_query_tokens`; see
+            `CacheSchema`.
 
         Raises:
           TypeError, ValueError: both or none of `memory` and `num_blocks` are given, a size is invalid, or the mesh
             does not divide the model, `max_requests` or `num_blocks`.
         """
-        shards = count_shards(mesh)
+        check_whole("max_requests", max_requests, 1)
+        if num_blocks is not None:
+            check_whole("num_blocks", num_blocks, 1)
+        shards, shape = count_shards(mesh), {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
-            check_shardable(config, mesh.shape)
-            check_divisible(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        holders = check_context_parallel({} if mesh is None else mesh.shape, context_parallel, num_blocks or 0)
-        sizes = dict(
-            max_requests=max_requests,
-            max_context=max_context,
-            block_tokens=block_tokens,
-            kv_format=kv_format,
-            dtype=dtype,
-            max_query_tokens=max_query_tokens,
-            context_parallel=context_parallel,
-        )
+            check_shardable(config, shape)
+            check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        holders = check_context_parallel(shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
             slots = max_requests // shards
-            budget = compute_block_budget(config, parse_bytes(memory), **sizes | dict(max_requests=slots))
-            num_blocks = shards * holders * min(budget, -(-slots * -(-max_context // block_tokens) // holders))
+            sizes = dict(max_requests=slots, context_parallel=context_parallel, **sizes)
+            budget = compute_block_budget(config, parse_bytes(memory), **sizes)
+            most = slots * CacheSchema(config, 0, **sizes).max_blocks
+            num_blocks = shards * holders * min(budget, -(-most // holders))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
-        self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)
+        sizes |= dict(max_requests=max_requests, context_parallel=context_parallel)
+        self.schema = CacheSchema(config, num_blocks, **sizes)
         self.requests = RequestTable(self.schema, mesh)
 
     def _summary(self) -> Summary:

@@ -44,8 +44,8 @@ class RequestState:
     published_blocks: int = 0
     is_new: bool = True
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
-    admitted: int = 0
-    changed: int = 0
+    admitted: int = dataclasses.field(default=0, compare=False)
+    changed: int = dataclasses.field(default=0, compare=False)
 
     def extended(self, num_tokens: int, schema: CacheSchema) -> "RequestState":
         """Returns the state after `num_tokens` more tokens."""
@@ -97,7 +97,6 @@ class RequestTable:
       allocator: owner of the blocks.
       evictor: another holder of blocks, which gives some up before a request is refused; None = no such holder.
       states: the state of each admitted request by slot.
-      clock: an iterator of ascending times.
       newest_lengths: weak reference to `lengths` of the newest known cache, or None; see `host.step_order`.
     """
 
@@ -110,7 +109,7 @@ class RequestTable:
         self.allocator = BlockAllocator(schema.num_blocks, self.num_shards, devices)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}
-        self.clock = itertools.count(1)
+        self._time = 0
         self.newest_lengths: weakref.ref[jax.Array] | None = None
 
     def state(self, slot: int) -> RequestState:
@@ -132,9 +131,14 @@ class RequestTable:
         """Writes states by slot. A change of their blocks belongs inside a `transaction`."""
         self.states = {**self.states, **states}
 
+    def tick(self) -> int:
+        """Returns a new time of the table's clock."""
+        self._time += 1
+        return self._time
+
     def admit(self, slot: int) -> None:
         """Gives a free slot to a new request without tokens."""
-        self.commit({slot: RequestState(admitted=next(self.clock))})
+        self.commit({slot: RequestState(admitted=self.tick())})
 
     def remove(self, slots: Iterable[int]) -> None:
         """Forgets requests, inside a `transaction` that releases their blocks."""

@@ -6,6 +6,7 @@ is checked for them; `decode.launch` records what the steps of this package retu
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -59,8 +60,9 @@ class _Records:
 
     def put(self, array: Any, record: Any) -> None:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            key = id(array)
-            self._records[key] = weakref.ref(array, lambda _: self._records.pop(key, None)), record
+            # The callback runs no Python, so that no exception from outside (Ctrl-C) can come in it.
+            forget = functools.partial(self._records.pop, id(array))
+            self._records[id(array)] = weakref.ref(array, forget), record
 
 
 _batches, _caches = _Records(), _Records()
@@ -80,7 +82,7 @@ def record_cache(cache: KVCache, contents: CacheContents) -> None:
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
     """Commits the states of slots that a program wrote, which returned the cache `new`. Sets their times."""
-    time = next(table.clock)
+    time = table.tick()
     states = {k: dataclasses.replace(s, admitted=s.admitted or time, changed=time) for k, s in states.items()}
     table.commit(states)
     _follow(table, old, new, states)
@@ -165,16 +167,17 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
 
 def commit(table: RequestTable, slot: int, state: RequestState) -> None:
     """Commits a state that differs from the one before in the number of tokens that the cache is taken to hold."""
+    table.commit({slot: state})
     contents = _newest(table)
     if contents is not None and (held := contents.states.get(slot)) and held.changed == state.changed:
         contents.states[slot] = state
-    table.commit({slot: state})
 
 
 def _newest(table):
     """The contents of a manager's newest cache, or None if it was donated or is gone."""
     lengths = None if table.newest_lengths is None else table.newest_lengths()
-    return None if lengths is None or lengths.is_deleted() else _caches.get(lengths)
+    contents = None if lengths is None or lengths.is_deleted() else _caches.get(lengths)
+    return contents if contents is not None and contents.table is table else None
 
 
 def _is_behind(contents, slot, state):
