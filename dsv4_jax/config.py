@@ -1,6 +1,5 @@
 """The model's configuration."""
 
-import collections
 import dataclasses
 import functools
 import math
@@ -8,24 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.config_json import (
-    CSA,
-    CSA_RATE,
-    HCA,
-    INTEGERS,
-    LAYER_TYPES,
-    MLP_LAYER_TYPES,
-    REALS,
-    SLIDING,
-    check,
-    check_integer,
-    check_names,
-    check_real,
-    mlp_types,
-    read_fields,
-    read_json,
-)
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax import config_json
+from dsv4_jax.config_json import CSA, CSA_RATE, HCA, LAYER_TYPES, SLIDING, check, check_integer, check_real, mlp_types
+from dsv4_jax.layer_spec import LayerSpec, numbered
 
 
 if TYPE_CHECKING:
@@ -112,12 +96,12 @@ class DSV4Config:
     num_nextn_predict_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in (*INTEGERS, "qk_rope_head_dim"):
+        for name in (*config_json.INTEGERS, "qk_rope_head_dim"):
             check_integer(name, getattr(self, name))
-        for name in (*REALS, "rope_theta", "compress_rope_theta"):
+        for name in (*config_json.REALS, "rope_theta", "compress_rope_theta"):
             check_real(name, getattr(self, name))
-        for name, known in (("layer_types", LAYER_TYPES), ("mlp_layer_types", MLP_LAYER_TYPES)):
-            check_names(name, getattr(self, name), known, self.num_hidden_layers)
+        for name, known in dict(layer_types=LAYER_TYPES, mlp_layer_types=config_json.MLP_LAYER_TYPES).items():
+            config_json.check_names(name, getattr(self, name), known, self.num_hidden_layers)
         check(self.scoring_func == "sqrtsoftplus", f"scoring_func is {self.scoring_func!r}; known: 'sqrtsoftplus'.")
         rope = self.qk_rope_head_dim
         check(rope % 2 == 0, f"qk_rope_head_dim ({rope}) must be even: RoPE turns pairs.")
@@ -151,29 +135,16 @@ class DSV4Config:
 
         The layer of the multi-token-prediction block, which has a window only, is the last one.
         """
-        counts: collections.Counter[str] = collections.Counter()
-        specs = []
-        for layer, kind in enumerate((*self.layer_types, *[SLIDING] * self.num_nextn_predict_layers)):
-            if kind == SLIDING:
-                specs.append(LayerSpec(layer, ring=layer))
-                continue
-            group, rate = ("csa", self.compress_rate_csa) if kind == CSA else ("hca", self.compress_rate_hca)
-            specs.append(
-                LayerSpec(
-                    layer,
-                    ring=layer,
-                    compress_rate=rate,
-                    overlap=kind == CSA,
-                    group=group,
-                    index=counts[group],
-                    owner=True,
-                    keys=kind == CSA,
-                    key_compressor=kind == CSA,
-                    selection=layer if kind == CSA else None,
-                )
-            )
-            counts[group] += 1
-        return tuple(specs)
+        stored: dict[str, dict[str, Any]] = {
+            SLIDING: {},
+            CSA: dict(group="csa", compress_rate=self.compress_rate_csa, overlap=True, keys=True, key_compressor=True),
+            HCA: dict(group="hca", compress_rate=self.compress_rate_hca),
+        }
+        kinds = (*self.layer_types, *[SLIDING] * self.num_nextn_predict_layers)
+        return numbered(
+            LayerSpec(owner=kind != SLIDING, selection=i if kind == CSA else None, **stored[kind])
+            for i, kind in enumerate(kinds)
+        )
 
     def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers.
@@ -240,7 +211,8 @@ class DSV4Config:
                 fields that decide layout have no default), has two spellings that disagree or an impossible value, or
                 `mtp` is given for a model without the block.
         """
-        fields = read_fields(source if isinstance(source, dict) else read_json(Path(source)), mtp=mtp)
+        content = source if isinstance(source, dict) else config_json.read_json(Path(source))
+        fields = config_json.read_fields(content, mtp=mtp)
         scaling = fields.pop("rope_scaling")
         return cls(**fields, rope_scaling=None if scaling is None else RopeScaling(**scaling))
 

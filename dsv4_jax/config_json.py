@@ -73,10 +73,6 @@ def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> 
     return tuple(values)
 
 
-def _token_ids(values: list[Any]) -> tuple[int, ...]:
-    return tuple(check_integer("eos_token_id", token, least=0) for token in values)
-
-
 def _object(name: str, value: Any) -> dict[str, Any]:
     check(isinstance(value, dict), f"{name} is {value!r}; it must be an object.")
     return value
@@ -111,6 +107,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     integers: dict[str, Any] = {name: check_integer(name, raw[name]) for name in INTEGERS}
     reals: dict[str, Any] = {name: check_real(name, raw[name]) for name in REALS}
     bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return dict(
         **integers,
         **reals,
@@ -120,7 +117,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         compress_rate_csa=CSA_RATE,
         num_nextn_predict_layers=_draft_layers(raw) if mtp else 0,
         bos_token_id=None if bos is None else check_integer("bos_token_id", bos, least=0),
-        eos_token_id=() if eos is None else _token_ids(eos if isinstance(eos, list) else [eos]),
+        eos_token_id=tuple(check_integer("eos_token_id", token, least=0) for token in ends),
     )
 
 

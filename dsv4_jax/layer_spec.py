@@ -1,6 +1,8 @@
 """The spec of a layer: its pools in the cache and the entries that it reads, as data."""
 
+import collections
 import dataclasses
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +25,8 @@ class LayerSpec:
         visible entries.
     """
 
-    layer: int
-    ring: int
+    layer: int = 0
+    ring: int = 0
     compress_rate: int = 0
     overlap: bool = False
     group: str | None = None
@@ -38,3 +40,14 @@ class LayerSpec:
     def selects(self) -> bool:
         """Whether the layer scores keys and selects entries itself."""
         return self.selection == self.layer
+
+
+def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Returns specs with their places in the model: `layer`, `ring`, and `index` where a layer stores entries."""
+    stored: collections.Counter[str | None] = collections.Counter()
+    placed = []
+    for layer, spec in enumerate(specs):
+        index = stored[spec.group] if spec.owner else spec.index
+        stored[spec.group] += spec.owner
+        placed.append(dataclasses.replace(spec, layer=layer, ring=layer, index=index))
+    return tuple(placed)

@@ -5,7 +5,6 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -102,7 +101,8 @@ def load_checkpoint(
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
     values, bad, staging = {}, [], Staging()
-    for weight in _with_bar(table) if progress else table:
+    bar = track(table, "Loading weights", console=Console(stderr=True), transient=True, disable=not progress)
+    for weight in bar:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
         try:
@@ -127,10 +127,6 @@ def load_checkpoint(
     if fused:
         fuse_in_place(model)
     return model
-
-
-def _with_bar(table: list[Weight]) -> Iterable[Weight]:
-    return track(table, "Loading weights", console=Console(stderr=True), transient=True)
 
 
 def _dotted(key: tuple[object, ...]) -> str:

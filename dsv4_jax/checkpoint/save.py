@@ -57,7 +57,7 @@ def save_release(
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path](), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
-    bar = track(table, "Saving weights", console=Console(stderr=True)) if progress else table
+    bar = track(table, "Saving weights", console=Console(stderr=True), disable=not progress)
     write_release(model.config, folder, _tensors(bar, parameters), shard_bytes=shard_bytes)
 
 

@@ -6,7 +6,6 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mesh import check_mesh
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
@@ -28,16 +27,15 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
         shards fused maps.
     """
     check_mesh(mesh)
-    for path, fused in nnx.iter_modules(module):
-        if isinstance(fused, FusedLinear) and fused.is_sharded:
-            where = ".".join(map(str, path))
-            raise ValueError(f"{where} fuses maps that the mesh shards: shard the model before fusing its projections")
     graph, state = nnx.split(module)
 
     def place(path, parameter):
-        value, where = parameter.get_value(), parameter_sharding(parameter, mesh, expert_parallel)
+        name, value = ".".join(map(str, path)), parameter.get_value()
+        if "fused" in parameter.get_metadata().get("axes", ()):
+            raise ValueError(f"{name} fuses maps that the mesh shards: shard the model before fusing its projections")
+        where = parameter_sharding(parameter, mesh, expert_parallel)
         if isinstance(value, QuantizedWeight):
-            check_blocks(".".join(map(str, path)), value.shape, value.kind, where)
+            check_blocks(name, value.shape, value.kind, where)
         return parameter.replace(jax.tree.map(lambda _: where, value))
 
     return nnx.merge(graph, nnx.map_state(place, state))

@@ -1,13 +1,18 @@
-"""RMS norm and RoPE of queries and key-value rows."""
+"""RMS norm and RoPE of queries and key-value rows, alone or fused with the quantized append of the rows."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.arguments import check_dtype
+from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope
-from dsv4_jax.quant import round_to
-from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel
+from dsv4_jax.ops.views import SWAView
+from dsv4_jax.quant import Rows, round_to
+from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
 def norm_rope(
@@ -40,6 +45,36 @@ def norm_rope(
     return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=norm_rope_kernel, eps=eps)
 
 
+def norm_rope_append(
+    view: SWAView,
+    q: Float[Array, "T H D"],
+    kv: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    inv_freq: Float[Array, "P"],
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H D"], SWAView]:
+    """Fuses `norm_rope` and the `append_swa` of its key-value rows: one launch, and rows are written once.
+
+    Every implementation stores the bytes that its `norm_rope` and `append_swa` store.
+
+    Args:
+      view, slots, positions: as in `append_swa`; negative positions rotate like 0.
+      q, kv, weight, inv_freq, eps: as in `norm_rope`.
+      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (what both ops' kernels take).
+
+    Returns:
+      (queries in their dtype, the view with updated rows).
+    """
+    check_dtype("kv", kv, "bfloat16", "float32")
+    args = view, q, kv, weight, slots, positions, inv_freq
+    functions = dict(xla=_norm_rope_append_xla, kernel=_norm_rope_append_kernel)
+    return dispatch("norm_rope_append", implementation, *args, **functions, eps=eps)
+
+
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
     """`x / sqrt(mean(x**2) + eps)` over the last axis; float32 in and out."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -49,3 +84,15 @@ def _norm_rope_xla(q, kv, weight, positions, inv_freq, *, eps):
     normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype)
     row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
     return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
+
+
+def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, eps):
+    at = jnp.maximum(positions, 0)
+    q, kv = norm_rope(q, kv, weight, at, inv_freq, eps=eps, implementation="xla")
+    return q, append_swa(view, kv, slots, positions, implementation="xla")
+
+
+def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
+    arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
+    q, *pools = norm_rope_append_kernel(*arrays, eps=eps, interpret=interpret)
+    return q, dataclasses.replace(view, rows=Rows(*pools))

@@ -37,9 +37,6 @@ def flush(
 
     Returns:
       The updated (state_kv, state_gate, pools) of each compressor.
-
-    Raises:
-      NotImplementedError: a shape, dtype or layout is not supported, see `CompressorOperands`.
     """
     for c in compressors:
         c.check()
@@ -57,7 +54,7 @@ def flush(
     else:
         short_windows.store_entries(compressors, refs, call, with_states)
     if not with_states:
-        states.store_states(compressors, refs, call)
+        states.store_state_rows(compressors, refs, call)
     return [
         (
             jax.freeze(ref.state_kv).reshape(c.state_kv.shape),

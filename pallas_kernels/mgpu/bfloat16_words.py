@@ -28,11 +28,6 @@ def store_four(pointer: Any, four: Sequence[U32]) -> None:
     mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *(word.value for word in four))
 
 
-def store_shared(address: U32, four: Sequence[U32]) -> None:
-    """Stores 16 bytes to shared memory."""
-    thread_ops.ptx_effect("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *four)
-
-
 def unpack(word: U32) -> list[Any]:
     """Returns a word's two bfloat16 as MLIR float32."""
     return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
@@ -55,14 +50,11 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 
 
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32]) -> list[Any]:
-    """Returns acc [16, 8] float32 + a [16, 16] @ b [16, 8], of bfloat16, as the fragments of one lane.
+    """Returns acc [16, 8] float32 + a [16, 16] @ b [16, 8], of bfloat16, as the fragments of lane 4 * i + j.
 
-    Which four of the 16 terms a lane holds does not matter, as long as a and b agree.
-
-    Args:
-      acc: the four values of lane 4 * i + j: columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
-      a: four words of two terms each: the first two terms of row i and of row i + 8, then the last two terms.
-      b: two words: the same four terms of column i.
+    acc has columns 2 * j and 2 * j + 1 of row i, then of row i + 8. The four words of a have the first two of four
+    terms of row i and of row i + 8, then the last two; those of b have the same four terms of column i. Which four of
+    the 16 terms a lane holds does not matter.
     """
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

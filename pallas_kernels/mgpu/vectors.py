@@ -42,12 +42,9 @@ def channels(size: int) -> jax.Array:
 
 @primitive
 def exchange(x: jax.Array, distance: int, scratch) -> jax.Array:
-    """Returns at every channel c the value of channel `c ^ distance`.
+    """Returns at every channel c of x, [size] of a 32-bit type, the value of channel `c ^ distance`, a power of two.
 
-    Args:
-      x: [size] of a 32-bit type.
-      distance: a power of two below size.
-      scratch: [size] float32 in shared memory, for this warpgroup alone; used for distances of size / 4 or more.
+    `scratch`, [size] float32 in shared memory for this warpgroup alone, is used for distances of size / 4 or more.
     """
     return x[lax.iota(jnp.int32, x.shape[0]) ^ distance]
 
@@ -78,12 +75,7 @@ def _exchange_mosaic(x, distance, scratch):
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
     """Reduces blocks of 2 * first / last strided channels of x; every channel of a block gets the result.
 
-    Args:
-      combine: a function of two arrays, such as `jnp.maximum`.
-      x: [size] of a 32-bit type.
-      first: the largest distance of an exchange, a power of two.
-      last: the smallest distance, a power of two.
-      scratch: as in `exchange`.
+    Exchanges at the distances first, first / 2, ... last are combined by a function such as `jnp.maximum`.
     """
     distance = first
     while distance >= last:
@@ -133,13 +125,9 @@ def _(ref, size):
 
 @primitive
 def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> None:
-    """Stores `ref[i] = x[j]` where `channel[j] == every * i`.
+    """Stores `ref[i] = x[j]` where `channel[j] == every * i`, in global memory.
 
-    Args:
-      ref: [n] in global memory.
-      x: [size].
-      channel: [size] int32, consecutive numbers, the first a multiple of 64.
-      every: stride of the stored channels.
+    `channel` [size] int32 are consecutive numbers, the first a multiple of 64.
     """
     n = ref.shape[0]
     for at in range(0, x.shape[0], SLICE):
@@ -191,6 +179,20 @@ def _():
         return [arith.andi(number, mlir.i32(THREADS - 1))]
 
     return inline(emit, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
+
+
+@primitive
+def opaque(x: jax.Array) -> jax.Array:
+    """Returns an int32 scalar unchanged, whose origin the compiler cannot see.
+
+    So it keeps nothing that is computed from it within a loop in registers across the loop.
+    """
+    return x
+
+
+@opaque.mosaic
+def _(x):
+    return inline(lambda x: mlir.ptx("mov.b32 $0, $1;", mlir.scalar(x), results=mlir.int_type()), x, returns=x)
 
 
 @primitive

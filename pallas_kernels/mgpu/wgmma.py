@@ -30,23 +30,18 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
-@primitive
 def multiply_add(acc: jax.Array, a, b) -> jax.Array:
     """Returns acc + a @ b, [64, columns] float32, of bfloat16; b is in shared memory, a there or in registers."""
-    # The interpreter has no product with a start value and none of an operand in registers.
-    return acc + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
-
-
-@multiply_add.mosaic
-def _(acc, a, b):
-    multiply: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
-    return multiply(plgpu.ACC.init(acc))
+    return multiply_add_all((acc,), a, (b,))[0]
 
 
 @primitive
 def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
     """Returns `multiply_add` of one left operand and several right ones; waits once for all products."""
-    return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
+    # The interpreter has no product with a start value and none of an operand in registers.
+    left = a[...].astype(jnp.float32)
+    products = [jnp.dot(left, b[...].astype(jnp.float32), precision="highest") for b in bs]
+    return tuple(acc + product for acc, product in zip(accs, products, strict=True))
 
 
 @multiply_add_all.mosaic
@@ -68,9 +63,8 @@ def put(inbox, values: jax.Array) -> None:
 @put.mosaic
 def _(inbox, values):
     def emit(inbox, values):
-        start = _own_pairs(inbox)
-        for i, pair in enumerate(values.registers.flat):
-            llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
+        for pair, there in _own_pairs(inbox, values):
+            llvm.store(pair, there, alignment=8)
 
     mlir.inline(emit, inbox, values, layout=_layout)
 
@@ -79,7 +73,7 @@ def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
     """Writes values to the `inbox` of another block, an int32 scalar, whose transaction barrier counts the bytes."""
 
     def emit(inbox, values, block, barrier):
-        pointers = _own_pairs(inbox), mlir.shared_pointer(barrier)
+        pointers = _own_place(inbox), mlir.shared_pointer(barrier)
         addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
         start, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
         for i, pair in enumerate(values.registers.flat):
@@ -98,9 +92,7 @@ def add(values: jax.Array, inbox) -> jax.Array:
 @add.mosaic
 def _(values, inbox):
     def emit(values, inbox):
-        start = _own_pairs(inbox)
-        for i, pair in enumerate(values.registers.flat):
-            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+        for pair, there in _own_pairs(inbox, values):
             yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
 
     return mlir.inline(emit, values, inbox, layout=_layout, returns=values)
@@ -138,9 +130,7 @@ def add_to(inbox, values: jax.Array) -> None:
 @add_to.mosaic
 def _(inbox, values):
     def emit(inbox, values):
-        start = _own_pairs(inbox)
-        for i, pair in enumerate(values.registers.flat):
-            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+        for pair, there in _own_pairs(inbox, values):
             llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
 
     mlir.inline(emit, inbox, values, layout=_layout)
@@ -148,12 +138,9 @@ def _(inbox, values):
 
 @primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
-    """Writes values [rows, columns] float32 to global memory.
+    """Writes values [rows, columns] float32 to a float32 reference of that shape in global memory.
 
-    Args:
-      ref: [rows, columns] float32; if transposed, [n, rows] float32 or bfloat16, for the first n columns.
-      values: the values, rounded to `ref`'s dtype.
-      transposed: whether `ref` is transposed.
+    A transposed one [n, rows], float32 or bfloat16, takes the first n columns, rounded.
     """
     ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
@@ -190,6 +177,13 @@ def _store_mosaic(ref, values, *, transposed=False):
     mlir.inline(emit, ref, values, layout=_layout)
 
 
-def _own_pairs(ref):
+def _own_pairs(inbox, values):
+    """Yields this thread's registers of two values, and the place of each in an inbox."""
+    start = _own_place(inbox)
+    for i, pair in enumerate(values.registers.flat):
+        yield pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+
+
+def _own_place(inbox):
     """Returns the address of this thread's first pair; the others follow every 8 * THREADS bytes."""
-    return mlir.at(mlir.shared_pointer(ref), arith.muli(mlir.thread(), mlir.i32(8)))
+    return mlir.at(mlir.shared_pointer(inbox), arith.muli(mlir.thread(), mlir.i32(8)))

@@ -100,8 +100,8 @@ def test_logits_are_float32_products_with_the_head(model, draw):
 def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, param_dtype):
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, dtype, param_dtype=param_dtype))
     layer = model.model.layers[1]
-    parts = model.model.embed_tokens.weight, model.lm_head.weight, layer.self_attn.q_a_proj.weight
-    for weight in (*parts, layer.mlp.experts.down_proj, layer.mlp.shared_experts.up_proj.weight):
+    parts = model.model.embed_tokens.weight, model.lm_head.weight, layer.self_attn.input_projections.weights["q_a_proj"]
+    for weight in (*parts, layer.mlp.experts.down_proj, layer.mlp.shared_experts.gate_up_proj.weights["up_proj"]):
         assert weight.dtype == param_dtype
     assert layer.input_layernorm.weight.dtype == jnp.float32
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32, dtype=dtype)
