@@ -47,10 +47,11 @@ def launch(program: Callable[..., Any], model: Any, cache: Any, batch: Any, *arg
       RuntimeError: the cache was donated before.
       ValueError: the cache has not run the batches before this one, or a later one; nothing was changed.
     """
-    if isinstance(model, KVCache | Batch) or isinstance(cache, Batch) or not isinstance(batch, Batch):
+    is_cache = isinstance(cache, KVCache)  # a model may have a cache of its own
+    if isinstance(model, KVCache | Batch) or isinstance(cache, Batch) or (is_cache and not isinstance(batch, Batch)):
         kinds = ", ".join(type(x).__name__ for x in (model, cache, batch))
         raise TypeError(f"a step takes (model, cache, batch) in this order, got ({kinds})")
-    if not isinstance(cache, KVCache):  # a model may have a cache of its own
+    if not is_cache:
         return program(model, cache, batch, *args, **options)
     check_not_donated(cache)
     check_order(cache, batch)

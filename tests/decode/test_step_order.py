@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.decode import decode_loop, decode_step, forward, sample_step
+from dsv4_jax.decode import CompiledModel, decode_loop, decode_step, forward, program_store, sample_step
+from dsv4_jax.decode.program_store import FOLDER
 from dsv4_jax.decode.step import last_logits
 from dsv4_jax.host import PrefixCache, offload, resume, step_order
 from tests.decode.bigram import MODEL
@@ -189,6 +190,18 @@ def test_programs_stay_as_they_are():
     gc.collect()
     assert len(step_order._caches._records) == known
     assert not any(ref() is None for ref, _ in step_order._batches._records.values())
+
+
+def test_kept_programs_are_checked_too(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "programs"))
+    monkeypatch.setattr(program_store, "_KNOWN", program_store._KNOWN | {"tests"})
+    manager, model = make(), CompiledModel(MODEL)
+    slot, cache = manager.admit(), manager.init_cache()
+    dropped, batch = (manager.prepare_forward({slot: [4]}) for _ in range(2))
+    with pytest.raises(ValueError, match="has not run"):
+        model.decode_step(cache, batch)
+    _, cache = model.decode_step(cache, dropped)
+    assert model.decode_step(cache, batch)[1].lengths[slot] == 2
 
 
 def test_arguments_in_another_order_and_a_donated_cache():
