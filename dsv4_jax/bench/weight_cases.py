@@ -1,18 +1,17 @@
 """The cases of `dsv4-jax bench ops linear`, `experts`, `hyper_connections` and `router`: the ops that read weights."""
 
-import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, close, int32, layer_count, normal, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn.attention import Attention
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
 
@@ -35,8 +34,7 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     """The matrix products of an attention layer of each group, those with the same input fused; two of them in FP8."""
     config, maps, shapes = _config(schema, small), {}, {}
     for name, group in schema.groups.items():
-        make = functools.partial(Attention, config, group.layers[0], param_dtype=jnp.bfloat16)
-        attention = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
+        attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
             dtypes = tuple(dtype or jnp.bfloat16 for dtype in fused.out_dtypes)
             shape = sum(fused.output_sizes), fused.weights[fused.names[0]].shape[1]

@@ -8,7 +8,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 from dsv4_jax.config import DSV4Config
@@ -142,6 +142,14 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
         shown = ", ".join(sorted(names)[:3]) or "none at all"
         raise ValueError(f"these are not DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")
     return best
+
+
+def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
+    """Yields the weights of a model whose head, if no tensor in `names` is it, is a copy of the embedding."""
+    (embedding,) = (weight.sources for weight in table if weight.path == "model.embed_tokens.weight")
+    for weight in table:
+        absent = weight.path == "lm_head.weight" and weight.sources[0] not in names
+        yield dataclasses.replace(weight, sources=embedding) if absent else weight
 
 
 def is_draft(name: str) -> bool:

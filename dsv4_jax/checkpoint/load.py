@@ -24,6 +24,7 @@ from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
@@ -83,7 +84,7 @@ def load_checkpoint(
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)
     param_dtype = None if stay else weights
-    abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype))
+    abstract = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     stored = read_checkpoint(path)
     if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
@@ -95,6 +96,8 @@ def load_checkpoint(
     graph, state = nnx.split(abstract)
     parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
     table = list(keys.weights(config, keys.detect_naming(config, stored)))
+    if config.tie_word_embeddings:
+        table = list(keys.tied(table, stored))
     shapes = {key: parameter.shape for key, parameter in parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}

@@ -28,8 +28,8 @@ class StepCarry:
       activations: None, or {"attn_in_L", "attn_out_L": [T, hidden] input and output of layer L's attention}.
     """
 
-    selections: dict[int, Any] = dataclasses.field(default_factory=dict)
-    activations: dict[str, Any] | None = None
+    selections: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
+    activations: dict[str, Float[Array, "T D"]] | None = None
 
     def with_selection(self, layer: int, indices: Int[Array, "T k"]) -> "StepCarry":
         """Returns the carry with a layer's selection added."""

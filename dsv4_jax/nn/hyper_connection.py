@@ -6,7 +6,6 @@ maths is float32. What follows a block and what comes before the next are one op
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 from flax import nnx
@@ -29,9 +28,9 @@ class ResidualStreams:
       mixing: [T, (2 + hc_mult) * hc_mult] float32, how y and the streams mix, see `ops.hyper_connections`.
     """
 
-    streams: Any
-    y: Any = None
-    mixing: Any = None
+    streams: Float[Array, "T h D"]
+    y: Float[Array, "T D"] | None = None
+    mixing: Float[Array, "T M"] | None = None
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """Returns the residual with the block's output y [T, hidden], to be merged later."""
@@ -40,7 +39,7 @@ class ResidualStreams:
     @jax.named_scope("hyper_connections")
     def merged(self) -> Float[Array, "T h D"]:
         """Returns the streams [T, hc_mult, hidden] with the last block's output merged."""
-        if self.y is None:
+        if self.y is None or self.mixing is None:
             return self.streams
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 

@@ -17,6 +17,16 @@ from dsv4_jax.quant import round_to
 Axes = tuple[str | None, ...]
 
 
+class AbstractRngs(nnx.Rngs):
+    """Makes parameters `jax.ShapeDtypeStruct`s, without the time that `nnx.eval_shape` takes to trace."""
+
+    def __init__(self):
+        """Makes no random streams."""
+
+
+ABSTRACT = AbstractRngs()
+
+
 def normal(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
@@ -30,6 +40,8 @@ def normal(
 
     `axes` names its logical axes, which `parallel.axis_rules` shards over a mesh; unnamed axes are replicated.
     """
+    if rngs is ABSTRACT:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes=axes)
     return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 

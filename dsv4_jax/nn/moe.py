@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import Linear, normal
+from dsv4_jax.nn.layers import ABSTRACT, Linear, normal
 from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.ops.linear import Matrix
 from dsv4_jax.quant import round_to
@@ -33,7 +33,9 @@ class Router(nnx.Module):
         self.config, self.hashed = config, hashed
         experts, chosen = config.n_routed_experts, config.num_experts_per_tok
         self.weight = normal(rngs, (experts, config.hidden_size))
-        if hashed:
+        if hashed and rngs is ABSTRACT:
+            self.tid2eid = HashTable(jax.ShapeDtypeStruct((config.vocab_size, chosen), jnp.int32))
+        elif hashed:
             first = jax.random.randint(rngs.params(), (config.vocab_size, 1), 0, experts, jnp.int32)
             self.tid2eid = HashTable((first + jnp.arange(chosen, dtype=jnp.int32)[None, :]) % experts)
         else:

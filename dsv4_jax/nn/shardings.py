@@ -1,7 +1,5 @@
 """Shardings of a module's parameters on a mesh."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -41,7 +39,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
     return nnx.merge(graph, nnx.map_state(place, state))
 
 
-def parameter_sharding(parameter: Any, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
+def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
     """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())
     return named_sharding([axis if axis != "experts" or expert_parallel else None for axis in axes], mesh)

@@ -19,7 +19,7 @@ _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("m
 
 
 def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
-    """Returns the sum of x over the "model" axis: in float32, rounded once, with the same bits on all devices.
+    """Returns the sum of x over the "model" axis: in float32, rounded once to x's dtype, the same bits on all devices.
 
     Outside of `jax.shard_map` over a mesh with that axis it returns x.
 
@@ -27,9 +27,6 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
       x: [...] of each device, any floating dtype.
       implementation: None, "xla" (`jax.lax.psum`) or "mosaic_gpu", which adds up in the order of the devices (up to
         524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`).
-
-    Returns:
-      [...] in x's dtype.
     """
     if not _is_sharded():
         return x

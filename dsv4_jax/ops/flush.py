@@ -85,7 +85,7 @@ def flush(
     max_query_tokens: int | None = None,
     implementation: str | None = None,
 ) -> list[tuple[StateView, ClassicalView | IndexerView]]:
-    """Feeds tokens to compressors and stores the entries of the windows that they close.
+    """Feeds tokens to compressors and stores the entries of the windows that they close; returns the updated views.
 
     A token closes a window if `(position + 1) % rate == 0`. A softmax over the window's rows, per channel and in
     float32, pools them to one vector. It is rounded to `dtype`, RMS-normed, rotated at the window's first position,
@@ -100,9 +100,6 @@ def flush(
       dtype: the model's dtype, to which pooled, normed and rotated vectors are rounded.
       max_query_tokens: maximum number of tokens per request, or None. It saves a launch and changes no byte.
       implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret".
-
-    Returns:
-      The updated views (state, pool) of each compressor.
     """
     for _, _, kv, gate, _ in compressors:
         _check_inputs(kv, gate)
@@ -123,14 +120,12 @@ def pool_windows(
 ) -> tuple[ClosedWindows, StateView]:
     """Runs the first half of `flush`: pools and norms the windows that close, and stores the tokens' state rows.
 
-    If the state has no arrays, a window is a single token: nothing is pooled or stored, and no gate is needed.
+    Returns the windows, at most `T // rate` and one more per slot, and the updated state. If the state has no arrays, a
+    window is a single token: nothing is pooled or stored, and no gate is needed.
 
     Args:
       state, kv, gate, weights: as in `CompressorInputs`.
       slots, positions, dtype: as in `flush`.
-
-    Returns:
-      The closed windows, at most `T // rate` and one more per slot, and the updated state.
     """
     _check_inputs(kv, gate)
     rate = state.compress_rate

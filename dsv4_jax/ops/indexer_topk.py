@@ -26,9 +26,6 @@ def indexer_topk(
 
     Returns:
       [T, k] int32 indices; -1 at the end of rows with fewer than k selectable scores.
-
-    Raises:
-      NotImplementedError: the named implementation does not take the device or the arguments.
     """
     return dispatch("indexer_topk", implementation, scores, lengths, xla=_indexer_topk_xla, kernel=kernel, k=k)
 

@@ -63,7 +63,7 @@ def linear(
 def linear_swiglu(
     x: Float[Array, "... k"], gate_up: Matrix, limit: float, *, implementation: str | None = None
 ) -> Float[Array, "... n"]:
-    """Computes the SwiGLU of the two halves of `x @ gate_up.T`, which are rounded first.
+    """Computes the SwiGLU of the two halves of `x @ gate_up.T`, all rounded to the dtype of x.
 
     The gradient is that of "xla", whichever implementation computes the values.
 
@@ -72,9 +72,6 @@ def linear_swiglu(
       gate_up: [2 * n, k] matrix or a `QuantizedWeight` of that shape; the first n rows are the gate's.
       limit: bound on the gate's and the up projection's values, see `ops.swiglu`.
       implementation: as in `linear`.
-
-    Returns:
-      [..., n] in x's dtype: `swiglu(gate, up, limit)`, rounded.
 
     Raises:
       ValueError: the weight has an odd number of rows, or not as many columns as `x` has channels.

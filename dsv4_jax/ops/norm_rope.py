@@ -27,7 +27,8 @@ def norm_rope(
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
     """Normalizes and rotates the queries, head by head and without a weight, and the key-value rows (dsv4.md 2).
 
-    Results are rounded to their dtypes after the norm and after the rotation. The gradient is always that of "xla".
+    Results (q, kv) are rounded to their dtypes after the norm and after the rotation. Implementations add in different
+    orders and differ by a unit in the last place. The gradient is always that of "xla".
 
     Args:
       q: [T, H, D] queries.
@@ -37,9 +38,6 @@ def norm_rope(
       inv_freq: [P] radians per token; the last 2 * P channels are rotated.
       eps: added to the mean square.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, D = 512).
-
-    Returns:
-      (q, kv) in their dtypes. Implementations add in different orders and differ by a unit in the last place.
     """
     args = q, kv, weight, positions, inv_freq
     return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=norm_rope_kernel, eps=eps)
@@ -59,15 +57,13 @@ def norm_rope_append(
 ) -> tuple[Float[Array, "T H D"], SWAView]:
     """Fuses `norm_rope` and the `append_swa` of its key-value rows: one launch, and rows are written once.
 
-    Every implementation stores the bytes that its `norm_rope` and `append_swa` store.
+    Every implementation stores the bytes that its `norm_rope` and `append_swa` store. Returns the queries, in their
+    dtype, and the view with updated rows.
 
     Args:
       view, slots, positions: as in `append_swa`; negative positions rotate like 0.
       q, kv, weight, inv_freq, eps: as in `norm_rope`.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (what both ops' kernels take).
-
-    Returns:
-      (queries in their dtype, the view with updated rows).
     """
     check_dtype("kv", kv, "bfloat16", "float32")
     args = view, q, kv, weight, slots, positions, inv_freq

@@ -41,17 +41,9 @@ def to_flashmla_pages(rows: Rows) -> UInt8[Array, "blocks page_bytes"]:
 
 
 def from_flashmla_pages(pages: UInt8[Array, "blocks page_bytes"], entries: int) -> Rows:
-    """Reads FlashMLA pages back into "v4" rows; the undefined eighth scale byte becomes 0.
+    """Reads FlashMLA pages of so many rows back into "v4" rows; the undefined eighth scale byte becomes 0.
 
-    Args:
-      pages: [blocks, flashmla_page_bytes(entries)] uint8.
-      entries: number of rows in a page.
-
-    Returns:
-      Rows as `to_flashmla_pages` takes them.
-
-    Raises:
-      ValueError: the pages are not as long as `entries` rows need.
+    Raises ValueError if the pages [blocks, bytes] uint8 are not `flashmla_page_bytes(entries)` long.
     """
     blocks, page_bytes = pages.shape
     if entries < 1 or page_bytes != flashmla_page_bytes(entries):

@@ -27,6 +27,8 @@ def flush(
 ) -> list[tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]]:
     """Feeds tokens to compressors and stores the entries of the windows that they close, in place.
 
+    Returns the updated (state_kv, state_gate, pools) of each.
+
     Args:
       compressors: one compressor, or several with windows of at most 16 rows, which share a launch.
       slots: [T] int32, -1 = padding. The tokens of a slot are adjacent and in order.
@@ -34,9 +36,6 @@ def flush(
       max_query_tokens: maximum number of tokens per slot, or None. If a ring has room for them, one launch is enough.
       config: tuning choices, or None for the measured ones.
       interpret: whether to run on the CPU, interpreted, with race detection.
-
-    Returns:
-      The updated (state_kv, state_gate, pools) of each compressor.
     """
     for c in compressors:
         c.check()

@@ -61,17 +61,13 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
 
     @multiply.mosaic
     def multiply_mosaic(x, y):
-        factors = [] if isinstance(y, float) else [y]
-
         def emit(x, *factors):
             left = mlir.values(x)
-            right = mlir.values(*factors) if factors else [mlir.f32(y)] * len(left)
-            return [
-                mlir.ptx("mul.rn.f32 $0, $1, $2;", *pair, results=mlir.f32_type(), pure=True)
-                for pair in zip(left, right, strict=True)
-            ]
+            pairs = zip(left, mlir.values(*factors) if factors else [mlir.f32(y)] * len(left), strict=True)
+            code, kind = "mul.rn.f32 $0, $1, $2;", mlir.f32_type()
+            return [mlir.ptx(code, *pair, results=kind, pure=True) for pair in pairs]
 
-        return mlir.inline(emit, x, *factors, layout=layout, returns=x)
+        return mlir.inline(emit, x, *([] if isinstance(y, float) else [y]), layout=layout, returns=x)
 
     return multiply
 

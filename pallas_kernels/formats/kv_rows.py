@@ -122,22 +122,19 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
             ref[rows[i]] = flat[i] if len(ref.shape) == 2 else flat[i, 0]
 
 
-@store_rows.mosaic
-def _store_rows_mosaic(ref, rows, values, *, first_group=0):
-    def emit(ref, rows, values):
-        for at, row, group, lane in _positions(values.layout, values.shape, rows):
-            inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
-            if len(values.shape) == 3:
-                # Compares unsigned numbers: groups before the first lie past the end.
-                group = arith.subi(group, mlir.index(first_group))
-                in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
-                inside = arith.andi(inside, in_pool)
-            with mgpu.utils.when(inside):
-                bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
-                value = vector.bitcast(bits, values.registers[at])
-                llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
-
-    mlir.inline(emit, ref, rows, values, layout=_layout)
+@mlir.emits(store_rows, layout=_layout)
+def _emit_store_rows(ref, rows, values, *, first_group=0):
+    for at, row, group, lane in _positions(values.layout, values.shape, rows):
+        inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
+        if len(values.shape) == 3:
+            # Compares unsigned numbers: groups before the first lie past the end.
+            group = arith.subi(group, mlir.index(first_group))
+            in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
+            inside = arith.andi(inside, in_pool)
+        with mgpu.utils.when(inside):
+            bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
+            value = vector.bitcast(bits, values.registers[at])
+            llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
 
 
 def _positions(layout, shape, rows):

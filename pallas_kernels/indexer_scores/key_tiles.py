@@ -28,8 +28,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.layouts import KeyLayout, check_pools
 from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
 

@@ -16,9 +16,8 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from pallas_kernels.formats.exact_math import product, round_bfloat16
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 from pallas_kernels.mgpu import mlir, thread_ops
-from pallas_kernels.mgpu.bfloat16_words import pack, unpack
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value, halves, multiply, pack, unpack
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_value, halves, multiply
 from pallas_kernels.runtime.launch import primitive
 
 

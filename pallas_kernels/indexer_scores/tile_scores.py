@@ -12,8 +12,8 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, NEAR, PER_WARP, TOP, WARP_KEYS, transforms
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.runtime.launch import primitive
 
 

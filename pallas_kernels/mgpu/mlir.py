@@ -68,14 +68,15 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
         its arguments that are tuples are arguments of the code.
       layouts: layouts of the code's first arguments, None for the default.
       layout: as in `inline`.
-      returns: as in `inline`.
+      returns: as in `inline`, or a function of the primitive's arguments.
     """
 
     def register(emit):
         def run(*args, **static):
             flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
             pairs = [x if kind is None else (x, kind) for x, kind in itertools.zip_longest(flat, layouts)]
-            return inline(functools.partial(emit, **static), *pairs, layout=layout, returns=returns)
+            kinds = returns(*args, **static) if callable(returns) else returns
+            return inline(functools.partial(emit, **static), *pairs, layout=layout, returns=kinds)
 
         primitive.mosaic(run)
         return emit

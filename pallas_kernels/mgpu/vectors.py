@@ -27,7 +27,12 @@ def layout(size: int):
     return plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS)
 
 
-inline = functools.partial(mlir.inline, layout=lambda shape: layout(*shape))
+def _layout(shape):
+    return layout(*shape)
+
+
+inline = functools.partial(mlir.inline, layout=_layout)
+emits = functools.partial(mlir.emits, layout=_layout)
 
 
 def load(ref) -> jax.Array:
@@ -90,20 +95,17 @@ def take(ref, index: jax.Array) -> jax.Array:
     return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
 
 
-@take.mosaic
-def _take_mosaic(ref, index):
-    def emit(ref, index):
-        element = ref.type.element_type
+@emits(take, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
+def _emit_take(ref, index):
+    element = ref.type.element_type
 
-        def one(at):
-            inside = arith.cmpi(arith.CmpIPredicate.sge, at, mlir.i32(0))
-            safe = mlir.to_i64(arith.select(inside, at, mlir.i32(0)))
-            value = llvm.load(element, mlir.at(mlir.global_pointer(ref), safe, element))
-            return arith.select(inside, value, mlir.constant(0, element))
+    def one(at):
+        inside = arith.cmpi(arith.CmpIPredicate.sge, at, mlir.i32(0))
+        safe = mlir.to_i64(arith.select(inside, at, mlir.i32(0)))
+        value = llvm.load(element, mlir.at(mlir.global_pointer(ref), safe, element))
+        return arith.select(inside, value, mlir.constant(0, element))
 
-        return [one(at) for at in mlir.values(index)]
-
-    return inline(emit, ref, index, returns=jax.ShapeDtypeStruct(index.shape, ref.dtype))
+    return [one(at) for at in mlir.values(index)]
 
 
 @primitive
@@ -139,28 +141,24 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
             ref[pl.ds(first // every, values.shape[0])] = values
 
 
-@store_channels.mosaic
-def _store_channels_mosaic(ref, x, channel, *, every=1):
-    end = ref.shape[0] * every
-
-    def emit(ref, x, channel):
-        (register,), numbers = x.registers, mlir.values(channel)
-        held, bits = x.layout.vec_size, mgpu.utils.bitwidth(x.mlir_dtype)
-        register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
-        width = held if every == 1 else 1
-        for i in range(0, held, max(width, min(every, held))):
-            # Compares unsigned numbers: negative channels lie past the end.
-            inside = arith.cmpi(arith.CmpIPredicate.ult, numbers[i], mlir.i32(end))
-            if every > held:
-                phase = arith.remui(numbers[i], mlir.i32(every))
-                inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, phase, mlir.i32(0)))
-            with mgpu.utils.when(inside):
-                value = register if width == held else vector.extract(register, [], [i])
-                at = mlir.to_i64(arith.divui(numbers[i], mlir.i32(every)))
-                pointer = mlir.at(mlir.global_pointer(ref), at, mlir.int_type(bits))
-                llvm.store(value, pointer, alignment=width * bits // 8)
-
-    inline(emit, ref, x, channel)
+@emits(store_channels)
+def _emit_store_channels(ref, x, channel, *, every=1):
+    end = ref.type.shape[0] * every
+    (register,), numbers = x.registers, mlir.values(channel)
+    held, bits = x.layout.vec_size, mgpu.utils.bitwidth(x.mlir_dtype)
+    register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
+    width = held if every == 1 else 1
+    for i in range(0, held, max(width, min(every, held))):
+        # Compares unsigned numbers: negative channels lie past the end.
+        inside = arith.cmpi(arith.CmpIPredicate.ult, numbers[i], mlir.i32(end))
+        if every > held:
+            phase = arith.remui(numbers[i], mlir.i32(every))
+            inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, phase, mlir.i32(0)))
+        with mgpu.utils.when(inside):
+            value = register if width == held else vector.extract(register, [], [i])
+            at = mlir.to_i64(arith.divui(numbers[i], mlir.i32(every)))
+            pointer = mlir.at(mlir.global_pointer(ref), at, mlir.int_type(bits))
+            llvm.store(value, pointer, alignment=width * bits // 8)
 
 
 # --- over threads ---
@@ -172,13 +170,10 @@ def thread() -> jax.Array:
     return channels(THREADS)
 
 
-@thread.mosaic
+@emits(thread, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
 def _():
-    def emit():
-        number = mlir.ptx("mov.u32 $0, %tid.x;", results=mlir.int_type(), convergent=False)
-        return [arith.andi(number, mlir.i32(THREADS - 1))]
-
-    return inline(emit, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
+    number = mlir.ptx("mov.u32 $0, %tid.x;", results=mlir.int_type(), convergent=False)
+    return [arith.andi(number, mlir.i32(THREADS - 1))]
 
 
 @primitive

@@ -60,13 +60,10 @@ def put(inbox, values: jax.Array) -> None:
     inbox[...] = values
 
 
-@put.mosaic
+@mlir.emits(put, layout=_layout)
 def _(inbox, values):
-    def emit(inbox, values):
-        for pair, there in _own_pairs(inbox, values):
-            llvm.store(pair, there, alignment=8)
-
-    mlir.inline(emit, inbox, values, layout=_layout)
+    for pair, there in _own_pairs(inbox, values):
+        llvm.store(pair, there, alignment=8)
 
 
 def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
@@ -89,13 +86,10 @@ def add(values: jax.Array, inbox) -> jax.Array:
     return values + inbox[...]
 
 
-@add.mosaic
+@mlir.emits(add, layout=_layout, returns=lambda values, inbox: values)
 def _(values, inbox):
-    def emit(values, inbox):
-        for pair, there in _own_pairs(inbox, values):
-            yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
-
-    return mlir.inline(emit, values, inbox, layout=_layout, returns=values)
+    for pair, there in _own_pairs(inbox, values):
+        yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
 
 
 @primitive
@@ -127,13 +121,10 @@ def add_to(inbox, values: jax.Array) -> None:
     inbox[...] = inbox[...] + values
 
 
-@add_to.mosaic
+@mlir.emits(add_to, layout=_layout)
 def _(inbox, values):
-    def emit(inbox, values):
-        for pair, there in _own_pairs(inbox, values):
-            llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
-
-    mlir.inline(emit, inbox, values, layout=_layout)
+    for pair, there in _own_pairs(inbox, values):
+        llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
 
 
 @primitive
@@ -145,36 +136,33 @@ def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
 
-@store.mosaic
-def _store_mosaic(ref, values, *, transposed=False):
-    def emit(ref, values):
-        kind = ir.MemRefType(ref.type)
-        (stride, _), _ = kind.get_strides_and_offset()
-        size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
-        layout, width = values.layout, values.shape[1]
-        # Bytes from a row to the next, and from a column to the next.
-        down, right = (size, size * stride) if transposed else (size * stride, size)
-        row, first = next(layout.thread_idxs(values.shape))
-        offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
-        start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
-        # The distance between two registers is the same in all threads: a constant, which costs no register.
-        steps = layout.tiling.tile_strides((width, 1))
-        for at in np.ndindex(values.registers.shape):
-            row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
-            pair, place = values.registers[at], row * down + column * right
-            if not transposed:
-                llvm.store(pair, mlir.at(start, place), alignment=8)
-                continue
-            for i, value in enumerate(mlir.values(pair)):
-                value = value if size == 4 else arith.truncf(kind.element_type, value)
-                inside: Any = contextlib.nullcontext()
-                if kind.shape[0] < width:
-                    end = mlir.index(kind.shape[0] - column - i)
-                    inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
-                with inside:
-                    llvm.store(value, mlir.at(start, place + i * right), alignment=size)
-
-    mlir.inline(emit, ref, values, layout=_layout)
+@mlir.emits(store, layout=_layout)
+def _emit_store(ref, values, *, transposed=False):
+    kind = ir.MemRefType(ref.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
+    layout, width = values.layout, values.shape[1]
+    # Bytes from a row to the next, and from a column to the next.
+    down, right = (size, size * stride) if transposed else (size * stride, size)
+    row, first = next(layout.thread_idxs(values.shape))
+    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
+    start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
+    # The distance between two registers is the same in all threads: a constant, which costs no register.
+    steps = layout.tiling.tile_strides((width, 1))
+    for at in np.ndindex(values.registers.shape):
+        row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
+        pair, place = values.registers[at], row * down + column * right
+        if not transposed:
+            llvm.store(pair, mlir.at(start, place), alignment=8)
+            continue
+        for i, value in enumerate(mlir.values(pair)):
+            value = value if size == 4 else arith.truncf(kind.element_type, value)
+            inside: Any = contextlib.nullcontext()
+            if kind.shape[0] < width:
+                end = mlir.index(kind.shape[0] - column - i)
+                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
+            with inside:
+                llvm.store(value, mlir.at(start, place + i * right), alignment=size)
 
 
 def _own_pairs(inbox, values):

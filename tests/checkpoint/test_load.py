@@ -67,6 +67,23 @@ def test_namings_are_detected():
     assert detect_naming(DSV4Config.from_hf(TINY), read_checkpoint(TINY)) == "release"
 
 
+@pytest.mark.parametrize("naming", ["hybrid", "release"])
+def test_a_head_that_is_the_embedding(hybrid, naming, tmp_path):
+    stored = renamed(naming)
+    head = stored.pop("head.weight")
+    folder = write(tmp_path / naming, stored)
+    with pytest.raises(ValueError, match=r"1 missing:\s+head\.weight"):
+        load_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=True)))
+    tied = load_checkpoint(folder, dtype=jnp.float32)
+    chex.assert_trees_all_equal(tied.lm_head.weight[...], hybrid.model.embed_tokens.weight[...])
+    # A file may have a head all the same.
+    save_file(stored | {"head.weight": head}, folder / "model.safetensors")
+    untied = load_checkpoint(folder, dtype=jnp.float32)
+    chex.assert_trees_all_equal(untied.lm_head.weight[...], hybrid.lm_head.weight[...])
+
+
 def test_the_three_namings_load_the_same_model(hybrid, tmp_path):
     module = load_checkpoint(HF_TINY / "module_names", dtype=jnp.float32)
     assert_same(hybrid, module)

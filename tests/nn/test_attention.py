@@ -10,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, fuse_projections
 from dsv4_jax.ops import apply_rope, norm_rope
@@ -182,15 +182,10 @@ WRITES, SCORES = ["write_swa", "flush"], ["indexer_scores", "indexer_topk"]
 CALLS = (WRITES + SCORES, ["write_swa", *SCORES], ["write_swa"], ["write_swa"], WRITES)
 
 
-class SharingConfig(DSV4Config):
-    @property
-    def layers(self):
-        return SPECS
-
-
 @pytest.fixture(scope="module")
 def sharing(config):
-    return SharingConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    kinds = dict(num_hidden_layers=len(SPECS), layer_types=(CSA,) * len(SPECS), mlp_layer_types=("moe",) * len(SPECS))
+    return dataclasses.replace(config, **kinds, specs=SPECS)
 
 
 @pytest.mark.parametrize("fused", [False, True])

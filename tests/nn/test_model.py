@@ -12,11 +12,19 @@ from flax import nnx
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, init_cache
 from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.layers import ABSTRACT
 
 
 @pytest.fixture(scope="module")
 def model(short_config):
     return DeepseekV4ForCausalLM(short_config)
+
+
+def test_an_abstract_model_has_the_shapes_of_a_real_one(model, short_config):
+    abstract = DeepseekV4ForCausalLM(short_config, rngs=ABSTRACT)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, model)
+    assert "hash_moe" in short_config.mlp_layer_types
 
 
 def step_batch(first, count, padding_id, new_blocks=()):
