@@ -62,7 +62,7 @@ class DenseCache:
         """
         if length % config.sliding_window:
             raise ValueError(f"{length=} must be a multiple of the model's window, {config.sliding_window}")
-        schema = CacheSchema.from_config(
+        schema = CacheSchema(
             config, num_blocks=0, max_requests=rows, max_context=length, kv_format=kv_format, dtype=dtype
         )
         load = jnp.zeros((len(config.layers), config.n_routed_experts), jnp.float32)

@@ -41,7 +41,7 @@ def loop_times(
     """
     small = jax.default_backend() != "gpu"
     config = dict(flash=DSV4Config.v4_flash, pro=DSV4Config.v4_pro)[shapes]()
-    schema = CacheSchema.from_config(config, num_blocks=0, max_requests=1, max_context=1, kv_format="v4")
+    schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format="v4")
     results = []
     for name in names:
         for case in CASES[name](schema, small):

@@ -292,7 +292,7 @@ def _max_layers(config, kv_format, options):
     layer_bytes = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
 
     def fits(count):
-        cache = _cache_bytes(CacheSchema.from_config(_first_layers(config, count), **sizes), options.mesh)
+        cache = _cache_bytes(CacheSchema(_first_layers(config, count), **sizes), options.mesh)
         return sum(layer_bytes[:count]) + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
@@ -317,7 +317,7 @@ def _cache_bytes(schema, mesh):
 def _fits(config, weights, sizes, mesh):
     """Returns whether weights and cache fit into the device's memory; True if its size is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    need = weights + _cache_bytes(CacheSchema.from_config(config, **sizes), mesh)
+    need = weights + _cache_bytes(CacheSchema(config, **sizes), mesh)
     return limit is None or need < 0.9 * limit
 
 

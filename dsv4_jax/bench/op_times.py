@@ -74,7 +74,7 @@ def run(
         f"V4-{report['shapes'].capitalize()} shapes, format {report['cache_format']}\n"
     )
     lines = LiveTable(op=-24, shape=-22, by=-10)
-    schema = CacheSchema.from_config(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
+    schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
     for name in dict.fromkeys(names):
         for case in CASES[name](schema, not gpu):
             label = f"{case.op} {case.shape}"

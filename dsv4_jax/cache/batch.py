@@ -19,6 +19,9 @@ class Batch(Summarized):
     to 0 to read, or replace it by the length of the axis to write nothing. For an example, see
     `dsv4_jax.decode.last_token_indices`.
 
+    A batch runs once, on the cache that has run the earlier batches of its requests. Steps refuse another one, as long
+    as they know the arrays `positions` of the batch and `lengths` of the cache (see `KVCacheManager.rewind`).
+
     Attributes:
       token_ids: [T] int32, token ids.
       positions: [T] int32, absolute positions.

@@ -108,25 +108,13 @@ class KVCache(Summarized):
     def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
         """Makes a cache with `jax.ShapeDtypeStruct` leaves, which have shardings if a mesh is given."""
 
-        def state(struct):
-            return None if struct is None else CompressorState(struct, struct)
-
-        cache = cls(
-            groups={
-                name: PoolGroup(
-                    schema.entries_struct(name),
-                    schema.keys_struct(name),
-                    state(schema.state_struct(name)),
-                    state(schema.state_struct(name, keys=True)),
-                )
-                for name in schema.groups
-            },
-            swa=schema.swa_struct(),
-            streams=schema.streams_struct(),
-            block_table=schema.block_table_struct(),
-            lengths=schema.lengths_struct(),
-            schema=schema,
-        )
+        groups = {}
+        for name in schema.groups:
+            pools = schema.group_structs(name)
+            for field in ("state", "key_state"):
+                pools[field] = pools[field] and CompressorState(*pools[field])
+            groups[name] = PoolGroup(**pools)
+        cache = cls(groups=groups, **schema.slot_structs(), schema=schema)
         if mesh is None:
             return cache
         return jax.tree.map(lambda x, where: x.update(sharding=where), cache, cache.shardings(mesh))

@@ -12,8 +12,11 @@ import numpy as np
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
-from dsv4_jax.quant import IndexRows, KeyCodec, KVFormat, RowCodec, Rows, kv_format as as_kv_format
+from dsv4_jax.quant import KeyCodec, RowCodec, kv_format as as_kv_format
 from dsv4_jax.sizes import readable_bytes
+
+
+MAX_INT32 = 2**31 - 1  # ids, positions and lengths are int32 on the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,78 +53,43 @@ class CacheSchema:
 
     Attributes:
       config: configuration of the model.
-      kv_format: byte format of the cache.
-      dtype: dtype of the model, which "plain" rows and all dense results have.
       num_blocks: number of blocks in each compressed pool; one block id addresses all pools.
       max_requests: number of slots.
       max_context: largest number of tokens in a request.
       block_tokens: number of tokens per block; a multiple of every compression rate of the model.
+      kv_format: byte format of the cache, a `KVFormat`; the argument may be its name, "v4", "per_entry" or "plain".
+      dtype: dtype of the model, which "plain" rows and all dense results have.
       max_query_tokens: number of tokens that a request may bring to a decode step. It may rewind one less.
       context_parallel: whether blocks are sharded over a mesh's axis "model" instead of replicated.
+
+    Raises:
+      TypeError: a size is not a whole number.
+      ValueError: a size is out of range, `block_tokens` is not a multiple of a compression rate, the context is longer
+        than the model's, the format does not fit the head dims, or layers that share a pool differ.
     """
 
     config: DSV4Config
-    kv_format: KVFormat
-    dtype: np.dtype
     num_blocks: int
     max_requests: int
     max_context: int
-    block_tokens: int
-    max_query_tokens: int
+    block_tokens: int = 128
+    kv_format: Any = "v4"
+    dtype: Any = jnp.bfloat16
+    max_query_tokens: int = 1
     context_parallel: bool = False
 
-    @classmethod
-    def from_config(
-        cls,
-        config: DSV4Config,
-        *,
-        num_blocks: int,
-        max_requests: int,
-        max_context: int,
-        kv_format: str | KVFormat = "v4",
-        dtype=jnp.bfloat16,
-        block_tokens: int = 128,
-        max_query_tokens: int = 1,
-        context_parallel: bool = False,
-    ) -> "CacheSchema":
-        """Makes a checked schema.
-
-        Args:
-          config, num_blocks, max_requests, max_context, dtype, block_tokens, max_query_tokens, context_parallel: see
-            the class.
-          kv_format: name of a byte format, or a `KVFormat`.
-
-        Raises:
-          TypeError: a size is not a whole number.
-          ValueError: a size is not positive, `block_tokens` is not a multiple of a compression rate, the context is
-            longer than the model's, the format does not fit the head dims, or layers that share a pool differ.
-        """
-        sizes = dict(max_requests=max_requests, max_context=max_context)
-        sizes |= dict(block_tokens=block_tokens, max_query_tokens=max_query_tokens)
-        for name, value in sizes.items():
-            check_whole(name, value, 1)
-        if num_blocks < 0:
-            raise ValueError(f"{num_blocks=} must not be negative")
-        if max_context > config.max_position_embeddings:
-            limit = config.max_position_embeddings
-            raise ValueError(f"{max_context=} exceeds the model's max_position_embeddings={limit}")
-        fmt = as_kv_format(kv_format, dtype)
-        schema = cls(
-            config,
-            fmt,
-            np.dtype(dtype),
-            num_blocks,
-            max_requests,
-            max_context,
-            block_tokens,
-            max_query_tokens,
-            context_parallel,
-        )
-        for rate in sorted({group.compress_rate for group in schema.groups.values()}):
-            if block_tokens % rate:
-                raise ValueError(f"{block_tokens=} must be a multiple of the compression rate {rate}")
-        _ = schema.window_codec  # checks the dims of a model without entries, too
-        return schema
+    def __post_init__(self):
+        for name in ("num_blocks", "max_requests", "max_context", "block_tokens", "max_query_tokens"):
+            value = check_whole(name, getattr(self, name), int(name != "num_blocks"), MAX_INT32)
+            object.__setattr__(self, name, value)
+        if self.max_context > (limit := self.config.max_position_embeddings):
+            raise ValueError(f"max_context={self.max_context} exceeds the model's max_position_embeddings={limit}")
+        object.__setattr__(self, "kv_format", as_kv_format(self.kv_format, self.dtype))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        for rate in sorted({group.compress_rate for group in self.groups.values()}):
+            if self.block_tokens % rate:
+                raise ValueError(f"block_tokens={self.block_tokens} must be a multiple of the compression rate {rate}")
+        _ = self.window_codec  # checks the dims of a model without entries, too
 
     def check_config(self, config: DSV4Config) -> None:
         """Raises ValueError with the differing fields if a model with `config` cannot use this cache."""
@@ -195,67 +163,56 @@ class CacheSchema:
 
     # --- arrays ---
 
-    def entries_struct(self, group: str) -> Rows:
-        """Returns the shapes of a group's entries: Rows [layers, blocks, entries per block, ...]."""
-        return self._paged(group, self.groups[group].entry.struct)
+    def group_structs(self, group: str) -> dict[str, Any]:
+        """Returns the shapes of a group's pools by field of `PoolGroup`; None = no such pool.
 
-    def keys_struct(self, group: str) -> IndexRows | None:
-        """Returns the shapes of a group's keys: IndexRows [layers, blocks, entries per block, ...], or None."""
-        key = self.groups[group].key
-        return None if key is None else self._paged(group, key.struct)
-
-    def swa_struct(self) -> Rows:
-        """Returns the shapes of the sliding windows: Rows [rings, slots, ring, ...]."""
-        return _prepend(self.window_codec.struct, self.num_rings, self.max_requests, self.swa_ring)
-
-    def streams_struct(self) -> jax.ShapeDtypeStruct | None:
-        """Returns the shape of the residual streams, [1, slots, ring, streams * hidden]; None without drafts."""
-        config = self.config
-        if not config.num_nextn_predict_layers:
-            return None
-        shape = (1, self.max_requests, self.max_query_tokens, config.hc_mult * config.hidden_size)
-        return jax.ShapeDtypeStruct(shape, self.dtype)
-
-    def state_struct(self, group: str, *, keys: bool = False) -> jax.ShapeDtypeStruct | None:
-        """Returns the shape of a compressor's state, [layers, slots, ring, width] float32.
-
-        `keys` selects the keys' compressor. None without such a compressor, and for windows of one token.
+        Entries and keys are [layers, blocks, entries per block, ...], states two arrays [layers, slots, ring, width].
+        Windows of one token need no states.
         """
         spec = self.groups[group]
-        codec = spec.entry if not keys else spec.key if spec.key_compressor else None
-        if codec is None or spec.pooled_rows == 1:
-            return None
-        shape = (len(spec.layers), self.max_requests, self.state_ring(group), codec.dim * (1 + spec.overlap))
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+        layers, width = len(spec.layers), 1 + spec.overlap
 
-    def block_table_struct(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the block table, [max_requests, max_blocks] int32."""
-        return jax.ShapeDtypeStruct((self.max_requests, self.max_blocks), jnp.int32)
+        def paged(codec):
+            return codec and _prepend(codec.struct, layers, self.num_blocks, self.entries_per_block(group))
 
-    def lengths_struct(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the lengths, [max_requests] int32."""
-        return jax.ShapeDtypeStruct((self.max_requests,), jnp.int32)
+        def states(codec):
+            if codec is None or spec.pooled_rows == 1:
+                return None
+            shape = (layers, self.max_requests, self.state_ring(group), codec.dim * width)
+            return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
 
-    def _paged(self, group, row):
-        return _prepend(row, len(self.groups[group].layers), self.num_blocks, self.entries_per_block(group))
+        key_states = states(spec.key) if spec.key_compressor else None
+        return dict(entries=paged(spec.entry), keys=paged(spec.key), state=states(spec.entry), key_state=key_states)
+
+    def slot_structs(self) -> dict[str, Any]:
+        """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None without drafts."""
+        config, slots, struct = self.config, self.max_requests, jax.ShapeDtypeStruct
+        shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
+        return dict(
+            swa=_prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
+            streams=struct(shape, self.dtype) if config.num_nextn_predict_layers else None,
+            block_table=struct((slots, self.max_blocks), jnp.int32),
+            lengths=struct((slots,), jnp.int32),
+        )
 
     # --- bytes ---
 
     def block_bytes_by_pool(self) -> dict[str, int]:
         """Returns the bytes of each pool that is paged in blocks, by name."""
-        parts: dict[str, Any] = {}
-        for group in self.groups:
-            parts |= {f"{group} entries": self.entries_struct(group), f"{group} indexer keys": self.keys_struct(group)}
-        return {name: _nbytes(part) for name, part in parts.items() if part is not None}
+        return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
 
     def slot_bytes_by_pool(self) -> dict[str, int]:
         """Returns the bytes of each pool with a fixed size per slot, by name."""
-        parts: dict[str, Any] = {"sliding windows": self.swa_struct(), "residual streams": self.streams_struct()}
-        for group in self.groups:
-            for name, keys in ((f"{group} states", False), (f"{group} indexer states", True)):
-                parts[name] = [self.state_struct(group, keys=keys)] * 2
-        parts["block table and lengths"] = [self.block_table_struct(), self.lengths_struct()]
-        return {name: size for name, part in parts.items() if (size := _nbytes(part))}
+        structs = self.slot_structs()
+        parts = {"sliding windows": structs["swa"], "residual streams": structs["streams"]}
+        sizes = {name: _nbytes(part) for name, part in parts.items() if part is not None}
+        sizes |= self._group_bytes({"state": "states", "key_state": "indexer states"})
+        return sizes | {"block table and lengths": _nbytes([structs["block_table"], structs["lengths"]])}
+
+    def _group_bytes(self, fields):
+        structs = {group: self.group_structs(group) for group in self.groups}
+        pools = {f"{group} {name}": all[field] for group, all in structs.items() for field, name in fields.items()}
+        return {name: _nbytes(pool) for name, pool in pools.items() if pool is not None}
 
     def pool_bytes(self) -> dict[str, int]:
         """Returns the bytes of each pool by name; their sum is `memory_bytes()`."""
@@ -290,7 +247,7 @@ class CacheSchema:
     def bytes_per_request(self) -> int:
         """The fixed bytes of a slot: rings, streams and states, without its row of the block table."""
         more = dataclasses.replace(self, max_requests=self.max_requests + 1)
-        table = _nbytes([self.block_table_struct(), self.lengths_struct()]) // self.max_requests
+        table = self.slot_bytes_by_pool()["block table and lengths"] // self.max_requests
         return more.memory_bytes() - self.memory_bytes() - table
 
     @property
@@ -305,7 +262,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     Args:
       config: configuration of the model.
       memory_bytes: bytes for the whole cache.
-      **sizes: as in `CacheSchema.from_config`, without `num_blocks`.
+      **sizes: the other fields of `CacheSchema`, without `num_blocks`.
 
     Returns:
       The largest `num_blocks` whose schema's `memory_bytes()` does not exceed the budget.
@@ -313,7 +270,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     Raises:
       ValueError: the fixed bytes, or one block beside them, do not fit.
     """
-    empty = CacheSchema.from_config(config, num_blocks=0, **sizes)
+    empty = CacheSchema(config, num_blocks=0, **sizes)
     fixed, block = empty.memory_bytes(), empty.block_bytes
     if memory_bytes < fixed + block:
         raise ValueError(

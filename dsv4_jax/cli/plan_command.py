@@ -90,7 +90,7 @@ class PlanCommand:
 
         from dsv4_jax.cache import CacheSchema
 
-        empty = CacheSchema.from_config(
+        empty = CacheSchema(
             config,
             num_blocks=0,
             max_requests=requests,

@@ -10,9 +10,9 @@ from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, one_token_batch
+from dsv4_jax.decode.launch import compiled_step
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, last_token_indices, sample_tokens
-from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +34,7 @@ class LoopOutput:
     accepted: Any = None
 
 
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("steps", "stop_tokens", "drafts", "top_logprobs"))
-@sharded_step
+@compiled_step(static_argnames=("steps", "stop_tokens", "drafts", "top_logprobs"))
 def decode_loop(
     model: Model,
     cache: KVCache,
@@ -71,7 +70,7 @@ def decode_loop(
       (LoopOutput, cache).
 
     Raises:
-      ValueError: the cache has no room for so many drafts, or the model has no block that makes them.
+      RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
     if drafts:
         check_drafts(cache.schema, drafts)

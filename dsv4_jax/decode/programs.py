@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.decode.launch import launch
 from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, sample_step
@@ -92,7 +93,7 @@ class CompiledModel:
         program, positional, is_new = self._programs.find(function, (self, *args), options)
         self.compilations += is_new
         if program is not None:
-            return program.call(*positional)
+            return launch(program.call, *positional)
         before = function._cache_size()
         results = function(self, *args, **options)
         self.compilations += 0 if is_new else function._cache_size() - before

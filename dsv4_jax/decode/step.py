@@ -1,7 +1,6 @@
 """Compiled steps: tokens in, logits or drawn tokens and the updated cache out; the cache is donated."""
 
 import dataclasses
-import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.launch import compiled_step
 from dsv4_jax.decode.sampling import (
     GREEDY,
     BatchedSamplingParams,
@@ -20,7 +20,6 @@ from dsv4_jax.decode.sampling import (
     top_logprobs,
 )
 from dsv4_jax.ops.views import run_bounds
-from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 @runtime_checkable
@@ -34,8 +33,7 @@ class Model(Protocol):
         """Returns the float32 logits of hidden states."""
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-@sharded_step
+@compiled_step
 def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T vocab"], KVCache]:
     """Runs the batch's tokens and returns the logits after each.
 
@@ -46,13 +44,16 @@ def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T
 
     Returns:
       (logits [T, vocab] float32, cache). Rows of padding tokens are undefined.
+
+    Raises:
+      RuntimeError: the cache was donated to an earlier step.
+      ValueError: the cache has not run the batches before this one, or has run a later one. It is unchanged.
     """
     hidden, cache = run_model(model, cache, batch)
     return model.logits(hidden), cache
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-@sharded_step
+@compiled_step
 def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """Runs the batch's tokens and returns the logits after each request's last token, by slot.
 
@@ -65,6 +66,10 @@ def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array
 
     Returns:
       (logits [slots, vocab] float32, zeros for slots that are not in the batch; cache).
+
+    Raises:
+      RuntimeError: the cache was donated to an earlier step.
+      ValueError: the cache has not run the batches before this one, or has run a later one. It is unchanged.
     """
     return last_logits(model, cache, batch)
 
@@ -93,8 +98,7 @@ class StepOutput:
         return StepOutput(self.tokens[rows], self.logprobs[rows], top, self.draft_tokens)
 
 
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames="drafts")
-@sharded_step
+@compiled_step(static_argnames=("drafts",))
 def sample_step(
     model: Model,
     cache: KVCache,
@@ -129,7 +133,7 @@ def sample_step(
       (StepOutput, cache).
 
     Raises:
-      ValueError: the cache has no room for so many drafts, or the model has no block that makes them.
+      RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
     return sample_tokens(model, cache, batch, logits_indices, sampling, seeds, logprobs, drafts)
 

@@ -12,6 +12,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import copy_request, write_request
 from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.request_table import RequestState, RequestTable
+from dsv4_jax.host.step_order import record_write
 
 
 def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
@@ -29,10 +30,10 @@ def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[i
         states = {}
         for child in slots:
             blocks = shared + copies[child]
-            states[child] = dataclasses.replace(parent, blocks=blocks, published_blocks=len(blocks))
-        cache = _copy_request(table, cache, slot, states, parent.blocks[full] if partial else -1, copies)
-        table.commit(states)
-    return slots, cache
+            states[child] = dataclasses.replace(parent, blocks=blocks, published_blocks=len(blocks), admitted=0)
+        new = _copy_request(table, cache, slot, states, parent.blocks[full] if partial else -1, copies)
+        record_write(table, cache, new, states)
+    return slots, new
 
 
 def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
@@ -55,14 +56,14 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
         if copies:
             keep, drop = keep[:full] + copies[slot], written + drop
         table.allocator.release(drop)
-        state = RequestState(start, min_length, keep, len(keep), False, state.cached_blocks[:full])
+        state = RequestState(start, min_length, keep, len(keep), False, state.cached_blocks[:full], state.admitted)
         if copies:
-            cache = _copy_request(table, cache, slot, {slot: state}, written[0], copies)
+            new = _copy_request(table, cache, slot, {slot: state}, written[0], copies)
         else:
             where = table.put((np.int32(slot), np.int32(start), table.block_table_row(keep)))
-            cache = write_request(cache, *where, snapshot)
-        table.commit({slot: state})
-    return start, cache
+            new = write_request(cache, *where, snapshot)
+        record_write(table, cache, new, {slot: state})
+    return start, new
 
 
 def _copy_request(table, cache, source, states, block, copies):

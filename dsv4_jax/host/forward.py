@@ -7,6 +7,7 @@ import numpy as np
 
 from dsv4_jax.cache import Batch
 from dsv4_jax.host.request_table import RequestTable
+from dsv4_jax.host.step_order import PreparedBatch, record_batch
 
 
 def prepare_forward(
@@ -40,7 +41,7 @@ def prepare_forward(
         new_blocks=np.full((table.num_shards, max_new_blocks, 3), -1, np.int32),
         reset_slots=np.full((table.num_shards, table.slots_per_shard), -1, np.int32),
     )
-    states, starts = {}, first_tokens(table, counts, padded)
+    states, starts, time = {}, first_tokens(table, counts, padded), table.tick()
     with table.transaction(missing) as acquired:
         new_blocks, reset_slots = ([[] for _ in range(table.num_shards)] for _ in range(2))
         for slot, new in tokens.items():
@@ -55,13 +56,14 @@ def prepare_forward(
             opened = range(state.published_blocks, published)
             new_blocks[shard] += [(own, index, table.local_block(blocks[index])) for index in opened]
             reset_slots[shard] += [own] if state.is_new else []
-            state = dataclasses.replace(state, blocks=blocks, published_blocks=published, is_new=False)
+            state = dataclasses.replace(state, blocks=blocks, published_blocks=published, is_new=False, changed=time)
             states[slot] = state.extended(len(new), schema)
         for shard in range(table.num_shards):
             arrays["new_blocks"][shard, : len(new_blocks[shard])] = np.reshape(new_blocks[shard], (-1, 3))
             arrays["reset_slots"][shard, : len(reset_slots[shard])] = reset_slots[shard]
         flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
         batch = Batch(**table.put(flat, "tokens"), prefill=prefill, schema=schema)
+        record_batch(batch, PreparedBatch(table, time, {slot: table.state(slot) for slot in tokens}, states))
         table.commit(states)
     return batch
 

@@ -2,20 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.host import step_order
 from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.forward import prepare_forward
-from dsv4_jax.host.request_table import RequestState, RequestTable, count_shards
+from dsv4_jax.host.request_table import RequestTable, count_shards
 from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
-from dsv4_jax.quant import KVFormat
 from dsv4_jax.sizes import parse_bytes
 from dsv4_jax.summary import Summarized, Summary
 
@@ -42,15 +43,11 @@ class KVCacheManager(Summarized):
         memory: int | str | None = None,
         num_blocks: int | None = None,
         max_requests: int = 8,
-        max_context: int,
-        block_tokens: int = 128,
-        kv_format: str | KVFormat = "v4",
-        dtype=jnp.bfloat16,
-        max_query_tokens: int = 1,
         mesh: Mesh | None = None,
         context_parallel: bool = False,
+        **sizes: Any,
     ):
-        """Makes a manager without requests. Give either `memory` or `num_blocks`.
+        """Makes a manager without requests. Give either `memory` or `num_blocks`, and `max_context`.
 
         Args:
           config: the model.
@@ -58,43 +55,37 @@ class KVCacheManager(Summarized):
             slots need.
           num_blocks: number of blocks in each compressed pool.
           max_requests: number of slots, and the smallest number of tokens that a step is padded to.
-          max_context: largest number of tokens in a request.
-          block_tokens: number of tokens per block; a multiple of the model's compression rates.
-          kv_format: byte format of the cache: "v4", "per_entry", "plain" or a `KVFormat`.
-          dtype: dtype of the model.
-          max_query_tokens: number of tokens that a request may bring to a decode step. It may rewind one less.
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
             `load_checkpoint` takes the same mesh. None = the default device.
           context_parallel: shard the compressed entries over "model" too, which multiplies the room for them. Windows
             and compressor states are replicated along "model".
+          **sizes: `max_context`, and optionally `block_tokens`, `kv_format`, `dtype` and `max_query_tokens`; see
+            `CacheSchema`.
 
         Raises:
           TypeError, ValueError: both or none of `memory` and `num_blocks` are given, a size is invalid, or the mesh
             does not divide the model, `max_requests` or `num_blocks`.
         """
-        shards = count_shards(mesh)
+        check_whole("max_requests", max_requests, 1)
+        if num_blocks is not None:
+            check_whole("num_blocks", num_blocks, 1)
+        shards, shape = count_shards(mesh), {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
-            check_shardable(config, mesh.shape)
-            check_divisible(mesh.shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        holders = check_context_parallel({} if mesh is None else mesh.shape, context_parallel, num_blocks or 0)
-        sizes = dict(
-            max_requests=max_requests,
-            max_context=max_context,
-            block_tokens=block_tokens,
-            kv_format=kv_format,
-            dtype=dtype,
-            max_query_tokens=max_query_tokens,
-            context_parallel=context_parallel,
-        )
+            check_shardable(config, shape)
+            check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        holders = check_context_parallel(shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
             slots = max_requests // shards
-            budget = compute_block_budget(config, parse_bytes(memory), **sizes | dict(max_requests=slots))
-            num_blocks = shards * holders * min(budget, -(-slots * -(-max_context // block_tokens) // holders))
+            sizes = dict(max_requests=slots, context_parallel=context_parallel, **sizes)
+            budget = compute_block_budget(config, parse_bytes(memory), **sizes)
+            most = slots * CacheSchema(config, 0, **sizes).max_blocks
+            num_blocks = shards * holders * min(budget, -(-most // holders))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
-        self.schema = CacheSchema.from_config(config, num_blocks=num_blocks, **sizes)
+        sizes |= dict(max_requests=max_requests, context_parallel=context_parallel)
+        self.schema = CacheSchema(config, num_blocks, **sizes)
         self.requests = RequestTable(self.schema, mesh)
 
     def _summary(self) -> Summary:
@@ -138,16 +129,28 @@ class KVCacheManager(Summarized):
 
     def min_length(self, slot: int) -> int:
         """Returns the shortest length for `rewind`: the rings hold no rows from further back."""
-        return self.requests.state(slot).min_length
+        return step_order.device_state(self.requests, slot).min_length
 
     def init_cache(self) -> KVCache:
-        """Makes an empty cache. No request of this manager may have run a step yet."""
-        return KVCache.zeros(self.schema, self.mesh)
+        """Makes an empty cache. Steps refuse batches of requests that ran on another one."""
+        cache = KVCache.zeros(self.schema, self.mesh)
+        step_order.record_cache(cache, step_order.CacheContents(self.requests, {}, is_complete=True))
+        return cache
 
-    def check_cache(self, cache: KVCache) -> None:
-        """Raises ValueError unless the cache has this manager's geometry."""
+    def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
+        """Raises unless this manager can use the cache, and if a batch of a request is known not to have run on it.
+
+        Args:
+          cache: the cache.
+          slot: slot of the request; None = no request.
+
+        Raises:
+          RuntimeError: the cache was donated.
+          ValueError: the cache is of another geometry or manager, or lacks tokens of the request.
+        """
         if found := cache.schema.differences(self.schema, "manager"):
             raise ValueError(f"the cache is of another manager: {found}")
+        step_order.check_manager(self.requests, cache, slot)
 
     def check_ids(self, ids: object, name: str = "prompt_ids") -> np.ndarray:
         """Returns token ids as an int32 array.
@@ -195,7 +198,7 @@ class KVCacheManager(Summarized):
           CacheFullError: every slot is taken.
         """
         slot = find_slot(self.requests, 0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
-        self.requests.commit({slot: RequestState()})
+        self.requests.admit(slot)
         return slot
 
     def allocate(self, slot: int, num_tokens: int) -> None:
@@ -226,6 +229,9 @@ class KVCacheManager(Summarized):
         `prefill_size` or else the next power of two. The number of new blocks follows from T and `reserve`. The arrays
         reach the device in one explicit transfer. On a mesh with an axis "data" every size here is that of one shard,
         and the arrays hold the shards one after another.
+
+        Batches run in the order in which they were prepared. A step refuses a batch if one before it was dropped; take
+        the tokens back with `rewind` then.
 
         Args:
           tokens: {slot: [n] token ids that follow the request's tokens}.
@@ -276,13 +282,16 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        self.requests.commit({slot: state.extended(num_tokens, self.schema)})
+        step_order.commit(self.requests, slot, state.extended(num_tokens, self.schema))
 
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
 
         The rings keep `max_query_tokens - 1` spare rows, so a request can go back that far from its greatest length
         (see `min_length`). `truncate` goes to any length. The cache's `lengths` follow with the request's next batch.
+
+        The tokens of batches that were prepared and did not run, for instance after an exception, can be taken back
+        however many they are, as long as the cache that should have run them is the newest. Prepare them again then.
 
         Raises:
           ValueError: the slot is not admitted, the number is negative or reaches further back than the rings, or the
@@ -291,21 +300,23 @@ class KVCacheManager(Summarized):
         state = self.requests.state(slot)
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
-        if num_tokens > (most := state.length - state.min_length):
-            spare = self.schema.max_query_tokens - 1
+        length, held = state.length - num_tokens, step_order.device_state(self.requests, slot)
+        base = held if length <= held.length else state
+        if length < base.min_length:
+            spare, not_run = self.schema.max_query_tokens - 1, state.length - held.length
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: it holds {state.length}, its rings reach back to "
-                f"{state.min_length} (max_query_tokens={spare + 1} keeps {spare} spare rows), so at most {most} can be "
-                "forgotten; truncate goes further"
+                f"{base.min_length} (max_query_tokens={spare + 1} keeps {spare} spare rows), so at most "
+                f"{state.length - base.min_length} can be forgotten; truncate goes further"
+                + (f"; the {not_run} tokens of batches that did not run can all be taken back" if not_run else "")
             )
-        length = state.length - num_tokens
         full = length // self.schema.block_tokens
         if self.requests.is_shared(state.blocks[full:]):
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
-        state = dataclasses.replace(state, length=length, cached_blocks=state.cached_blocks[:full])
-        self.requests.commit({slot: state})
+        state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:full])
+        step_order.commit(self.requests, slot, state)
 
     def fork(self, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, which goes on too.
@@ -325,7 +336,7 @@ class KVCacheManager(Summarized):
           ValueError: the slot is not admitted, it holds no tokens, or `n` is not positive.
           CacheFullError: too few slots or blocks are free.
         """
-        self.check_cache(cache)
+        self.check_cache(cache, slot)
         return fork(self.requests, cache, slot, n)
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
@@ -349,7 +360,7 @@ class KVCacheManager(Summarized):
           CacheFullError: no block is free for a copy.
           CacheCorruptionError: a `PrefixCache` with `debug` found a changed snapshot.
         """
-        self.check_cache(cache)
+        self.check_cache(cache, slot)
         return truncate(self.requests, cache, slot, length)
 
     def release(self, slot: int) -> None:

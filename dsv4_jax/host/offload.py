@@ -14,6 +14,7 @@ from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.shard_placement import best_shard
+from dsv4_jax.host.step_order import record_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = ""
 
     Raises like `offload`.
     """
-    manager.check_cache(cache)
+    manager.check_cache(cache, slot)
     table = manager.requests
     state = table.state(slot)
     if not state.length:
@@ -122,13 +123,15 @@ def resume(
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         where = table.put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
         # Nothing below can fail on the host: all data is on the device.
+        new = cache
         for ids, part in chunks:
-            cache = write_blocks(cache, ids, part)
-        cache = write_request(cache, *where)
+            new = write_blocks(new, ids, part)
+        new = write_request(new, *where)
         # This ring may be shorter, with fewer spare rows.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
-        table.commit({slot: RequestState(length, min_length, blocks, published_blocks=len(blocks), is_new=False)})
-    return slot, cache
+        state = RequestState(length, min_length, blocks, published_blocks=len(blocks), is_new=False)
+        record_write(table, cache, new, {slot: state})
+    return slot, new
 
 
 @functools.lru_cache

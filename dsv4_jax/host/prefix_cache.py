@@ -15,6 +15,7 @@ from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
+from dsv4_jax.host.step_order import record_write
 
 
 @dataclasses.dataclass
@@ -147,14 +148,16 @@ class PrefixCache:
         if path:
             check_blocks(self._table, cache, path, f"slot {slot} (new)")
             check_snapshot(self.manager.schema, path[-1], f"slot {slot} (new)")
-        blocks, state = [node.block for node in path], RequestState()
+        blocks, new = [node.block for node in path], cache
         with self._table.transaction():
             self._table.allocator.share(blocks)
             if path:
                 where = (np.int32(slot), np.int32(hit), self._table.block_table_row(blocks))
-                cache = write_request(cache, *self._table.put(where), path[-1].snapshot)
+                new = write_request(cache, *self._table.put(where), path[-1].snapshot)
                 state = RequestState(hit, hit, blocks, published_blocks=len(blocks), is_new=False, cached_blocks=path)
-            self._table.commit({slot: state})
+                record_write(self._table, cache, new, {slot: state})
+            else:
+                self._table.admit(slot)
         metrics = self._metrics
         metrics.requests += 1
         metrics.prompt_tokens += len(ids)
@@ -163,7 +166,7 @@ class PrefixCache:
             metrics.hit_tokens += hit
             path[-1].hits += 1
             self._tree.touch(path[-1])
-        return slot, hit, cache
+        return slot, hit, new
 
     def observe(self, cache: KVCache, slot: int, tokens: TokenIds) -> None:
         """Caches a request's full blocks, and a snapshot of its last boundary if the policy asks for it.
@@ -180,7 +183,7 @@ class PrefixCache:
           ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache belongs to another
             manager.
         """
-        self.manager.check_cache(cache)
+        self.manager.check_cache(cache, slot)
         state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
         full = state.length // block_tokens
         if len(tokens) < full * block_tokens:
@@ -209,7 +212,9 @@ class PrefixCache:
         """
         row = self._table.block_table_row(self._table.state(slot).blocks)
         where, zero, row = self._table.put((np.int32(slot), np.int32(0), row))
-        return write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
+        new = write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
+        record_write(self._table, cache, new, {slot: self._table.state(slot)})
+        return new
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
         """Whether a slot and enough blocks are free for a request with this prompt [n] and `num_tokens` tokens.

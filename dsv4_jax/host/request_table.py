@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ class RequestState:
       published_blocks: number of these blocks that the device's block table holds.
       is_new: the request has not been in a batch yet, so its slot still holds rows of the previous request.
       cached_blocks: the `CachedBlock`s of its full blocks in a `PrefixCache`, in order.
+      admitted: time of its admission, by the table's clock.
+      changed: time of the last batch or copy that wrote its rows; see `host.step_order`.
     """
 
     length: int = 0
@@ -41,6 +44,8 @@ class RequestState:
     published_blocks: int = 0
     is_new: bool = True
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
+    admitted: int = dataclasses.field(default=0, compare=False)
+    changed: int = dataclasses.field(default=0, compare=False)
 
     def extended(self, num_tokens: int, schema: CacheSchema) -> "RequestState":
         """Returns the state after `num_tokens` more tokens."""
@@ -92,6 +97,7 @@ class RequestTable:
       allocator: owner of the blocks.
       evictor: another holder of blocks, which gives some up before a request is refused; None = no such holder.
       states: the state of each admitted request by slot.
+      newest_lengths: weak reference to `lengths` of the newest known cache, or None; see `host.step_order`.
     """
 
     def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
@@ -103,6 +109,8 @@ class RequestTable:
         self.allocator = BlockAllocator(schema.num_blocks, self.num_shards, devices)
         self.evictor: BlockEvictor | None = None
         self.states: dict[int, RequestState] = {}
+        self._time = 0
+        self.newest_lengths: weakref.ref[jax.Array] | None = None
 
     def state(self, slot: int) -> RequestState:
         """Returns the state of a request; raises ValueError if the slot is not admitted."""
@@ -122,6 +130,15 @@ class RequestTable:
     def commit(self, states: Mapping[int, RequestState]) -> None:
         """Writes states by slot. A change of their blocks belongs inside a `transaction`."""
         self.states = {**self.states, **states}
+
+    def tick(self) -> int:
+        """Returns a new time of the table's clock."""
+        self._time += 1
+        return self._time
+
+    def admit(self, slot: int) -> None:
+        """Gives a free slot to a new request without tokens."""
+        self.commit({slot: RequestState(admitted=self.tick())})
 
     def remove(self, slots: Iterable[int]) -> None:
         """Forgets requests, inside a `transaction` that releases their blocks."""

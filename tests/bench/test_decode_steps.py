@@ -76,7 +76,7 @@ def test_a_group_without_keys_is_filled_on_a_mesh():
     layers = dict(num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",))
     config = dataclasses.replace(CONFIG, **layers)
     schema, mesh = (
-        CacheSchema.from_config(config, num_blocks=8, max_requests=1, max_context=256),
+        CacheSchema(config, num_blocks=8, max_requests=1, max_context=256),
         make_mesh({"model": 2}),
     )
     cache = dataclasses.replace(random_cache(schema, mesh), mailboxes=None)

@@ -20,7 +20,7 @@ from tests.paths import TINY
 
 CONFIG = DSV4Config.from_hf(TINY)
 SIZES = dict(num_blocks=12, max_requests=3, max_context=64, block_tokens=16, max_query_tokens=3)
-SCHEMA = CacheSchema.from_config(CONFIG, **SIZES)
+SCHEMA = CacheSchema(CONFIG, **SIZES)
 TABLE = [[7, 2, 11, 0], [4, 9, 1, 6], [3, 10, 5, 8]]
 WEIGHTS = random_weights(SCHEMA, np.random.default_rng(17))
 TOKENS = 17  # sixteen of one request and a padding one: a window of each rate closes
@@ -241,7 +241,7 @@ class TestErrors:
 class TestSerialization:
     @pytest.mark.parametrize("kv_format", ["v4", "per_entry", "plain"])
     def test_every_byte_comes_back(self, kv_format):
-        schema = CacheSchema.from_config(CONFIG, **SIZES, kv_format=kv_format)
+        schema = CacheSchema(CONFIG, **SIZES, kv_format=kv_format)
         cache = poisoned_cache(schema)
         back = serialization.from_bytes(KVCache.abstract(schema), serialization.to_bytes(cache))
         assert jax.tree.structure(back) == jax.tree.structure(cache)
@@ -260,7 +260,7 @@ class TestSerialization:
     def test_another_geometry_is_refused(self, changes, message):
         data = serialization.to_bytes(KVCache.zeros(SCHEMA))
         with pytest.raises(ValueError, match=f"the stored cache has .*{message}"):
-            serialization.from_bytes(KVCache.abstract(CacheSchema.from_config(CONFIG, **SIZES | changes)), data)
+            serialization.from_bytes(KVCache.abstract(CacheSchema(CONFIG, **SIZES | changes)), data)
 
 
 class TestViews:

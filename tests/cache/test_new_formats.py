@@ -116,7 +116,7 @@ SIZES = dict(num_blocks=6, max_requests=2, max_context=256, kv_format=NewFormat(
 
 
 def test_bytes():
-    schema = CacheSchema.from_config(config(), **SIZES)
+    schema = CacheSchema(config(), **SIZES)
     assert schema.bytes_per_token == 890
     assert schema.slot_bytes_by_pool()["sliding windows"] / 2 == 2_703_360
     assert schema.slot_bytes_by_pool()["r2 states"] / 2 == 24_576

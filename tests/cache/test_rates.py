@@ -22,14 +22,14 @@ SIZES = dict(num_blocks=9, max_requests=2, max_context=320, block_tokens=64, max
 
 
 def test_groups_follow_from_the_layers():
-    schema = CacheSchema.from_config(CONFIG, **SIZES)
+    schema = CacheSchema(CONFIG, **SIZES)
     assert {name: (g.compress_rate, g.layers) for name, g in schema.groups.items()} == {
         "r2": (2, (1, 7)), "r8": (8, (2,)), "r64": (64, (3,))
     }  # fmt: skip
     assert schema.num_rings == len(SPECS)
     assert schema.memory_bytes() == KVCache.abstract(schema).nbytes
-    assert schema.state_struct("r2").shape == (2, 2, 6, 2 * CONFIG.head_dim)
-    assert schema.state_struct("r64", keys=True) is None
+    assert schema.group_structs("r2")["state"][0].shape == (2, 2, 6, 2 * CONFIG.head_dim)
+    assert schema.group_structs("r64")["key_state"] is None
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_groups_follow_from_the_layers():
 def test_layers_that_do_not_fit_together_are_refused(changes, message):
     specs = tuple(dataclasses.replace(s, **changes) if s.layer == 2 else s for s in SPECS)
     with pytest.raises(ValueError, match=message):
-        CacheSchema.from_config(dataclasses.replace(CONFIG, specs=specs), **SIZES)
+        CacheSchema(dataclasses.replace(CONFIG, specs=specs), **SIZES)
 
 
 def test_windows_of_one_token_need_no_state():
@@ -53,13 +53,13 @@ def test_windows_of_one_token_need_no_state():
     )
     small = dict(num_hidden_layers=2, layer_types=CONFIG.layer_types[:2], mlp_layer_types=("moe",) * 2)
     config = dataclasses.replace(CONFIG, **small, specs=specs)
-    schema = CacheSchema.from_config(config, **SIZES, kv_format="plain", dtype=jnp.float32)
-    assert schema.state_struct("r1") is None and schema.state_struct("r1", keys=True) is None
+    schema = CacheSchema(config, **SIZES, kv_format="plain", dtype=jnp.float32)
+    assert schema.group_structs("r1")["state"] is schema.group_structs("r1")["key_state"] is None
     manager = KVCacheManager(config, **SIZES, kv_format="plain", dtype=jnp.float32)
     slot, rng = manager.admit(), np.random.default_rng(0)
     batch = manager.prepare_forward({slot: [0] * 5})
     cache = manager.init_cache().begin_step(batch)
-    weights = random_weights(CacheSchema.from_config(CONFIG, **SIZES), rng)[2][0]
+    weights = random_weights(CacheSchema(CONFIG, **SIZES), rng)[2][0]
     weights = jax.tree.map(jnp.asarray, dataclasses.replace(weights, position_bias=None))
     kv = jnp.asarray(rng.standard_normal((batch.slots.shape[0], config.head_dim)), jnp.float32)
     closed, handle = cache.handle(0, batch).pool_windows(kv, None, weights)

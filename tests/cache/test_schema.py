@@ -19,7 +19,7 @@ MIB = 2**20
 )
 @pytest.mark.parametrize("block_tokens", [128, 256])
 def test_bytes_equal_the_published_table(name, per_token, rings, states, block_tokens):
-    schema = CacheSchema.from_config(CONFIGS[name], **SIZES, block_tokens=block_tokens)
+    schema = CacheSchema(CONFIGS[name], **SIZES, block_tokens=block_tokens)
     assert schema.bytes_per_token == per_token
     assert schema.block_bytes == per_token * block_tokens
     parts = schema.pool_bytes()
@@ -31,7 +31,7 @@ def test_bytes_equal_the_published_table(name, per_token, rings, states, block_t
 @pytest.mark.parametrize(("name", "fmt"), [("tiny", f) for f in ("v4", "per_entry", "plain")] + [("flash", "v4")])
 @pytest.mark.parametrize("max_query_tokens", [1, 4])
 def test_memory_bytes_are_those_of_the_arrays(name, fmt, max_query_tokens):
-    schema = CacheSchema.from_config(CONFIGS[name], **SIZES, kv_format=fmt, max_query_tokens=max_query_tokens)
+    schema = CacheSchema(CONFIGS[name], **SIZES, kv_format=fmt, max_query_tokens=max_query_tokens)
     assert KVCache.abstract(schema).nbytes == schema.memory_bytes()
     if name == "tiny":
         cache = KVCache.zeros(schema)
@@ -42,15 +42,15 @@ def test_memory_bytes_are_those_of_the_arrays(name, fmt, max_query_tokens):
 
 def test_few_leaves():
     """Stacked layers keep dispatch cheap: the number of arrays does not grow with the layers."""
-    assert len(jax.tree.leaves(KVCache.abstract(CacheSchema.from_config(CONFIGS["pro"], **SIZES)))) == 19
+    assert len(jax.tree.leaves(KVCache.abstract(CacheSchema(CONFIGS["pro"], **SIZES)))) == 19
 
 
 @pytest.mark.parametrize("memory", [2**30, 5 * 10**9 + 1])
 def test_block_budget_is_the_most_that_fits(memory):
     sizes = dict(max_requests=8, max_context=1 << 20, block_tokens=128)
     blocks = compute_block_budget(CONFIGS["flash"], memory, **sizes)
-    assert CacheSchema.from_config(CONFIGS["flash"], num_blocks=blocks, **sizes).memory_bytes() <= memory
-    assert CacheSchema.from_config(CONFIGS["flash"], num_blocks=blocks + 1, **sizes).memory_bytes() > memory
+    assert CacheSchema(CONFIGS["flash"], num_blocks=blocks, **sizes).memory_bytes() <= memory
+    assert CacheSchema(CONFIGS["flash"], num_blocks=blocks + 1, **sizes).memory_bytes() > memory
 
 
 def test_budget_without_room_for_a_block_is_refused():
@@ -61,7 +61,7 @@ def test_budget_without_room_for_a_block_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(num_blocks=-1), "num_blocks=-1 must not be negative"),
+        (dict(num_blocks=-1), "num_blocks=-1 must be at least 0"),
         (dict(max_requests=0), "max_requests=0 must be at least 1"),
         (dict(max_context=-5), "max_context=-5 must be at least 1"),
         (dict(max_query_tokens=0), "max_query_tokens=0 must be at least 1"),
@@ -72,19 +72,19 @@ def test_budget_without_room_for_a_block_is_refused():
 )
 def test_bad_sizes_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        CacheSchema.from_config(CONFIGS["tiny"], **(SIZES | change))
+        CacheSchema(CONFIGS["tiny"], **(SIZES | change))
 
 
 def test_a_format_that_does_not_fit_the_heads_is_refused():
     """hf_tiny has 24 dims without RoPE: no whole block of 64."""
     config = DSV4Config.from_hf(DATA / "hf_tiny")
     with pytest.raises(ValueError, match="24"):
-        CacheSchema.from_config(config, **SIZES, kv_format="v4")
-    CacheSchema.from_config(config, **SIZES, kv_format="plain", dtype=jnp.float32)
+        CacheSchema(config, **SIZES, kv_format="v4")
+    CacheSchema(config, **SIZES, kv_format="plain", dtype=jnp.float32)
 
 
 def test_layers_know_their_place_in_the_stacks():
-    layers = CacheSchema.from_config(CONFIGS["flash"], **SIZES).layers
+    layers = CacheSchema(CONFIGS["flash"], **SIZES).layers
     assert [layer.index for layer in layers if layer.group == "csa"] == list(range(21))
     assert [layer.index for layer in layers if layer.group == "hca"] == list(range(20))
     assert [layer.compress_rate for layer in layers[:5]] == [0, 0, 4, 128, 4]

@@ -89,7 +89,7 @@ def test_streams_then_reports(run):
     assert 0 < 31 / report["tokens_per_second"] < report["seconds"]
     assert isinstance(report["device"], str)
     sizes = dict(num_blocks=1, max_requests=1, max_context=128)
-    schema = CacheSchema.from_config(DSV4Config.from_hf(TINY), **sizes)
+    schema = CacheSchema(DSV4Config.from_hf(TINY), **sizes)
     assert report["cache_bytes"] == dict(
         per_token=102.0,  # 2 CSA layers of (136 + 34) / 4 and 2 HCA layers of 136 / 16 bytes
         per_request=schema.bytes_per_request,

@@ -21,7 +21,7 @@ CONFIGS = dict(v4_flash=DSV4Config.v4_flash(), v4_pro=DSV4Config.v4_pro(), tiny=
 def memory_of(config, requests, context, **sizes):
     """Bytes of a cache in which so many requests can fill their contexts."""
     blocks = requests * -(-context // sizes.get("block_tokens", 128))
-    schema = CacheSchema.from_config(config, num_blocks=blocks, max_requests=requests, max_context=context, **sizes)
+    schema = CacheSchema(config, num_blocks=blocks, max_requests=requests, max_context=context, **sizes)
     return schema.memory_bytes()
 
 
@@ -111,7 +111,7 @@ def test_a_mesh_has_room_on_each_device(run, sizes, split):
         holders, blocks = sizes.get("model", 1) if split else 1, requests * (context // 128)
         each = -(-blocks // sizes.get("data", 1) // holders) * sizes.get("data", 1) * holders
         given = dict(num_blocks=each, max_requests=requests, max_context=context, context_parallel=split)
-        return tree_bytes(KVCache.abstract(CacheSchema.from_config(config, **given), mesh))
+        return tree_bytes(KVCache.abstract(CacheSchema(config, **given), mesh))
 
     requests, parts = row["requests"], sizes.get("data", 1)
     assert on_a_device(requests) == memory - row["bytes_left"] <= memory < on_a_device(requests + parts)

@@ -41,7 +41,7 @@ def arguments(requests=8, fused=False, drafts=0):
     config = small_config(drafts)
     model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, fused=fused)))
     sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4", max_query_tokens=1 + drafts)
-    cache = KVCache.abstract(CacheSchema.from_config(config, **sizes))
+    cache = KVCache.abstract(CacheSchema(config, **sizes))
 
     def ints(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -60,23 +60,23 @@ def test_nothing_is_copied_and_twice_is_once(model):
 
 def test_compiled_programs_are_counted(one_layer, manager):
     compiled, same = CompiledModel(one_layer), CompiledModel(one_layer)
-    slot = manager.admit()
+    slot, cache = manager.admit(), manager.init_cache()
     decode_step.clear_cache()
     for tokens, count in (([5], 1), ([6], 1), ([7, 8], 2)):
-        compiled.decode_step(manager.init_cache(), manager.prepare_forward({slot: tokens}))
+        _, cache = compiled.decode_step(cache, manager.prepare_forward({slot: tokens}))
         assert compiled.compilations == count
-    same.decode_step(manager.init_cache(), manager.prepare_forward({slot: [9]}))
+    same.decode_step(cache, manager.prepare_forward({slot: [9]}))
     assert same.compilations == 0
 
 
 def check_joined(model, atol):
     """Logits within +-4: a product's float32 sum may run in another order and then round the other way to bfloat16."""
     fused, manager = CompiledModel(fuse_projections(model)), make_manager(model.config)
-    slots = [manager.admit() for _ in range(3)]
+    slots, caches = [manager.admit() for _ in range(3)], [manager.init_cache(), manager.init_cache()]
     for tokens in ([5, 6, 7, 8, 9], [1]):
         batch = manager.prepare_forward({slot: tokens for slot in slots})
-        expected, _ = decode_step(model, manager.init_cache(), batch)
-        got, _ = fused.decode_step(manager.init_cache(), batch)
+        expected, caches[0] = decode_step(model, caches[0], batch)
+        got, caches[1] = fused.decode_step(caches[1], batch)
         chex.assert_trees_all_close(got, expected, rtol=0, atol=atol)
 
 

@@ -11,6 +11,7 @@ import pytest
 from dsv4_jax.decode import CompiledModel, StepOutput
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache
+from dsv4_jax.host.step_order import record_step
 from tests.host.faults import ENGINE, HOST, Fault, Inject, consistent
 from tests.host.managers import CONFIG, ids, make
 
@@ -23,6 +24,7 @@ def formula_step(model, cache, batch, rows, sampling, seeds, *, drafts):
     rows, slots, positions, seeds = map(np.asarray, (rows, batch.slots, batch.positions, seeds))
     at = np.maximum(rows, 0)
     tokens = token_after(positions[at], seeds[slots[at]].astype(int))
+    record_step(cache, batch, cache)
     return StepOutput(tokens, np.zeros(len(rows), np.float32)), cache
 
 

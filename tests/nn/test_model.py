@@ -44,7 +44,7 @@ def step_batch(first, count, padding_id, new_blocks=()):
 
 
 def test_padding_reaches_neither_other_tokens_nor_the_cache(model):
-    schema = CacheSchema.from_config(model.config, num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
+    schema = CacheSchema(model.config, num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
     traces = []
 
     @jax.jit
@@ -77,8 +77,8 @@ def test_rope_may_take_the_whole_head(short_config):
     config = dataclasses.replace(short_config, head_dim=dim, qk_rope_head_dim=dim, **one_layer)
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
     with pytest.raises(ValueError, match="per_entry.*qk_rope_head_dim to be a positive multiple of 1, got 0"):
-        CacheSchema.from_config(config, **sizes, kv_format="per_entry")
-    schema = CacheSchema.from_config(config, **sizes, kv_format="plain", dtype=jnp.float32)
+        CacheSchema(config, **sizes, kv_format="per_entry")
+    schema = CacheSchema(config, **sizes, kv_format="plain", dtype=jnp.float32)
     model = DeepseekV4ForCausalLM(config, jnp.float32)
 
     @jax.jit
@@ -113,7 +113,7 @@ def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, pa
         assert weight.dtype == param_dtype
     assert layer.input_layernorm.weight.dtype == jnp.float32
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32, dtype=dtype)
-    cache = KVCache.abstract(CacheSchema.from_config(short_config, **sizes))
+    cache = KVCache.abstract(CacheSchema(short_config, **sizes))
 
     for count in (1, 21):
         batch = step_batch(0, count, -1)
@@ -140,7 +140,7 @@ def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, pa
 def test_a_cache_for_another_model_is_refused(short_config, changes, message):
     """While the step is traced; these models would run, with other tokens."""
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
-    cache = KVCache.abstract(CacheSchema.from_config(dataclasses.replace(short_config, **changes), **sizes))
+    cache = KVCache.abstract(CacheSchema(dataclasses.replace(short_config, **changes), **sizes))
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config))
     for step in (DeepseekV4ForCausalLM.__call__, DeepseekV4ForCausalLM.forward_recorded):
         with pytest.raises(ValueError, match=f"the cache was made for another model: {message}"):
@@ -157,7 +157,7 @@ def test_compressors_of_entries_learn(short_config, kv_format):
     """Parameters have a gradient, except those that only select entries or experts: a selection has none."""
     model = DeepseekV4ForCausalLM(short_config, dtype=jnp.float32)
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32, dtype=jnp.float32)
-    cache = init_cache(CacheSchema.from_config(short_config, kv_format=kv_format, **sizes))
+    cache = init_cache(CacheSchema(short_config, kv_format=kv_format, **sizes))
     batch = dataclasses.replace(step_batch(0, 48, 0), new_blocks=jnp.asarray([[0, 0, 0], [0, 1, 1]], jnp.int32))
     graph, state = nnx.split(model)
 

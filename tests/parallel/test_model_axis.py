@@ -299,7 +299,7 @@ mesh = h100_mesh(2)
 config = dataclasses.replace(
     DSV4Config.v4_flash(), num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",), num_nextn_predict_layers=0
 )
-schema = CacheSchema.from_config(config, num_blocks=512, max_requests=8, max_context=65536)
+schema = CacheSchema(config, num_blocks=512, max_requests=8, max_context=65536)
 table = jax.ShapeDtypeStruct((2, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
 cache = dataclasses.replace(KVCache.abstract(schema, mesh), mailboxes=table)
 def ints(*shape, dtype=jnp.int32):

@@ -1,0 +1,60 @@
+"""Launches compiled steps: checks their arguments on the host first, so that an error costs no cache."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.host.step_order import check_not_donated, check_order, record_step
+from dsv4_jax.parallel.sharded_step import sharded_step
+
+
+def compiled_step(step: Callable[..., Any] | None = None, *, static_argnames: tuple[str, ...] = ()) -> Any:
+    """Decorates a step: compiles it, sharded like its arguments, with the cache donated; calls go through `launch`.
+
+    Args:
+      step: function of `(model, cache, batch, ...)` that returns a tuple whose last item is the cache.
+      static_argnames: names of its static arguments.
+
+    Returns:
+      A function with the signature of the step and the methods of a jitted function that this package uses.
+    """
+    if step is None:
+        return functools.partial(compiled_step, static_argnames=static_argnames)
+    sharded = sharded_step(step)
+    program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=static_argnames)
+
+    @functools.wraps(sharded)
+    def call(model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        return launch(program, model, cache, batch, *args, **options)
+
+    for name in ("trace", "lower", "eval_shape", "clear_cache", "_cache_size"):
+        setattr(call, name, getattr(program, name))
+    return call
+
+
+def launch(program: Callable[..., Any], model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:
+    """Calls a compiled step, unless its batch is known not to follow on what the cache has run.
+
+    Args:
+      program: the jitted or compiled step.
+      model, cache, batch, args, options: its arguments; `options` are keywords.
+
+    Raises:
+      TypeError: the arguments are swapped.
+      RuntimeError: the cache was donated before.
+      ValueError: the cache has not run the batches before this one, or a later one; nothing was changed.
+    """
+    is_cache = isinstance(cache, KVCache)  # a model may have a cache of its own
+    if isinstance(model, KVCache | Batch) or isinstance(cache, Batch) or (is_cache and not isinstance(batch, Batch)):
+        kinds = ", ".join(type(x).__name__ for x in (model, cache, batch))
+        raise TypeError(f"a step takes (model, cache, batch) in this order, got ({kinds})")
+    if not is_cache:
+        return program(model, cache, batch, *args, **options)
+    check_not_donated(cache)
+    check_order(cache, batch)
+    results = program(model, cache, batch, *args, **options)
+    record_step(cache, batch, results[-1])
+    return results

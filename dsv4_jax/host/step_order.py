@@ -1,0 +1,204 @@
+"""Knows which batches a cache has run, so that a batch that does not follow on them is refused before its launch.
+
+Batches and caches are recognized by one array of theirs. So nothing is added to the pytrees, programs and their keys
+stay as they are, and records vanish with the arrays. Arrays that a user's own program returned are unknown, and nothing
+is checked for them; `decode.launch` records what the steps of this package return.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.host.request_table import RequestState, RequestTable
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedBatch:
+    """The host's record of a batch.
+
+    Attributes:
+      table: table of the manager that prepared it.
+      time: time of its preparation, by the table's clock.
+      before: state of each of its requests before it, by slot.
+      after: their states after it.
+    """
+
+    table: RequestTable
+    time: int
+    before: Mapping[int, RequestState]
+    after: Mapping[int, RequestState]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheContents:
+    """The host's record of a cache.
+
+    Attributes:
+      table: table of its manager.
+      states: states whose tokens the cache holds, by slot.
+      is_complete: whether the other slots are known to be empty.
+    """
+
+    table: RequestTable
+    states: dict[int, RequestState]
+    is_complete: bool
+
+
+class _Records:
+    """Records by the identity of an array, which has no hash; a record lives as long as its array."""
+
+    def __init__(self):
+        self._records: dict[int, tuple[weakref.ref, Any]] = {}
+
+    def get(self, array: Any) -> Any:
+        return self._records.get(id(array), (None, None))[1]
+
+    def put(self, array: Any, record: Any) -> None:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            # The callback runs no Python, so that no exception from outside (Ctrl-C) can come in it.
+            forget = functools.partial(self._records.pop, id(array))
+            self._records[id(array)] = weakref.ref(array, forget), record
+
+
+_batches, _caches = _Records(), _Records()
+
+
+def record_batch(batch: Batch, prepared: PreparedBatch) -> None:
+    """Records a batch that was prepared."""
+    _batches.put(batch.positions, prepared)
+
+
+def record_cache(cache: KVCache, contents: CacheContents) -> None:
+    """Records a cache as the newest one of its manager."""
+    if isinstance(lengths := cache.lengths, jax.Array):
+        _caches.put(lengths, contents)
+        contents.table.newest_lengths = weakref.ref(lengths)
+
+
+def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
+    """Commits the states of slots that a program wrote, which returned the cache `new`. Sets their times."""
+    time = table.tick()
+    states = {k: dataclasses.replace(s, admitted=s.admitted or time, changed=time) for k, s in states.items()}
+    table.commit(states)
+    _follow(table, old, new, states)
+
+
+def record_step(old: KVCache, batch: Batch, new: KVCache) -> None:
+    """Records the cache that a step returned."""
+    if (prepared := _batches.get(batch.positions)) is not None:
+        _follow(prepared.table, old, new, prepared.after)
+
+
+def _follow(table, old, new, states):
+    contents = _caches.get(old.lengths)
+    if contents is None or contents.table is not table:
+        contents = CacheContents(table, {}, is_complete=False)
+    record_cache(new, dataclasses.replace(contents, states={**contents.states, **states}))
+
+
+def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) -> None:
+    """Raises ValueError if the cache is known to be another manager's, donated, or behind the manager in a slot."""
+    check_not_donated(cache)
+    if (contents := _caches.get(cache.lengths)) is None:
+        return
+    if contents.table is not table:
+        raise ValueError("the cache is of another manager: take the one that this manager's init_cache made")
+    if slot is not None and _is_behind(contents, slot, state := table.state(slot)) and state.length:
+        raise ValueError(f"a batch of slot {slot} has not run on this cache. {_advice(contents, [slot])}")
+
+
+def check_not_donated(cache: Any) -> None:
+    """Raises RuntimeError if the arrays of a cache are deleted."""
+    lengths = getattr(cache, "lengths", None)
+    if isinstance(lengths, jax.Array) and not isinstance(lengths, jax.core.Tracer) and lengths.is_deleted():
+        raise RuntimeError(
+            "the cache was donated to an earlier step, which deleted its arrays: use the cache that this step returned "
+            "(logits, cache = decode_step(model, cache, batch))"
+        )
+
+
+def check_order(cache: KVCache, batch: Batch) -> None:
+    """Raises ValueError if the cache is known not to be in the state that the batch was prepared for."""
+    prepared, contents = _batches.get(batch.positions), _caches.get(cache.lengths)
+    if prepared is None or contents is None:
+        return
+    table = prepared.table
+    if contents.table is not table:
+        raise ValueError(
+            "the batch and the cache are of two managers: prepare the batch with the manager whose init_cache made the "
+            "cache"
+        )
+    behind = []
+    for slot, state in prepared.before.items():
+        now, held = table.states.get(slot), contents.states.get(slot)
+        if now is None or now.admitted != state.admitted:
+            raise ValueError(f"the request in slot {slot} was released after the batch was prepared: drop the batch")
+        if now.changed < prepared.time:
+            raise ValueError(
+                f"the batch's tokens of slot {slot} were taken back by rewind: drop the batch and prepare them again"
+            )
+        if held is not None and held.changed >= prepared.time:
+            raise ValueError(
+                f"the cache has already run this batch, or one of slot {slot} that was prepared after it: drop the "
+                "batch; prepare_forward makes the next one"
+            )
+        if not state.is_new and _is_behind(contents, slot, state):
+            behind.append(slot)
+    if behind:
+        raise ValueError(
+            f"the batch follows on another one of slot {behind[0]} that has not run on this cache. "
+            + _advice(contents, behind)
+        )
+
+
+def device_state(table: RequestTable, slot: int) -> RequestState:
+    """Returns the state of a request without the batches that have certainly not run.
+
+    That is certain as long as the manager's newest cache exists, since a step would have donated it.
+    """
+    state, contents = table.state(slot), _newest(table)
+    return state if contents is None or not _is_behind(contents, slot, state) else _held(contents, slot, state)
+
+
+def commit(table: RequestTable, slot: int, state: RequestState) -> None:
+    """Commits a state that differs from the one before in the number of tokens that the cache is taken to hold."""
+    table.commit({slot: state})
+    contents = _newest(table)
+    if contents is not None and (held := contents.states.get(slot)) and held.changed == state.changed:
+        contents.states[slot] = state
+
+
+def _newest(table):
+    """The contents of a manager's newest cache, or None if it was donated or is gone."""
+    lengths = None if table.newest_lengths is None else table.newest_lengths()
+    contents = None if lengths is None or lengths.is_deleted() else _caches.get(lengths)
+    return contents if contents is not None and contents.table is table else None
+
+
+def _is_behind(contents, slot, state):
+    """Whether the cache is known to lack tokens of the request's state."""
+    held = contents.states.get(slot)
+    return contents.is_complete if held is None else held.changed != state.changed
+
+
+def _held(contents, slot, state):
+    """The part of the request that the cache holds, with the blocks that are reserved now."""
+    held = contents.states.get(slot)
+    if held is None or held.admitted != state.admitted:
+        held = RequestState(admitted=state.admitted)
+    return dataclasses.replace(held, blocks=state.blocks)
+
+
+def _advice(contents, slots):
+    """Says how to go on where a cache lacks tokens of requests."""
+    states = {slot: contents.table.state(slot) for slot in slots}
+    calls = [f"manager.rewind({k}, {s.length - _held(contents, k, s).length})" for k, s in states.items()]
+    return (
+        "Batches run in the order in which they were prepared. If that one was dropped, take back the tokens of all "
+        f"batches that did not run, {', '.join(calls)}, and prepare them again"
+    )
