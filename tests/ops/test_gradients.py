@@ -194,7 +194,8 @@ INPUTS = {
     router: (normal(TOKENS, 8), normal(5, 8)),
     router_of_table: (normal(TOKENS, 8), normal(5, 8)),
     experts: (
-        normal(TOKENS, 8), 1 + normal(TOKENS, 2, scale=0.1), normal(4, 6, 8), normal(4, 8, 3), normal(6, 8), normal(8, 3),
+        normal(TOKENS, 8), 1 + normal(TOKENS, 2, scale=0.1), normal(4, 6, 8), normal(4, 8, 3),
+        normal(6, 8), normal(8, 3),
     ),
     hyper_connections: (
         normal(TOKENS, 2, 8), normal(8, 16), normal(8), 1 + normal(3, scale=0.1), 1 + normal(8, scale=0.1),
