@@ -1,6 +1,7 @@
 """XLA flags for decoding; measurements are in docs/notes/decode_steps.md."""
 
 import os
+import sys
 
 
 # XLA counts a donated cache three times, concludes that memory is short, and rematerializes projections. Compiled for
@@ -13,7 +14,21 @@ def set_xla_flags() -> None:
 
     Call it before JAX first uses a device: XLA reads the variable once. Flags that are set already stay as they are.
     The command line calls it; a program of your own that decodes on a GPU should.
+
+    Raises:
+      RuntimeError: JAX has used a device already, and the variable lacks a flag.
     """
     given = os.environ.get("XLA_FLAGS", "")
     new = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+    if new and jax_has_started():
+        raise RuntimeError(
+            f"JAX has started, so XLA would not see {' '.join(new)}: call set_xla_flags() before anything that makes "
+            "an array or asks for devices, or set the environment variable XLA_FLAGS before Python starts"
+        )
     os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
+
+
+def jax_has_started() -> bool:
+    """Returns whether JAX has used a device in this process. Does not import JAX."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return getattr(bridge, "backends_are_initialized", bool)()

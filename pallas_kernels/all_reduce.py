@@ -51,8 +51,7 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
         functools.partial(_body, units=units, blocks=blocks, ranks=ranks),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         kernel_name="all_reduce",
-        grid=(blocks,),
-        grid_names=("block",),
+        grid={"block": blocks},
         interpret=interpret,
     )
     return run(x, table)

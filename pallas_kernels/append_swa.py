@@ -55,8 +55,7 @@ def append_swa(
         append_rows,
         out_type=(),
         kernel_name="append_swa",
-        grid=(-(-tokens // kv_rows.WARPS),),
-        grid_names=("block",),
+        grid={"block": -(-tokens // kv_rows.WARPS)},
         interpret=interpret,
     )
     pools = rings.mutable_pools()

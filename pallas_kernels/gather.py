@@ -183,8 +183,7 @@ def _gather(
         gather_block,
         out_type=(dense_type, jax.ShapeDtypeStruct((items,), jnp.bool_)),
         kernel_name="gather",
-        grid=(-(-items // BLOCK_ROWS),),
-        grid_names=("block",),
+        grid={"block": -(-items // BLOCK_ROWS)},
         interpret=interpret,
     )
     pools = tuple(pool.reshape(-1, pool.shape[-1]) for pool in rows.pools)

@@ -34,15 +34,10 @@ DIM = kv_rows.ROW_DIM
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning of the queries' part.
+    """Tuning of the queries' part."""
 
-    Attributes:
-      rows_at_once: number of rows that a warp loads before it computes.
-      blocks_per_token: number of blocks that share the heads of a token.
-    """
-
-    rows_at_once: int
-    blocks_per_token: int
+    rows_at_once: int  # rows that a warp loads before it computes
+    blocks_per_token: int  # blocks that share the heads of a token
 
     @classmethod
     def choose(cls, tokens: int, heads: int) -> "Config":
@@ -83,7 +78,6 @@ def norm_rope(
     _check(q, kv, weight, positions, inv_freq)
     if len(q) == 0:
         return q, kv
-
     q, kv = _launch("norm_rope", (q, kv, weight, positions, inv_freq), None, None, eps, interpret)
     return q, kv
 
@@ -136,9 +130,7 @@ def _check(q, kv, weight, positions, inv_freq):
 def _launch(name, arrays, rings, destination, eps, interpret):
     """Returns the rotated queries, and the rotated key-value rows if there are no rings to store them in.
 
-    Args:
-      arrays: the arguments of `norm_rope`.
-      rings, destination: the rings, and (slots, positions, layer [1], mutable pools) to store rows in; or None.
+    `destination` is (slots, positions, layer [1], mutable pools of the rings), or None.
     """
     q, kv, weight, positions, inv_freq = arrays
     tokens, heads, _ = q.shape
@@ -148,8 +140,7 @@ def _launch(name, arrays, rings, destination, eps, interpret):
         functools.partial(_norm_rope_kernel, config, heads, eps, rings),
         out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
-        grid=(-(-tokens // WARPS) + tokens * config.blocks_per_token,),
-        grid_names=("block",),
+        grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
         interpret=interpret,
     )
     q_out, *others = run((q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq), destination)
@@ -160,8 +151,7 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     q_gmem, kv_gmem, weight_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
     tokens, first_rotated = positions_gmem.shape[0], DIM - 2 * inv_freq_gmem.shape[0]
     block, warp = lax.axis_index("block"), kv_rows.iota((WARPS,), 0)
-    kv_blocks = -(-tokens // WARPS)
-    shape = WARPS, GROUPS, GROUP
+    kv_blocks, shape = -(-tokens // WARPS), (WARPS, GROUPS, GROUP)
     channel = kv_rows.iota(shape, 1) * GROUP + kv_rows.iota(shape, 2)
     # Not in a branch: LLVM would compute it there in pairs of 16 bits, which ptxas adds wrongly.
     pair = (channel - first_rotated) >> 1
@@ -196,9 +186,8 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     @pl.when(block >= kv_blocks)
     @jax.named_scope("queries")
     def store_queries():
-        steps = -(-heads // (WARPS * config.rows_at_once))
-        steps_per_block = -(-steps // config.blocks_per_token)
-        blocks = config.blocks_per_token
+        steps, blocks = -(-heads // (WARPS * config.rows_at_once)), config.blocks_per_token
+        steps_per_block = -(-steps // blocks)
         token, part = lax.div(block - kv_blocks, blocks), lax.rem(block - kv_blocks, blocks)
 
         def load_heads(step):
@@ -278,19 +267,15 @@ def _rotate_mosaic(x, cos, sin, first):
 
     def emit(x, cos, sin):
         kind = mlir.vector_type(8, ir.BF16Type.get())
-        for at, position in zip(np.ndindex(x.registers.shape), _last_groups(x), strict=True):
+        for number, at in enumerate(np.ndindex(x.registers.shape)):
             values, factors = mlir.values(x.registers[at]), (mlir.values(y.registers[at]) for y in (cos, sin))
             words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
-            if position >= first // GROUP:
+            # The lanes of a register hold four consecutive groups of channels.
+            last_group = 4 * (number % (GROUPS // 4)) + 3
+            if last_group >= first // GROUP:
                 cosines, sines = factors
                 words = [rotate_pair(word, cosines[2 * i], sines[2 * i]) for i, word in enumerate(words)]
             yield vector.bitcast(kind, mlir.pack(word.value for word in words))
 
     returns = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     return mlir.inline(emit, x, cos, sin, layout=lambda _: kv_rows.VALUES, returns=returns)
-
-
-def _last_groups(x):
-    """The last group of channels in each register, whose lanes hold four consecutive groups."""
-    halves = GROUPS // 4
-    return [4 * (i % halves) + 3 for i in range(x.registers.size)]

@@ -95,8 +95,7 @@ def router(
         lambda *arrays: multiply_slice(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
         out_type=jax.ShapeDtypeStruct((depth // SLICE, tokens, experts), jnp.float32),
         kernel_name="router_products",
-        grid=(depth // SLICE, experts // BLOCK_EXPERTS, -(-tokens // BLOCK_TOKENS)),
-        grid_names=("slice", "rows", "tile"),
+        grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
     selection = (table, token_ids) if bias is None else (bias,)
@@ -124,13 +123,10 @@ def _select_experts(products, selection, top_k, scaling_factor, interpret):
         functools.partial(_select_body, top_k, scaling_factor),
         out_type=outs,
         kernel_name="router_select",
-        grid=(1 if one_cluster else tokens,),
-        grid_names=("group",),
+        grid={"group": 1 if one_cluster else tokens},
         # A power of two: three blocks of a cluster take longer to start than four.
-        cluster=(1 << (tokens - 1).bit_length() if one_cluster else 1,),
-        cluster_names=("token",),
+        cluster={"token": 1 << (tokens - 1).bit_length() if one_cluster else 1},
         num_threads=ADDERS,
-        thread_name="warpgroup",
         scratch_types=scratch,
         interpret=interpret,
     )
@@ -188,16 +184,7 @@ def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
 
 
 def _select_body(
-    top_k,
-    scaling_factor,
-    products_gmem,
-    selection,
-    *outs,
-    partials_smem,
-    scores_smem,
-    biased_smem,
-    partials_full,
-    **sort,
+    top_k, factor, products_gmem, selection, *outs, partials_smem, scores_smem, biased_smem, partials_full, **sort
 ):
     experts_gmem, weights_gmem, *permutation = outs
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
@@ -219,7 +206,7 @@ def _select_body(
             scores_smem[tile] = score
             if len(selection) == 1:
                 biased_smem[tile] = score + vectors.load(selection[0].at[tile])
-        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor)
+        select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, factor)
 
     # A cluster may have more blocks than there are tokens.
     @pl.when(token < tokens)
@@ -291,8 +278,7 @@ def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, 
         return thread_ops.load_global(table, own * top_k + lane.minimum(top_k - 1))
 
     def emit(experts, weights, token, scores, biased, *selection):
-        token = U32(mlir.scalar(token))
-        thread = U32(mlir.thread())
+        token, thread = U32(mlir.scalar(token)), U32(mlir.thread())
         lane = thread & 31
         # Other threads wrote what this warp reads.
         mgpu.utils.warpgroup_barrier()

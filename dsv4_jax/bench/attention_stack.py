@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
+from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.carry import StepCarry
@@ -214,15 +214,10 @@ class StackDecoder:
         """Runs one decode step and returns its output."""
         args = self.stack, self._cache, batch, self._x
         if self._step is None:
-            begin = time.perf_counter()
-            traced = stack_step.trace(*args, tokens=self.tokens, drafts=self.drafts)
-            after_trace = time.perf_counter()
-            lowered = traced.lower()
-            after_lowering = time.perf_counter()
-            self._step = lowered.compile()
-            seconds = after_trace - begin, after_lowering - after_trace, time.perf_counter() - after_lowering
-            self.compile_seconds = dict(zip(("trace", "lower", "compile"), (round(s, 2) for s in seconds), strict=True))
-            self.step_text = self._step.as_text() or ""
+            options = dict(tokens=self.tokens, drafts=self.drafts)
+            program = find_program(stack_step, args, options) or compile_program(stack_step, args, options)
+            self._step, self.step_text = program.call, program.call.as_text() or ""
+            self.compile_seconds = {name: round(seconds, 2) for name, seconds in program.seconds.items()}
         y, self._cache = self._step(*args)
         return y
 

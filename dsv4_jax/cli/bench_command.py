@@ -169,7 +169,7 @@ class _DecodeSteps(_ModelBench):
         """Returns the arguments of `decode_steps.run`."""
         from dsv4_jax.bench.decode_steps import StepOptions
 
-        given = vars(self) | dict(whole=self.whole, mesh=mesh)
+        given: dict[str, Any] = vars(self) | dict(whole=self.whole, mesh=mesh)
         options = StepOptions(**{name: given[name] for name in StepOptions.__annotations__ if name in given})
         return [*self._model(report), options, report]
 
@@ -230,7 +230,7 @@ class LayerBench(_DecodeSteps):
         from dsv4_jax.bench import decode_steps, op_times
 
         steps = self._steps(report, mesh)
-        ops = () if mesh else op_times.run_layer(*steps[:2], report, only=self.only, calls=self.calls)
+        ops = () if mesh else op_times.run_layer(steps[0], steps[1], report, only=self.only, calls=self.calls)
         return dict(ops=ops, results=decode_steps.run_kinds(*steps))
 
 

@@ -12,7 +12,7 @@ from dsv4_jax.cli.options import use_compilation_cache
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
-from dsv4_jax.xla_flags import set_xla_flags
+from dsv4_jax.xla_flags import jax_has_started, set_xla_flags
 
 
 _DESCRIPTION = """DeepSeek-V4's quantized, paged KV cache and sparse-attention decode.
@@ -42,7 +42,8 @@ def run_command(argv: list[str]) -> int:
     command = tyro.cli(
         _Command, prog="dsv4-jax", description=_DESCRIPTION, args=argv, config=(tyro.conf.FlagCreatePairsOff,)
     )
-    set_xla_flags()
+    if not jax_has_started():  # else a program of its own has called `main`
+        set_xla_flags()
     use_compilation_cache()
     try:
         command.run()

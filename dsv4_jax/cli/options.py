@@ -68,19 +68,22 @@ JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 def use_compilation_cache() -> None:
     """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
 
-    JAX reads this variable when it is imported. JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
+    JAX reads this variable when it is imported. JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Whole steps are
+    kept in a folder of their own within, see `dsv4_jax.decode.program_store`.
     """
     # A run needs dozens of small programs: keep these too.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    folder = caches / "dsv4_jax" / "programs"
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or not folder.is_absolute():
+    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or caches / "dsv4_jax" / "programs")
+    is_off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("0", "f", "false", "n", "no", "off")
+    if is_off or not folder.is_absolute():
         return
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
         return  # a home folder without write access: programs are compiled every time
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ.setdefault("DSV4_JAX_PROGRAMS", str(folder / "steps"))
 
 
 def notify(text: str) -> None:

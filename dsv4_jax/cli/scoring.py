@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
+from dsv4_jax.decode import CompiledModel
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
@@ -27,7 +28,7 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
 @sharded_step
 def score_step(
-    model: DeepseekV4ForCausalLM, cache: Any, batch: Batch, *, layers: bool, drafts: int, per_row: int
+    compiled: CompiledModel, cache: Any, batch: Batch, *, layers: bool, drafts: int, per_row: int
 ) -> tuple[dict[str, Array], Any]:
     """Runs the batch's tokens, `per_row` of each slot; the cache is donated.
 
@@ -36,6 +37,7 @@ def score_step(
       "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of
       `_score_drafts`.
     """
+    model = compiled.module
     hidden, streams, activations, cache = model.model(cache, batch, record=layers)
     results = {name: x.astype(jnp.float32) for name, x in activations.items()} | {"logits": model.logits(hidden)}
     if drafts:
@@ -91,13 +93,14 @@ def score_ids(
     Yields:
       The results of `score_step` for the n tokens of a step, each array [B, n, ...].
     """
-    slots = [manager.admit(row) for row in ids]
+    slots, compiled = [manager.admit(row) for row in ids], CompiledModel(model)
     cache, at = manager.init_cache(), 0
     if window_only:
         cache = WindowOnlyCache(**vars(cache))
     for n in sizes:
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
-        results, cache = score_step(model, cache, batch, layers=layers, drafts=drafts, per_row=n if drafts else 0)
+        options = dict(layers=layers, drafts=drafts, per_row=n if drafts else 0)
+        results, cache = compiled.run(score_step, cache, batch, **options)
         starts = first_tokens(
             manager.requests, dict.fromkeys(slots, n), len(batch.slots) // manager.requests.num_shards
         )

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.loop import decode_loop
+from dsv4_jax.decode.program_store import ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, sample_step
 
 
@@ -24,13 +25,13 @@ class CompiledModel:
     Attributes:
       arrays: the model's arrays.
       structure: the tree structure that the arrays are leaves of.
-      compilations: number of programs that calls of this object's methods have compiled.
+      compilations: number of programs that calls of this object's methods have compiled or loaded.
     """
 
     def __init__(self, model: Any):
         """Flattens a `Model`, such as an nnx.Module, without copying arrays."""
         self.arrays, self.structure = jax.tree.flatten(model)
-        self.compilations = 0
+        self.compilations, self._programs = 0, ProgramTable()
 
     @classmethod
     def of(cls, model: Model) -> "CompiledModel":
@@ -44,6 +45,7 @@ class CompiledModel:
     def tree_unflatten(cls, structure: Any, arrays: Any) -> "CompiledModel":
         model = object.__new__(cls)
         model.arrays, model.structure, model.compilations = list(arrays), structure, 0
+        model._programs = ProgramTable()
         return model
 
     @property
@@ -79,13 +81,24 @@ class CompiledModel:
         """
         return self.module.mtp_write(streams, cache, batch)
 
-    def _run(self, program: Any, *args: Any, **options: Any) -> Any:
-        before = program._cache_size()
-        results = program(self, *args, **options)
-        self.compilations += program._cache_size() - before
+    def run(self, function: Any, *args: Any, **options: Any) -> Any:
+        """Calls a jitted function of a model and a cache, with a program from the `program_store` if there is one.
+
+        Args:
+          function: the function; its last result is the updated cache, and its keyword-only arguments are static.
+          args: its positional arguments, without the model.
+          options: its other arguments.
+        """
+        program, positional, is_new = self._programs.find(function, (self, *args), options)
+        self.compilations += is_new
+        if program is not None:
+            return program.call(*positional)
+        before = function._cache_size()
+        results = function(self, *args, **options)
+        self.compilations += 0 if is_new else function._cache_size() - before
         return results
 
-    forward = functools.partialmethod(_run, forward)
-    decode_step = functools.partialmethod(_run, decode_step)
-    sample_step = functools.partialmethod(_run, sample_step)
-    decode_loop = functools.partialmethod(_run, decode_loop)
+    forward = functools.partialmethod(run, forward)
+    decode_step = functools.partialmethod(run, decode_step)
+    sample_step = functools.partialmethod(run, sample_step)
+    decode_loop = functools.partialmethod(run, decode_loop)

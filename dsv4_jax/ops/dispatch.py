@@ -48,6 +48,11 @@ def use_implementation(name: str | None) -> Iterator[None]:
         yield
 
 
+def default_implementation() -> str | None:
+    """Returns the name that `use_implementation` chose here, or None."""
+    return _default.value
+
+
 def dispatch(
     op: str, implementation: str | None, *args: Any, xla: Callable[..., Any], kernel: Callable[..., Any], **options: Any
 ) -> Any:

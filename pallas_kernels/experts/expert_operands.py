@@ -11,30 +11,16 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 
 
 class ExpertOperands(NamedTuple):
-    """The weights of all experts.
-
-    Attributes:
-      layout: storage of the weights.
-      number: number of experts.
-      inner: channels between the two maps of an expert.
-      gate_up: [2 * number, inner, ..] codes or weights, and [2 * number, .., at least 16] scales or None.
-      down: [number, D, ..] codes or weights, and scales or None.
-    """
+    """The weights of all experts."""
 
     layout: WeightLayout
-    number: int
-    inner: int
-    gate_up: tuple[Any, Any]
-    down: tuple[Any, Any]
+    number: int  # of experts
+    inner: int  # channels between the two maps of an expert
+    gate_up: tuple[Any, Any]  # [2 * number, inner, ..] codes or weights, [2 * number, .., at least 16] scales or None
+    down: tuple[Any, Any]  # [number, D, ..] codes or weights, and scales or None
 
 
-def check_operands(
-    x: jax.Array,
-    selected: jax.Array,
-    weights: jax.Array,
-    gate_up: jax.Array | tuple[jax.Array, jax.Array],
-    down: jax.Array | tuple[jax.Array, jax.Array],
-) -> ExpertOperands:
+def check_operands(x: jax.Array, selected: jax.Array, weights: jax.Array, gate_up, down) -> ExpertOperands:
     """Refuses arrays of other dtypes and shapes than `experts` documents."""
     tokens, depth = x.shape
     check_array("x", x, jnp.bfloat16, None, None)
@@ -53,25 +39,13 @@ def check_operands(
             scales = scales.reshape(number * parts, -1, max(columns // 32, SCALE_BYTES))
         matrices.append((codes.reshape(number * parts, -1, codes.shape[-1]), scales))
     multiple = 512 if layout == FP4 else 256
-    check_rules(
-        {
-            f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0,
-            f"256 channels of an expert, or multiples of {multiple}, got {inner}": (
-                inner == 256 or inner % multiple == 0
-            ),
-        }
-    )
+    rule = f"256 channels of an expert, or multiples of {multiple}, got {inner}"
+    valid_inner = inner == 256 or inner % multiple == 0
+    check_rules({f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0, rule: valid_inner})
     return ExpertOperands(layout, number, inner, *matrices)
 
 
-def check_shared(
-    tokens: int,
-    depth: int,
-    inner: int,
-    layout: WeightLayout,
-    gate_up: tuple[jax.Array, jax.Array],
-    down: tuple[jax.Array, jax.Array],
-) -> None:
+def check_shared(tokens: int, depth: int, inner: int, layout: WeightLayout, gate_up, down) -> None:
     """Refuses a shared expert of other dtypes and shapes than `experts` documents."""
     shared = down[0].shape[1]
     shapes = (2 * shared, depth), (depth, shared)

@@ -25,7 +25,7 @@ from jax import lax
 
 from pallas_kernels.experts import pair_groups, tile_counters
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
-from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
+from pallas_kernels.matmul import epilogue, skinny_gemm
 from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, WeightLayout
 from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_WORDS, counts_size, max_groups
 from pallas_kernels.matmul.skinny_gemm import EPILOGUE, Product, SkinnyGemm
@@ -129,45 +129,26 @@ def _total(terms, last, selected, experts):
 
 
 class RoutedPairs(NamedTuple):
-    """Pairs of a token and an expert.
+    """Pairs of a token and an expert."""
 
-    Attributes:
-      selected: [P] int32, the expert of each pair.
-      groups: [G * GROUP_WORDS] int32, the table of `routing.group_pairs`.
-      counts: [N] int32, the number of groups, then the counters of `tile_counters`.
-      weights: [P] float32 routing weights.
-    """
-
-    selected: Any
-    groups: Any
-    counts: Any
-    weights: Any
+    selected: Any  # [P] int32, the expert of each pair
+    groups: Any  # [G * GROUP_WORDS] int32, the table of `routing.group_pairs`
+    counts: Any  # [N] int32, the number of groups, then the counters of `tile_counters`
+    weights: Any  # [P] float32 routing weights
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsProblem:
-    """Static description of a launch.
+    """Static description of a launch."""
 
-    Attributes:
-      layout: storage of the routed experts' weights.
-      pairs: number of pairs of a token and an expert.
-      top_k: number of pairs of a token.
-      experts: number of routed experts.
-      depth: channels of a token.
-      inner: channels between the two maps of an expert.
-      shared: channels between the two maps of the shared expert; 0 if there is none.
-      limit: clipping limit of SwiGLU.
-      maps: linear maps that the launch computes.
-    """
-
-    layout: WeightLayout
-    pairs: int
-    top_k: int
+    layout: WeightLayout  # of the routed experts' weights
+    pairs: int  # pairs of a token and an expert
+    top_k: int  # pairs of a token
     experts: int
-    depth: int
-    inner: int
-    shared: int
-    limit: float
+    depth: int  # channels of a token
+    inner: int  # channels between the two maps of an expert
+    shared: int  # channels between the two maps of the shared expert; 0 if there is none
+    limit: float  # of SwiGLU
     maps: tuple[int, ...] = (GATE_UP, DOWN)
 
     @property
@@ -230,10 +211,8 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
         functools.partial(_body, p),
         out_type=[out for outs in out_type for out in outs],
         kernel_name="experts",
-        grid=(workers,),
-        grid_names=("worker",),
+        grid={"worker": workers},
         num_threads=skinny_gemm.WARPGROUPS,
-        thread_name="warpgroup",
         scratch_types=dict(
             tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
             factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
@@ -283,19 +262,12 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
-    """The dependencies between tiles of a launch, by counters in global memory.
-
-    Attributes:
-      problem: the launch.
-      routing: references of `RoutedPairs`.
-      outs_gmem: outputs of the last map: terms of pairs, of the shared expert, and their total.
-      scratch_smem: [4] int32.
-    """
+    """The dependencies between tiles of a launch, by counters in global memory."""
 
     problem: ExpertsProblem
     routing: RoutedPairs
-    outs_gmem: Any
-    scratch_smem: Any
+    outs_gmem: Any  # outputs of the last map: terms of pairs, of the shared expert, and their total
+    scratch_smem: Any  # [4] int32
 
     def wait_for_inputs(self, i: int, group: jax.Array, tiles: tuple[int, int]) -> None:
         """Waits until a group's `tiles` of gate_up are written, if map `i` of this launch reads them."""
@@ -341,11 +313,9 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
 
     def finish(n, sums):
         tile = lax.rem(first + n, tiles)
-        if gated:
-            weights = factors_smem.at[pl.ds(group_of(n) * COLUMNS, COLUMNS)]
-            skinny_epilogue.store_swiglu(out_gmem, sums, tile, p.limit, pairs_of(n), weights)
-        else:
-            skinny_epilogue.store_rows(out_gmem, sums, tile, pairs_of(n))
+        weights = factors_smem.at[pl.ds(group_of(n) * COLUMNS, COLUMNS)] if gated else None
+        limit = p.limit if gated else None
+        epilogue.store_few(out_gmem, sums, tile, limit=limit, rows_smem=pairs_of(n), weights_smem=weights)
         order.tile_stored(i, first_group + group_of(n), tile)
 
     depth, (codes, scales) = p.depth if gated else p.inner, matrix
@@ -369,10 +339,7 @@ def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
             load(source_gmem, p.tokens)
 
     def finish(n, sums):
-        if gated:
-            skinny_epilogue.store_swiglu(out_gmem, sums, first + n, p.limit)
-        else:
-            skinny_epilogue.store_rows(out_gmem, sums, first + n)
+        epilogue.store_few(out_gmem, sums, first + n, limit=p.limit if gated else None)
         order.tile_stored(i, group, first + n)
 
     depth, (codes, scales) = p.depth if gated else p.shared, matrix

@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.dequant_wgmma import permute_columns
-from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
@@ -21,12 +21,7 @@ ROWS = 2  # rows of a block
 def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, *, interpret: bool) -> jax.Array:
     """Returns `x[pairs // divisor]`, with its columns in the order of `permute_columns` if `permuted`.
 
-    Args:
-      x: [T, D] bfloat16, D a multiple of 256.
-      pairs: [P] int32, P a multiple of 2.
-      divisor: number of pairs that share a row.
-      permuted: whether to permute columns.
-      interpret: run on the CPU, interpreted.
+    `x` is [T, D] bfloat16, D a multiple of 256, and `pairs` [P] int32, P a multiple of 2.
     """
 
     def body(x_gmem, pairs_gmem, y_gmem):
@@ -37,8 +32,7 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
         body,
         out_type=jax.ShapeDtypeStruct((len(pairs), x.shape[1]), jnp.bfloat16),
         kernel_name="gather_inputs",
-        grid=(len(pairs) // ROWS,),
-        grid_names=("block",),
+        grid={"block": len(pairs) // ROWS},
         interpret=interpret,
     )
     return run(x, pairs)
@@ -59,39 +53,31 @@ def _copy_row_mosaic(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
 
         def copy_eight(eight):
             """Copies eight columns; all lanes of a warp call it together."""
-            load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-            address = _address(x_gmem, source, width, eight)
-            words = [U32(w) for w in mlir.ptx(load, address, results=[mlir.int_type()] * 4)]
-            values = (w.value for w in (_permute(words) if permuted else words))
-            mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", _address(y_gmem, row, width, eight), *values)
+            four = words.load_four(_address(x_gmem, source, width, eight))
+            four = _permute(four) if permuted else four
+            words.store_four(_address(y_gmem, row, width, eight), four)
 
         thread_ops.for_each(width // 8, copy_eight)
 
     mlir.inline(emit, y_gmem, x_gmem, row, pairs_gmem)
 
 
-def _permute(words):
+def _permute(four):
     """Permutes eight columns of a thread; each of a quad's four threads ends with two columns of the others."""
-    a, b, c, d = words
+    a, b, c, d = four
     # Columns i and i + 4 form a word.
-    words = [_halves(*pair, high) for pair in ((a, c), (b, d)) for high in (False, True)]
-    words = _by_lane(words)
+    take_halves = "prmt.b32 $0, $1, $2, 0x5410;", "prmt.b32 $0, $1, $2, 0x7632;"
+    four = _by_lane([thread_ops.pure(code, *pair) for pair in ((a, c), (b, d)) for code in take_halves])
     shuffle = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, 0xffffffff;"
-    return _by_lane([words[0], *(thread_ops.ptx(shuffle.format(i), words[i]) for i in (1, 2, 3))])
+    return _by_lane([four[0], *(thread_ops.ptx(shuffle.format(i), four[i]) for i in (1, 2, 3))])
 
 
-def _by_lane(words):
-    """Returns words[i ^ lane] for i = 0 .. 3, where `lane` counts within a quad."""
+def _by_lane(four):
+    """Returns four[i ^ lane] for i = 0 .. 3, where `lane` counts within a quad."""
     for bit in (1, 2):
         odd = (thread_ops.lane() & bit) > 0
-        words = [odd.where(words[i ^ bit], words[i]) for i in range(4)]
-    return words
-
-
-def _halves(x, y, high):
-    """Returns the high or the low halves of two words as one word, x's half first."""
-    code = f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};"
-    return U32(mlir.ptx(code, x.value, y.value, results=mlir.int_type(), pure=True))
+        four = [odd.where(four[i ^ bit], four[i]) for i in range(4)]
+    return four
 
 
 def _address(ref, row, width, eight):

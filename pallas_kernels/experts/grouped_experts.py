@@ -10,6 +10,7 @@ has no tile. The warpgroups have the roles of `dequant_gemm`; those that multipl
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,7 +20,7 @@ from jax import lax
 from pallas_kernels.experts.expert_operands import check_operands
 from pallas_kernels.experts.gather_inputs import gather_inputs
 from pallas_kernels.experts.permutation import MAX_EXPERTS, sort_by_expert
-from pallas_kernels.matmul import dequant_epilogue
+from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
@@ -33,15 +34,10 @@ MAX_TILE_PAIRS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning constants.
+    """Tuning constants."""
 
-    Attributes:
-      tile_pairs: pairs of an output tile, a multiple of 16 up to 256.
-      warpgroups: warpgroups that multiply, 2 or 4.
-    """
-
-    tile_pairs: int
-    warpgroups: int
+    tile_pairs: int  # pairs of an output tile, a multiple of 16 up to 256
+    warpgroups: int  # warpgroups that multiply, 2 or 4
 
     @classmethod
     def heuristic(cls, pairs: int, experts: int) -> "Config":
@@ -87,30 +83,22 @@ def grouped_experts(
     """
     tokens, depth = x.shape
     layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
-    rules = {"at least one token": tokens > 0, f"up to {MAX_EXPERTS} experts, got {number}": number <= MAX_EXPERTS}
-    check_rules(rules)
+    rule = f"up to {MAX_EXPERTS} experts, got {number}"
+    check_rules({"at least one token": tokens > 0, rule: number <= MAX_EXPERTS})
     config = config or Config.heuristic(selected.size, number)
     order, *tiles = sort_by_expert(selected.reshape(-1), number, config.tile_pairs, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
     launch = functools.partial(_launch, tiles=tiles, interpret=interpret)
     gemm = DequantGemm(layout, depth, config.tile_pairs, config.warpgroups, gated=True)
-    gate_up_problem = GroupedGemm(gemm, order.size, inner, limit)
-    hidden = launch(gate_up_problem, weights.reshape(-1)[order], x, matrices[0])
-    gemm = DequantGemm(layout, inner, config.tile_pairs, config.warpgroups)
+    hidden = launch(GroupedGemm(gemm, order.size, inner, limit), weights.reshape(-1)[order], x, matrices[0])
+    gemm = dataclasses.replace(gemm, depth=inner, gated=False)
     y = launch(GroupedGemm(gemm, selected.size, depth, limit), order, hidden, matrices[1])
     return y.reshape(*selected.shape, depth)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGemm:
-    """Static description of a launch.
-
-    Attributes:
-      gemm: the GEMM whose warpgroups multiply; `gated` for gate and up.
-      rows: rows of the output.
-      width: columns of the output.
-      limit: clipping limit of SwiGLU.
-    """
+    """A launch: its GEMM, `gated` for gate and up, the rows and columns of the output, and SwiGLU's limit."""
 
     gemm: DequantGemm
     rows: int
@@ -134,10 +122,8 @@ def _launch(p, table, x, weight, *, tiles, interpret):
         functools.partial(_body, p),
         out_type=jax.ShapeDtypeStruct((p.rows, p.width), jnp.bfloat16),
         kernel_name="grouped_gate_up" if p.gemm.gated else "grouped_down",
-        grid=(2 if interpret else MULTIPROCESSORS,),
-        grid_names=("worker",),
+        grid={"worker": 2 if interpret else MULTIPROCESSORS},
         num_threads=p.gemm.warpgroups + 1,
-        thread_name="warpgroup",
         scratch_types=dict(dequant=p.gemm.scratch()),
         interpret=interpret,
     )
@@ -163,11 +149,11 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     def finish(n, sums):
         block, tile = block_and_tile(n)
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
-        place = column, blocks_gmem[1, block], blocks_gmem[2, block], dequant.staging_smem.at[warpgroup]
+        place = column, blocks_gmem[1, block], blocks_gmem[2, block]
         if p.gemm.gated:
-            permuted = p.gemm.layout == FP4
-            dequant_epilogue.store_swiglu(y_gmem, sums, *place, p.limit, table_gmem, permuted=permuted)
+            options: dict[str, Any] = dict(limit=p.limit, weights_gmem=table_gmem, permuted=p.gemm.layout == FP4)
         else:
-            dequant_epilogue.store_columns(y_gmem, sums, *place, table_gmem)
+            options = dict(rows_gmem=table_gmem)
+        epilogue.store_many(y_gmem, sums, place, dequant.staging_smem.at[warpgroup], **options)
 
     p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)

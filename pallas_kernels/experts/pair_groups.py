@@ -8,15 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.matmul.routing import (
-    FIRST_PAIR,
-    GROUP_SIZE,
-    GROUP_WORDS,
-    counts_size,
-    group_pairs,
-    max_groups,
-    scratch_words,
-)
+from pallas_kernels.matmul import routing
+from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_SIZE, GROUP_WORDS
 from pallas_kernels.mgpu import mlir, thread_ops as ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import kernel, primitive
@@ -26,24 +19,21 @@ def group_by_expert(
     selected: jax.Array, experts: int, channels: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the table and the counts of `group_pairs` for `selected` [P] int32; one warpgroup runs it."""
-    groups = max_groups(selected.size, experts)
+    groups = routing.max_groups(selected.size, experts)
+    sizes = groups * GROUP_WORDS, routing.counts_size(groups, channels)
     run = kernel(
         functools.partial(_body, experts),
-        out_type=(
-            jax.ShapeDtypeStruct((groups * GROUP_WORDS,), jnp.int32),
-            jax.ShapeDtypeStruct((counts_size(groups, channels),), jnp.int32),
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes),
         kernel_name="experts_group_pairs",
-        grid=(1,),
-        grid_names=("worker",),
-        scratch_types=dict(scratch_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32)),
+        grid={"worker": 1},
+        scratch_types=dict(scratch_smem=plgpu.SMEM((routing.scratch_words(experts),), jnp.int32)),
         interpret=interpret,
     )
     return tuple(run(selected))
 
 
 def _body(experts, selected_gmem, table_gmem, counts_gmem, *, scratch_smem):
-    group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem)
+    routing.group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem)
 
 
 @primitive
@@ -58,12 +48,12 @@ def _load_groups_mosaic(table_gmem, first, groups_smem):
     size, last = groups_smem.shape[0], table_gmem.shape[0] - 1
 
     def emit(table_gmem, first, groups_smem):
-        thread, first = ops.thread() % mlir.THREADS, U32(mlir.scalar(first)) * GROUP_WORDS
-        target = ops.shared(groups_smem)
-        for start in range(0, size, mlir.THREADS):
-            word = thread + start
-            with ops.when(word < size):
-                ops.store(target + (word << 2), ops.load_global(table_gmem, (first + word).minimum(last)))
+        first, target = U32(mlir.scalar(first)) * GROUP_WORDS, ops.shared(groups_smem)
+
+        def copy_word(word):
+            ops.store(target + (word << 2), ops.load_global(table_gmem, (first + word).minimum(last)))
+
+        ops.for_each(size, copy_word)
 
     mlir.inline(emit, table_gmem, first, groups_smem)
 
@@ -84,8 +74,7 @@ def _load_weights_mosaic(weights_gmem, groups_smem, weights_smem):
     size, last = weights_smem.shape[0], weights_gmem.shape[0] - 1
 
     def emit(weights_gmem, groups_smem, weights_smem):
-        thread = ops.thread() % mlir.THREADS
-        source, target = ops.shared(groups_smem), ops.shared(weights_smem)
+        thread, source, target = ops.thread() % mlir.THREADS, ops.shared(groups_smem), ops.shared(weights_smem)
         mgpu.utils.warpgroup_barrier()
         for start in range(0, size, mlir.THREADS):
             at = thread + start

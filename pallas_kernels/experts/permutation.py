@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.routing import rank_pairs
 from pallas_kernels.mgpu import mlir, thread_ops as ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import kernel, primitive
@@ -26,13 +27,7 @@ _UNROLL = 4  # pairs that a thread loads before it looks at them
 def sort_by_expert(
     selected: jax.Array, number: int, size: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorts pairs by expert.
-
-    Args:
-      selected: [P] int32, the expert of each pair; pairs outside of [0, number) are left out.
-      number: number of experts, at most 1024.
-      size: largest number of pairs in a tile.
-      interpret: run on the CPU, interpreted, with the race detector on.
+    """Sorts pairs by expert; `selected` [P] int32 has the expert of each. Pairs outside of [0, number) are left out.
 
     Returns:
       order: [at least P] int32 pairs by expert, in any order within an expert. An expert's begin at a multiple of 8;
@@ -48,10 +43,8 @@ def sort_by_expert(
         functools.partial(_body, number, size),
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((places,), (1,), (3, tiles))),
         kernel_name="sort_by_expert",
-        grid=(1,),
-        grid_names=("block",),
+        grid={"block": 1},
         num_threads=1 if interpret else WARPGROUPS,
-        thread_name="warpgroup",
         scratch_types=dict(scratch_smem=plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)),
         interpret=interpret,
     )
@@ -66,12 +59,9 @@ def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, sc
 def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -> None:
     """Does the work of `sort_by_expert`; `scratch` is [1024 + 64] int32 in shared memory."""
     chosen = selected[...]
-    pairs = lax.iota(jnp.int32, chosen.shape[0])
-    rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
-    sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, number)[:, None], axis=1).astype(jnp.int32)
+    pairs, here, rank, sizes = rank_pairs(chosen, number)
     room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     starts = jnp.cumsum(room) - room
-    here = (chosen >= 0) & (chosen < number)
     places = jnp.where(here, starts[jnp.where(here, chosen, 0)] + rank, order.shape[0])
     order[...] = jnp.zeros(order.shape, jnp.int32).at[places].set(pairs, mode="drop")
     end_tile = jnp.cumsum((sizes + (size - 1)) // size)

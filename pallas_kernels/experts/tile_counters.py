@@ -12,7 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import ROWS
-from pallas_kernels.mgpu import mlir, thread_ops as ops
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
@@ -88,20 +88,14 @@ def _reduce_if_last_mosaic(
             code = "ld.relaxed.gpu.global.u32 $0, [$1];"
             return U32(mlir.ptx(code, address(ref, row, column), results=mlir.int_type()))
 
-        def floats(word):
-            return [ops.as_float(half) for half in (word << 16, word & 0xFFFF0000)]
-
         def store_sum(token, column):
             pairs = [token * top_k + j for j in range(top_k)]
-            words = [load(terms, pair, column) for pair in pairs]
+            loaded = [load(terms, pair, column) for pair in pairs]
             inside = [ops.load_global(selected, pair) < experts for pair in pairs]
-            words = [here.where(word, 0) for here, word in zip(inside, words, strict=True)]
-            low, high = (
-                functools.reduce(arith.addf, values)
-                for values in zip(*map(floats, [*words, load(last, token, column)]), strict=True)
-            )
-            rounded = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, results=mlir.int_type(), pure=True)
-            mlir.ptx("st.global.u32 [$0], $1;", address(total, token, column), rounded)
+            loaded = [here.where(word, 0) for here, word in zip(inside, loaded, strict=True)]
+            values = map(words.unpack, [*loaded, load(last, token, column)])
+            rounded = words.pack(*(functools.reduce(arith.addf, half) for half in zip(*values, strict=True)))
+            mlir.ptx("st.global.u32 [$0], $1;", address(total, token, column), rounded.value)
 
         # There is one more term than groups, so the last one found as many as there are groups.
         with ops.when(ops.load(flag).equals(ops.load_global(counts, U32(0)))):

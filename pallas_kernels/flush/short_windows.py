@@ -62,10 +62,8 @@ def store_entries(
         out_type=(),
         kernel_name="flush_short",
         # The last axis runs fastest, so the blocks of the first compressor, which takes longest, start first.
-        grid=(len(compressors), -(-workers // WARPGROUPS)),
-        grid_names=("compressor", "block"),
+        grid={"compressor": len(compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
-        thread_name="warpgroup",
         scratch_types={name: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for name, size in sizes.items()},
         # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),

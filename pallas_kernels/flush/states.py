@@ -79,10 +79,8 @@ def store_states(compressors, refs, call: FlushCall) -> None:
         body,
         out_type=(),
         kernel_name="flush_states",
-        grid=(len(compressors), -(-workers // WARPGROUPS)),
-        grid_names=("compressor", "block"),
+        grid={"compressor": len(compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
-        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )

@@ -128,8 +128,7 @@ def _launch_slices(streams, fn, added, interpret):
         body,
         out_type=[*new, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)],
         kernel_name="hyper_connections_few",
-        grid=(slices, -(-tokens // regime.TOKENS)),
-        grid_names=("slice", "tile"),
+        grid={"slice": slices, "tile": -(-tokens // regime.TOKENS)},
         scratch_types=regime.scratch_types(tokens, fn.shape[0], len(added) > 2),
         interpret=interpret,
     )

@@ -71,10 +71,8 @@ def launch(streams, fn, added, interpret):
         body,
         out_type=[*new, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)],
         kernel_name="hyper_connections_many",
-        grid=(slices, groups),
-        grid_names=("slice", "group"),
+        grid={"slice": slices, "group": groups},
         num_threads=warpgroups,
-        thread_name="warpgroup",
         scratch_types=dict(
             operand_smem=plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
             weights_smem=plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),

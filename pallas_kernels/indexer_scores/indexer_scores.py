@@ -107,10 +107,8 @@ def indexer_scores(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, keys.max_keys), jnp.float32),
         kernel_name="indexer_scores",
-        grid=(config.blocks,),
-        grid_names=("block",),
+        grid={"block": config.blocks},
         num_threads=config.warpgroups,
-        thread_name="warpgroup",
         scratch_types=[Scratch.types(config, q.dtype, keys.scales.shape[-1])],
         interpret=interpret,
     )

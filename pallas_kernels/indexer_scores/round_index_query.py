@@ -85,8 +85,7 @@ def round_index_query(
         body,
         out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if mxfp4 else None),
         kernel_name="round_index_query",
-        grid=(tokens, splits),
-        grid_names=("token", "split"),
+        grid={"token": tokens, "split": splits},
         interpret=interpret,
     )
     positions = None if inv_freq is None else positions

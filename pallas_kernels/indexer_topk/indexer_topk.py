@@ -102,12 +102,9 @@ def select(
         out_type=algorithm.out_types(plan, tokens),
         scratch_types=algorithm.scratch_types(plan),
         kernel_name="indexer_topk",
-        grid=(tokens,),
-        grid_names=("row",),
-        cluster=(plan.blocks,),
-        cluster_names=("block",),
+        grid={"row": tokens},
+        cluster={"block": plan.blocks},
         num_threads=plan.warpgroups,
-        thread_name="warpgroup",
         interpret=interpret,
     )
     return run(scores, lengths)[0]

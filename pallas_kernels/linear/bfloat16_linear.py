@@ -19,8 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.outputs import Outputs, checked_outputs, store_tile
-from pallas_kernels.linear.spec import LinearSpec
+from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_tile
 from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
@@ -29,6 +28,7 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
+from pallas_kernels.runtime.roles import dispatch_warpgroups
 
 
 STEP = 256  # columns of a stage
@@ -61,11 +61,9 @@ def bfloat16_linear(
     check_array("x", x, jnp.bfloat16, tokens, groups * depth)
     check_array("weight", weight, jnp.bfloat16, rows, depth)
     outputs = checked_outputs(spec, rows)
-    rules = {
-        f"columns in multiples of {STEP}, got {depth}": depth % STEP == 0,
-        f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}": tokens in range(TOKENS, 65, TOKENS),
-    }
-    check_rules(rules)
+    rule = f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}"
+    valid_tokens = tokens in range(TOKENS, MAX_TOKENS + 1, TOKENS)
+    check_rules({f"columns in multiples of {STEP}, got {depth}": depth % STEP == 0, rule: valid_tokens})
     tiles = rows // ROWS
     splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
@@ -74,14 +72,11 @@ def bfloat16_linear(
     inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
     run = kernel(
         functools.partial(_body, p),
-        out_type=[jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs] + inbox_out,
+        out_type=out_types(outputs, tokens) + inbox_out,
         kernel_name="linear",
-        grid=(workers,),
-        grid_names=("worker",),
-        cluster=(splits,),
-        cluster_names=("split",),
+        grid={"worker": workers},
+        cluster={"split": splits},
         num_threads=2,
-        thread_name="warpgroup",
         scratch_types=dict(
             inbox=inbox,
             stages=Stages(
@@ -104,24 +99,14 @@ def _splits(tiles, steps):
 
 @dataclasses.dataclass(frozen=True)
 class Bfloat16LinearProblem:
-    """Static description of a launch.
-
-    Attributes:
-      tokens: number of inputs.
-      depth: number of columns of W.
-      group_tiles: number of tiles of a group.
-      tiles: number of tiles.
-      splits: number of blocks of a cluster.
-      workers: number of clusters; each takes every `workers`-th tile, or one if it has several blocks.
-      outputs: size and dtype of each part of the product.
-    """
+    """Static description of a launch."""
 
     tokens: int
-    depth: int
-    group_tiles: int
+    depth: int  # columns of W
+    group_tiles: int  # tiles of a group of rows
     tiles: int
-    splits: int
-    workers: int
+    splits: int  # blocks of a cluster
+    workers: int  # clusters; each takes every `workers`-th tile, or one if it has several blocks
     outputs: Outputs
 
     @property
@@ -157,19 +142,17 @@ def _body(p, x_gmem, weight_gmem, *outs_gmem, inbox, stages):
             exchange.send(i, sums)
             exchange.add_up(tiles, lambda _, total: store(tile, total))
 
-    @pl.when(warpgroup == LOAD)
-    def _():
-        with jax.named_scope("load"):
-            load = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first, steps)
-            pl.loop(0, tiles * steps)(load)
-            if exchange is not None:
-                barriers.wait_cluster(None)
-            barriers.wait_for_last(stages.empty, tiles * steps)
+    def load():
+        load_stage = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first, steps)
+        pl.loop(0, tiles * steps)(load_stage)
+        if exchange is not None:
+            barriers.wait_cluster(None)
+        barriers.wait_for_last(stages.empty, tiles * steps)
 
-    @pl.when(warpgroup == MULTIPLY)
-    def _():
-        with jax.named_scope("multiply"):
-            pl.loop(0, tiles)(multiply_tile)
+    def multiply():
+        pl.loop(0, tiles)(multiply_tile)
+
+    dispatch_warpgroups(warpgroup, {LOAD: load, MULTIPLY: multiply})
 
 
 def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
@@ -177,11 +160,7 @@ def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
     stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
     column = (first + lax.rem(i, steps)) * STEP
-
-    @pl.when(i >= stages.full.shape[0])
-    def _():
-        plgpu.barrier_wait(stages.empty.at[stage])
-
+    pl.when(i >= stages.full.shape[0])(lambda: plgpu.barrier_wait(stages.empty.at[stage]))
     place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
     plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
     columns = pl.ds(lax.div(tile, jnp.int32(p.group_tiles)) * p.depth + column, STEP)

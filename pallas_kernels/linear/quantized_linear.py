@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.linear.outputs import Outputs, checked_outputs, store_tile
-from pallas_kernels.linear.spec import LinearSpec
+from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_tile
 from pallas_kernels.linear.sum_exchange import SumExchange
-from pallas_kernels.matmul import skinny_epilogue, skinny_gemm
+from pallas_kernels.matmul import epilogue, skinny_gemm
 from pallas_kernels.matmul.quantized_weights import BF16, FP8, HALF, ROWS, SCALED, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_gemm import EPILOGUE, LOAD, Product, SkinnyGemm
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
@@ -45,18 +44,11 @@ OTHER_BYTES = 2048  # of shared memory, beside stages, inputs, sums and the inbo
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a launch's work.
+    """The division of a launch's work; `segments`, `places` and `max_stages` are described in `SkinnyGemm`."""
 
-    Attributes:
-      tokens: number of inputs of a launch, a multiple of 8; more tokens take several launches.
-      splits: number of blocks of a cluster, which share the columns of a tile.
-      workers: number of clusters.
-      segments, places, max_stages: see `SkinnyGemm`.
-    """
-
-    tokens: int = COLUMNS
-    splits: int = 1
-    workers: int = MULTIPROCESSORS
+    tokens: int = COLUMNS  # inputs of a launch, a multiple of 8; more tokens take several launches
+    splits: int = 1  # blocks of a cluster, which share the columns of a tile
+    workers: int = MULTIPROCESSORS  # clusters
     segments: int = 1
     places: int = MULTIPLIERS
     max_stages: int = skinny_gemm.MAX_STAGES
@@ -162,11 +154,8 @@ def _problem(x, pairs, norm, spec, swiglu_limit, eps):
     matrices = tuple((BF16 if scales is None else FP8, codes.shape[0] // ROWS) for codes, scales in pairs)
     rows, columns = sum(codes.shape[0] for codes, _ in pairs), min_columns(matrices)
     outputs, most = checked_outputs(spec, rows, swiglu_limit), MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
-    rules = {
-        f"columns in multiples of {columns}, got {depth}": depth % columns == 0,
-        f"1 to {most} tokens{'' if norm is None else ' with a norm'}, got {tokens}": 0 < tokens <= most,
-    }
-    check_rules(rules)
+    rule = f"1 to {most} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
+    check_rules({f"columns in multiples of {columns}, got {depth}": depth % columns == 0, rule: 0 < tokens <= most})
     if norm is not None:
         check_array("norm", norm, jnp.float32, depth)
     assert groups == 1 or len(pairs) == 1 and norm is None
@@ -175,23 +164,14 @@ def _problem(x, pairs, norm, spec, swiglu_limit, eps):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinearProblem:
-    """Static description of a launch.
+    """Static description of a launch."""
 
-    Attributes:
-      matrices: layout and number of tiles of each weight.
-      depth: number of columns of the weights.
-      tokens: number of inputs.
-      num_groups: number of groups of tiles, which have inputs of their own.
-      outputs: size and dtype of each part of the product.
-      limit, eps, config: see `quantized_linear`.
-    """
-
-    matrices: tuple[tuple[WeightLayout, int], ...]
-    depth: int
+    matrices: tuple[tuple[WeightLayout, int], ...]  # layout and number of tiles of each weight
+    depth: int  # columns of the weights
     tokens: int
-    num_groups: int
+    num_groups: int  # groups of tiles, which have inputs of their own
     outputs: Outputs
-    limit: float | None
+    limit: float | None  # of SwiGLU
     eps: float
     config: Config = Config()
 
@@ -234,14 +214,11 @@ def _launch(p, x, pairs, norm, interpret):
     inbox_out, inbox = p.exchange.types(config.workers, interpret=interpret)
     run = kernel(
         functools.partial(_body, p),
-        out_type=[jax.ShapeDtypeStruct((p.tokens, size), dtype) for size, dtype in outputs] + inbox_out,
+        out_type=out_types(outputs, p.tokens) + inbox_out,
         kernel_name="quantized_linear",
-        grid=(config.workers,),
-        grid_names=("worker",),
-        cluster=(config.splits,),
-        cluster_names=("split",),
+        grid={"worker": config.workers},
+        cluster={"split": config.splits},
         num_threads=skinny_gemm.WARPGROUPS,
-        thread_name="warpgroup",
         scratch_types=dict(
             factors_smem=None if norm is None else plgpu.SMEM((config.tokens,), jnp.float32),
             inbox=inbox,
@@ -283,9 +260,7 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, *outs_gmem, factors_smem, inbox, s
     if exchange is None:
         return
 
-    @pl.when(warpgroup != EPILOGUE)
-    def _():
-        barriers.wait_cluster(None)
+    pl.when(warpgroup != EPILOGUE)(lambda: barriers.wait_cluster(None))
 
     @pl.when(warpgroup == EPILOGUE)
     def _():
@@ -320,6 +295,6 @@ def _product(p, weight_gmem, place, own, split, load_inputs, finish):
 def _store(p, outs_gmem, tile, sums):
     """Writes 64 rows of the product to the output that has them, or SwiGLU of them."""
     if p.limit is not None:
-        skinny_epilogue.store_swiglu(outs_gmem[0], sums, tile, p.limit)
+        epilogue.store_few(outs_gmem[0], sums, tile, limit=p.limit)
     else:
         store_tile(outs_gmem, p.outputs, tile, sums * 2.0**SHIFT)

@@ -9,13 +9,11 @@ import dataclasses
 import functools
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.outputs import Outputs, checked_outputs
-from pallas_kernels.linear.spec import LinearSpec
-from pallas_kernels.matmul import dequant_epilogue
+from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_to
+from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
 from pallas_kernels.runtime.checks import check_array, check_rules
@@ -33,15 +31,10 @@ BLOCKS = 2  # of a cluster
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a launch's work.
+    """The division of a launch's work."""
 
-    Attributes:
-      tile_tokens: number of tokens of a tile, a multiple of 16 up to 256, or 240 with SwiGLU.
-      batch_tiles: number of tiles of tokens that are multiplied with all weights before the next ones are.
-    """
-
-    tile_tokens: int
-    batch_tiles: int = 12
+    tile_tokens: int  # tokens of a tile, a multiple of 16 up to 256, or 240 with SwiGLU
+    batch_tiles: int = 12  # tiles of tokens that are multiplied with all weights before the next ones are
 
     @classmethod
     def choose(cls, tokens: int, row_tiles: int, clusters: int, gated: bool) -> "Config":
@@ -90,9 +83,8 @@ def quantized_matmul(
     check_array("codes", codes, jnp.uint8, rows, depth)
     check_array("scales", scales, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
     outputs, gated = checked_outputs(spec, rows, swiglu_limit), swiglu_limit is not None
-    check_rules(
-        {f"columns in multiples of {SCALED}, got {depth}": depth % SCALED == 0, "at least one token": tokens > 0}
-    )
+    rule = f"columns in multiples of {SCALED}, got {depth}"
+    check_rules({rule: depth % SCALED == 0, "at least one token": tokens > 0})
     # Blocks of a cluster have the same inputs.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
     row_tiles, clusters = -(-rows // (ROWS * WARPGROUPS * blocks)), MULTIPROCESSORS // blocks
@@ -102,14 +94,11 @@ def quantized_matmul(
     p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit, config.batch_tiles)
     run = kernel(
         functools.partial(_body, p),
-        out_type=[jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs],
+        out_type=out_types(outputs, tokens),
         kernel_name="quantized_matmul",
-        grid=(min(p.tiles, 2 if interpret else clusters),),
-        grid_names=("worker",),
-        cluster=(blocks,),
-        cluster_names=("block",),
+        grid={"worker": min(p.tiles, 2 if interpret else clusters)},
+        cluster={"block": blocks},
         num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
         scratch_types=dict(dequant=gemm.scratch()),
         interpret=interpret,
     )
@@ -120,27 +109,16 @@ def quantized_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulProblem:
-    """Static description of a launch.
-
-    Attributes:
-      gemm: the GEMM of a block.
-      tokens: number of inputs.
-      rows: number of rows of W.
-      row_tiles: number of tiles over the rows.
-      num_groups: number of groups of rows, which have inputs of their own.
-      outputs: size and dtype of each output.
-      limit: limit of SwiGLU, or None.
-      batch_tiles: see `Config`.
-    """
+    """Static description of a launch."""
 
     gemm: DequantGemm
     tokens: int
-    rows: int
+    rows: int  # of W
     row_tiles: int
-    num_groups: int
+    num_groups: int  # groups of rows, which have inputs of their own
     outputs: Outputs
-    limit: float | None
-    batch_tiles: int
+    limit: float | None  # of SwiGLU
+    batch_tiles: int  # see `Config`
 
     @property
     def height(self) -> int:
@@ -179,22 +157,11 @@ def _body(p, x_gmem, codes_gmem, scales_gmem, *outs_gmem, dequant):
     def finish(n, sums):
         row, token = p.place(worker + n * workers)
         row += (block * WARPGROUPS + warpgroup) * p.height
-        _store(p, outs_gmem, row, token, sums, dequant.staging_smem.at[warpgroup])
+
+        def store(out_gmem, row):
+            staging_smem = dequant.staging_smem.at[warpgroup]
+            epilogue.store_many(out_gmem, sums, (row, token, p.tokens), staging_smem, limit=p.limit)
+
+        store_to(outs_gmem, p.outputs, row, store)
 
     p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)
-
-
-def _store(p, outs_gmem, row, token, sums, staging_smem):
-    """Writes a warpgroup's rows of the product, or SwiGLU of them, to the output that has them."""
-    start = 0
-    for out_gmem, (size, _) in zip(outs_gmem, p.outputs, strict=True):
-
-        @pl.when((row >= start) & (row < start + size))
-        def _(out_gmem=out_gmem, start=start):
-            place = row - start, token, p.tokens, staging_smem
-            if p.limit is None:
-                dequant_epilogue.store_columns(out_gmem, sums, *place)
-            else:
-                dequant_epilogue.store_swiglu(out_gmem, sums, *place, p.limit)
-
-        start += size

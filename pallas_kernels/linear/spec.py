@@ -1,9 +1,20 @@
-"""The static description of a linear map."""
+"""The static description of a linear map, the outputs that kernels take, and storing tiles to them."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from pallas_kernels.matmul.quantized_weights import ROWS, SCALED
+from pallas_kernels.mgpu import wgmma
+from pallas_kernels.runtime.checks import check_rules
+
+
+Outputs = tuple[tuple[int, jnp.dtype], ...]  # sizes and dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +32,7 @@ class LinearSpec:
     output_dtype: DTypeLike | tuple[DTypeLike, ...] = jnp.float32
     num_groups: int = 1
 
-    def outputs(self, rows: int) -> tuple[tuple[int, jnp.dtype], ...]:
+    def outputs(self, rows: int) -> Outputs:
         """Returns the size and the dtype of each output.
 
         Args:
@@ -39,3 +50,45 @@ class LinearSpec:
         if rows % self.num_groups:
             raise ValueError(f"num_groups={self.num_groups} must divide the weight's {rows} rows")
         return tuple((size, jnp.dtype(dtype)) for size, dtype in zip(sizes, dtypes, strict=True))
+
+
+def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = None) -> Outputs:
+    """Returns the size and the dtype of each output of weights with so many rows.
+
+    Raises:
+      NotImplementedError: an output has another dtype or size, or groups have another size, than kernels take.
+    """
+    outputs, groups = spec.outputs(rows), spec.num_groups
+    sizes, dtypes = [size for size, _ in outputs], {str(dtype) for _, dtype in outputs}
+    check_rules(
+        {
+            f"outputs in float32 or bfloat16, got {', '.join(dtypes)}": dtypes <= {"float32", "bfloat16"},
+            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
+            f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
+            or rows % (groups * SCALED) == 0,
+            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
+        }
+    )
+    return outputs
+
+
+def out_types(outputs: Outputs, tokens: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs]
+
+
+def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: Callable[[Any, jax.Array], None]):
+    """Calls `store(out_gmem, row)` with the output that has a row of the product, and the row's number there."""
+    start = 0
+    for out_gmem, (size, _) in zip(outs_gmem, outputs, strict=False):
+        here = (row >= start) & (row < start + size)
+        pl.when(here)(lambda out_gmem=out_gmem, start=start: store(out_gmem, row - start))
+        start += size
+
+
+def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:
+    """Writes 64 rows of the product, sums [64, tokens] float32, to the output that has them."""
+
+    def store(out_gmem, row):
+        wgmma.store(out_gmem.at[:, pl.ds(row, ROWS)], sums, transposed=True)
+
+    store_to(outs_gmem, outputs, tile * ROWS, store)

@@ -21,21 +21,13 @@ from pallas_kernels.runtime.launch import interpreting
 
 @dataclasses.dataclass(frozen=True)
 class SumExchange:
-    """Description of an exchange; `start` returns it with its references.
+    """Description of an exchange; `start` returns it with its references."""
 
-    Attributes:
-      splits: number of blocks of a cluster, along its axis "split".
-      tiles: largest number of tiles of a cluster.
-      shape: (rows, tokens) of a tile's sums.
-      inbox: [owned tiles, splits, ..] float32, the sums that come; in the interpreter, those of each owner.
-      inbox_full: transaction barrier of all sums that come; in the interpreter, a barrier of the cluster.
-    """
-
-    splits: int
-    tiles: int
-    shape: tuple[int, int]
-    inbox: Any = None
-    inbox_full: Any = None
+    splits: int  # blocks of a cluster, along its axis "split"
+    tiles: int  # largest number of tiles of a cluster
+    shape: tuple[int, int]  # (rows, tokens) of a tile's sums
+    inbox: Any = None  # [owned tiles, splits, ..] float32, the sums that come; in the interpreter, those of each owner
+    inbox_full: Any = None  # transaction barrier of all sums that come; in the interpreter, a barrier of the cluster
 
     @property
     def owned(self) -> int:
@@ -74,12 +66,8 @@ class SumExchange:
 
     def send(self, n: jax.Array, sums: jax.Array) -> None:
         """Sends the sums of the cluster's tile `n` to its owner."""
-
-        @pl.when(n == 0)
-        def _():
-            # A block sends to another one once that one runs.
-            barriers.wait_cluster(None)
-
+        # A block sends to another one once that one runs.
+        pl.when(n == 0)(lambda: barriers.wait_cluster(None))
         splits, split = jnp.int32(self.splits), lax.axis_index("split")
         owner, slot = lax.rem(n, splits), lax.div(n, splits)
         if interpreting():

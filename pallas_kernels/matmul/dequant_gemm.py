@@ -25,8 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul import dequant_epilogue, dequant_wgmma
-from pallas_kernels.matmul.dequant_wgmma import code_transforms
+from pallas_kernels.matmul import dequant_wgmma, epilogue
 from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
@@ -44,83 +43,54 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
 class OutputTile(NamedTuple):
-    """The place of a tile's operands.
+    """The place of a tile's operands."""
 
-    Attributes:
-      matrix: number of the matrix; if gated, that of the gate, before that of the up projection.
-      row: first row of the matrix.
-      input: first row of the inputs, a multiple of 8.
-      column: first column of the inputs.
-    """
-
-    matrix: Any
-    row: Any
-    input: Any
-    column: Any = 0
+    matrix: Any  # number of the matrix; if gated, that of the gate, before that of the up projection
+    row: Any  # first row of the matrix
+    input: Any  # first row of the inputs, a multiple of 8
+    column: Any = 0  # first column of the inputs
 
 
 class Operands(NamedTuple):
     """Operands of a GEMM in global memory, and the tiles that a block multiplies.
 
-    Attributes:
-      tiles: number of tiles; the other block of the cluster has as many.
-      inputs_gmem: [.., width] bfloat16; for FP4 with permuted columns.
-      codes_gmem: [matrices, R, elements of a row] of the layout's dtype. Rows and inputs past the end count as zeros.
-      scales_gmem: FP4: [matrices, R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes;
-        FP8: [matrices, R / 128, columns / 128] uint8; bfloat16: None.
-      locate: function from a tile to its OutputTile.
-      finish: function of a tile and its sums [64, inputs] float32, 2**-32 of the products; each warpgroup that
-        multiplies calls it.
+    Rows and inputs past the end count as zeros. Each warpgroup that multiplies calls `finish` with a tile and its sums
+    [64, inputs] float32, 2**-32 of the products.
     """
 
-    tiles: jax.Array
-    inputs_gmem: Any
-    codes_gmem: Any
+    tiles: jax.Array  # number of tiles; the other block of the cluster has as many
+    inputs_gmem: Any  # [.., width] bfloat16; for FP4 with permuted columns
+    codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype
+    # FP4: [matrices, R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes;
+    # FP8: [matrices, R / 128, columns / 128] uint8; bfloat16: None.
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]
     finish: Callable[[jax.Array, jax.Array], None]
 
 
 class DequantScratch(NamedTuple):
-    """Scratch of a GEMM: the types to allocate, and within the kernel the references.
-
-    Attributes:
-      codes_smem, inputs_smem: stages of operands.
-      stage_empty, stage_full: one barrier for each stage.
-      scales_smem: ring of FP4's scales, or None.
-      scales_empty, scales_full: one barrier for each place of the ring, or None.
-      staging_smem: memory in which `dequant_epilogue` transposes sums, for each warpgroup.
-    """
+    """Scratch of a GEMM: the types to allocate, and within the kernel the references."""
 
     codes_smem: Any
     stage_empty: Any
     stage_full: Any
     inputs_smem: Any
-    scales_empty: Any
+    scales_empty: Any  # these three for FP4 alone, else None
     scales_full: Any
     scales_smem: Any
-    staging_smem: Any
+    staging_smem: Any  # memory in which `epilogue.store_many` transposes sums, for each warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantGemm:
-    """Static description of a GEMM.
-
-    Attributes:
-      layout: storage of the weights.
-      depth: number of columns of the weights: a multiple of 64, of FP4 of 512, or 256.
-      inputs: number of inputs of a tile, a multiple of 16 up to 256.
-      warpgroups: number of warpgroups that multiply, 2 or 4; each has 64 rows of a tile.
-      gated: whether half of a tile's rows are the gate's, and the others the up projection's for the same channels.
-      blocks: number of blocks of a cluster, 1 or 2, along its axis "block".
-    """
+    """Static description of a GEMM. If gated, half of a tile's rows are the gate's, the others the up projection's."""
 
     layout: WeightLayout
-    depth: int
-    inputs: int
-    warpgroups: int
+    depth: int  # columns of the weights: a multiple of 64, of FP4 of 512, or 256
+    inputs: int  # inputs of a tile, a multiple of 16 up to 256
+    warpgroups: int  # warpgroups that multiply, 2 or 4; each has 64 rows of a tile
     gated: bool = False
-    blocks: int = 1
+    blocks: int = 1  # blocks of a cluster, 1 or 2, along its axis "block"
 
     @property
     def rows(self) -> int:
@@ -143,7 +113,6 @@ class DequantGemm:
 
     @property
     def steps(self) -> int:
-        """The number of steps of a tile."""
         return self.depth // self.step_columns
 
     @property
@@ -166,7 +135,7 @@ class DequantGemm:
 
     def scratch(self) -> DequantScratch:
         """Returns the types of scratch for `run`."""
-        other = self.warpgroups * dequant_epilogue.STAGING_BYTES
+        other, arrivals = self.warpgroups * epilogue.STAGING_BYTES, dict(num_arrivals=self.warpgroups)
         ring: dict[str, Any] = dict(scales_empty=None, scales_full=None, scales_smem=None)
         if self.layout.bits == 4:
             shape = SCALES_STAGES, self.matrices, self.rows // self.matrices * self.scales // SCALE_BYTES, SCALE_BYTES
@@ -174,24 +143,21 @@ class DequantGemm:
             ring = dict(
                 scales_smem=plgpu.SMEM(shape, jnp.uint8),
                 scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
-                scales_empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALES_STAGES),
+                scales_empty=plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
             )
         stage_bytes = self.rows * self.step_bytes + 2 * self.step_columns * self.inputs
         stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
-        empty: Any = dict(num_arrivals=self.warpgroups, num_barriers=stages)
-        if self.blocks > 1:
-            empty = plgpu.ClusterBarrier(collective_axes=("block",), **empty)
-        else:
-            empty = plgpu.Barrier(**empty)
+        in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
+        barrier = in_cluster if self.blocks > 1 else plgpu.Barrier
         codes = stages, self.matrices, self.rows // self.matrices, self.layout.elements(self.step_columns)
-        transforms = code_transforms(self.layout, self.step_bytes)
+        transforms = dequant_wgmma.code_transforms(self.layout, self.step_bytes)
         return DequantScratch(
             **ring,
             codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
             inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
-            staging_smem=plgpu.SMEM((self.warpgroups, dequant_epilogue.STAGING_BYTES), jnp.uint8),
+            staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
             stage_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            stage_empty=empty,
+            stage_empty=barrier(num_barriers=stages, **arrivals),
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
@@ -201,8 +167,7 @@ class DequantGemm:
         @pl.when(warpgroup == self.warpgroups)
         def _():
             plgpu.set_max_registers(load_registers, action="decrease")
-            with jax.named_scope("load"):
-                _load(self, operands, refs)
+            _load(self, operands, refs)
 
         @pl.when(warpgroup < self.warpgroups)
         def _():
@@ -216,6 +181,7 @@ def _turn(i, ring):
     return lax.rem(i, jnp.int32(ring.shape[0]))
 
 
+@jax.named_scope("load")
 def _load(gemm, operands, refs):
     @pl.loop(0, operands.tiles)
     def load_tile(n):
@@ -235,10 +201,7 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     i, width = n * gemm.steps + step, gemm.step_columns
     stage = _turn(i, refs.stage_full)
 
-    @pl.when(i >= refs.stage_full.shape[0])
-    def _():
-        plgpu.barrier_wait(refs.stage_empty.at[stage])
-
+    pl.when(i >= refs.stage_full.shape[0])(lambda: plgpu.barrier_wait(refs.stage_empty.at[stage]))
     columns, full = pl.ds(place.column + step * width, width), refs.stage_full.at[stage]
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
     together = "block" if gemm.blocks > 1 else None
@@ -256,10 +219,7 @@ def _load_scales(gemm, operands, refs, place, number, step):
     """Copies FP4's scales of the steps from `step` on, the `number`-th ones of the block."""
     slot = _turn(number, refs.scales_full)
 
-    @pl.when(number >= SCALES_STAGES)
-    def _():
-        plgpu.barrier_wait(refs.scales_empty.at[slot])
-
+    pl.when(number >= SCALES_STAGES)(lambda: plgpu.barrier_wait(refs.scales_empty.at[slot]))
     columns = pl.ds(lax.div(step, jnp.int32(gemm.scale_steps)) * SCALE_BYTES, SCALE_BYTES)
     lines = refs.scales_smem.shape[2]
     first = lax.div(place.row, jnp.int32(gemm.rows // gemm.matrices)) * lines
@@ -287,11 +247,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
         scale_at = _fp8_scales(gemm, operands, place, step)
     elif gemm.layout.bits == 4:
         scale_at, scales_smem = lax.rem(i, shared) * (gemm.scales // gemm.scale_steps), refs.scales_smem.at[slot]
-
-        @pl.when(lax.rem(i, shared) == 0)
-        def _():
-            plgpu.barrier_wait(refs.scales_full.at[slot])
-
+        pl.when(lax.rem(i, shared) == 0)(lambda: plgpu.barrier_wait(refs.scales_full.at[slot]))
     plgpu.barrier_wait(refs.stage_full.at[stage])
     tiles = refs.codes_smem.at[stage], scales_smem, scale_at, refs.inputs_smem.at[stage]
     acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
@@ -300,11 +256,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     else:
         _release(refs, i)
     if gemm.layout.bits == 4:
-
-        @pl.when(lax.rem(i, shared) == shared - 1)
-        def _():
-            plgpu.barrier_arrive(refs.scales_empty.at[slot])
-
+        pl.when(lax.rem(i, shared) == shared - 1)(lambda: plgpu.barrier_arrive(refs.scales_empty.at[slot]))
     return acc
 
 

@@ -15,16 +15,8 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.matmul.quantized_weights import (
-    HALF,
-    ROWS,
-    SHIFT,
-    WeightLayout,
-    decode,
-    decode_scales,
-    interleave_halves,
-    power_pair,
-)
+from pallas_kernels.matmul import quantized_weights
+from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.mgpu.unpack import e2m1_pairs, multiply
@@ -51,31 +43,17 @@ def permute_columns(x: jax.Array) -> jax.Array:
 
 @primitive
 def multiply_tile(
-    acc: jax.Array,
-    codes_smem,
-    scales_smem,
-    scale_at: jax.Array,
-    inputs_smem,
-    warpgroup: jax.Array,
-    layout: WeightLayout,
-    gated: bool,
-    complete: bool = True,
+    acc: jax.Array, codes_smem, scales_smem, scale_at, inputs_smem, warpgroup, layout, gated: bool, complete=True
 ) -> jax.Array:
     """Returns acc + weights @ inputs of a tile, [64, N] float32; products of FP8 and FP4 count 2**-32.
 
-    Args:
-      acc: [64, N] float32 in layout WGMMA.
-      codes_smem: [1, R, n], or if gated [2, R / 2, n], of the layout's dtype with `code_transforms`: the rows of all
-        multiplying warpgroups, 128 bytes of each if they are bfloat16.
-      scales_smem: FP4: [.., .., 16] uint8, 16 scales of a row or 8, among them the tile's. Otherwise None.
-      scale_at: int32 scalar. FP4: place of the tile's first scale in a row. FP8: the tile's scale; if gated, that of
-        the other rows times 256 is added.
-      inputs_smem: [N, columns] bfloat16 with TRANSFORMS.
-      warpgroup: its number w. It has rows `64 * w ..`, or if gated, 32 rows from `32 * w` on and those R / 2 further.
-      layout: storage of the weights.
-      gated: whether the two 32 rows meet in a thread, see `interleave_halves`.
-      complete: whether to wait for all products. Otherwise those of the last 64 columns may still run, and
-        `complete_sums` has to follow the last tile.
+    `codes_smem` [1, R, n], or if gated [2, R / 2, n], holds the rows of all multiplying warpgroups, 128 bytes of each
+    if they are bfloat16. Warpgroup w has rows `64 * w ..`. If gated, it has 32 rows from `32 * w` on and those R / 2
+    further, which meet in a thread, see `interleave_halves`. `inputs_smem` is [N, columns] bfloat16 with `TRANSFORMS`.
+
+    FP4's `scales_smem` [.., .., 16] uint8 holds 16 or 8 scales of a row, the tile's from `scale_at` on. FP8's scale is
+    `scale_at` itself; if gated, that of the other rows times 256 is added. Unless `complete`, products of the last 64
+    columns may still run, and `complete_sums` has to follow the last tile.
     """
     rows = codes_smem.shape[0] * codes_smem.shape[1]
     starts = (HALF * warpgroup, rows // 2 + HALF * warpgroup) if gated else (ROWS * warpgroup, ROWS * warpgroup + HALF)
@@ -84,14 +62,14 @@ def multiply_tile(
         array = array.reshape(rows, -1)
         return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, HALF) for start in starts])
 
-    values = decode(own_rows(codes_smem[...]), layout)
+    values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
     if layout.bits == 4:
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
     elif layout.bits == 8:
         values *= decode_scales((scale_at >> lax.iota(jnp.int32, ROWS) // HALF * (8 * gated) & 255)[:, None])
     products = jnp.dot(values, inputs_smem[...].astype(jnp.float32).T, precision="highest")
-    return acc + (interleave_halves(products) if gated else products)
+    return acc + (quantized_weights.interleave_halves(products) if gated else products)
 
 
 @multiply_tile.mosaic
@@ -126,12 +104,10 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             sums = _wait(sums, pending=1) if chunk < chunks - 1 or not complete else sums
         return _wait(sums, pending=0) if complete else sums
 
-    operands = [] if scales_smem is None else [scales_smem]
     codes = codes_smem, plgpu.RefType(code_transforms(layout, row_bytes))
     inputs = inputs_smem, plgpu.RefType(TRANSFORMS)
-    return mlir.inline(
-        emit, acc, codes, scale_at, inputs, warpgroup, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc
-    )
+    operands = acc, codes, scale_at, inputs, warpgroup, *([] if scales_smem is None else [scales_smem])
+    return mlir.inline(emit, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
 
 
 @primitive
@@ -142,10 +118,10 @@ def complete_sums(acc: jax.Array) -> jax.Array:
 
 @complete_sums.mosaic
 def _complete_sums_mosaic(acc):
-    def emit(acc):
+    def wait(acc):
         return _wait(mlir.values(acc), pending=0)
 
-    return mlir.inline(emit, acc, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+    return mlir.inline(wait, acc, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
 
 
 def _wait(values, pending):
@@ -161,18 +137,13 @@ def _load(address: U32, offset: int, kind: str = "u32") -> U32:
 
 
 def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
-    operands = x.value, U32(y).value
-    code = f"prmt.b32 $0, $1, $2, {selector:#06x};"
-    return U32(mlir.ptx(code, *operands, results=mlir.int_type(), pure=True))
+    return thread_ops.pure(f"prmt.b32 $0, $1, $2, {selector:#06x};", x, y)
 
 
 def _fp8_unpacker(place, other, scales):
     """Returns a function from a chunk to the registers of `wgmma`'s left operand, for each step of 16 columns.
 
-    Args:
-      place: address of the thread's first bytes.
-      other: distance of its other row in bytes.
-      scales: scales of both rows.
+    The thread's first bytes are at address `place`, those of its other row `other` bytes further.
     """
     factors = [power_pair(x + (120 - SHIFT)) for x in scales]
 

@@ -29,13 +29,9 @@ SCALE_BYTES = 16
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """The storage of a matrix [out, in].
+    """The storage of a matrix [out, in]."""
 
-    Attributes:
-      bits: number of bits of a weight: 8 of FP8, 4 of FP4, whose even columns are the low nibbles, 16 of bfloat16.
-    """
-
-    bits: int
+    bits: int  # of a weight: 8 of FP8, 4 of FP4, whose even columns are the low nibbles, 16 of bfloat16
 
     @property
     def segment(self) -> int:

@@ -6,6 +6,7 @@ each pair to its group.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
@@ -37,29 +38,34 @@ def scratch_words(experts: int) -> int:
     return (_WARPS + 1) * -(-experts // mlir.THREADS) * mlir.THREADS + _WARPS
 
 
+def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
+    """Ranks the pairs whose experts are `chosen` among those of the same expert; for interpreted kernels.
+
+    Returns the pairs' numbers, whether each has an expert, its rank, and the number of pairs of each expert.
+    """
+    pairs = lax.iota(jnp.int32, chosen.shape[0])
+    rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
+    sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, experts)[:, None], axis=1).astype(jnp.int32)
+    return pairs, (chosen >= 0) & (chosen < experts), rank, sizes
+
+
 @primitive
 def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_smem) -> None:
     """Groups pairs by expert, in ascending order of experts and pairs; one warpgroup runs it, of threads 0 .. 127.
 
-    Args:
-      selected_gmem: [P] int32, the expert of each pair; pairs with none in 0 .. E - 1 are left out.
-      table_gmem: [groups * 16] int32, receives the expert of each group, and its pairs from word 8 on, -1 where there
-        is none; unspecified after the last group.
-      counts_gmem: [N] int32, receives the number of groups, then zeros; N at least 1.
-      experts: the number of experts E.
-      scratch_smem: [`scratch_words(E)`] int32.
+    `selected_gmem` [P] int32 has the expert of each pair; pairs with none in 0 .. experts - 1 are left out.
+    `table_gmem` [groups * 16] int32 receives the expert of each group, and its pairs from word 8 on, -1 where there is
+    none; it is unspecified after the last group. `counts_gmem` [N] int32 receives the number of groups, then zeros.
+    `scratch_smem` is [`scratch_words(experts)`] int32.
     """
     groups, chosen = table_gmem.shape[0] // GROUP_WORDS, selected_gmem[...]
-    here = (chosen >= 0) & (chosen < experts)
-    pairs = lax.iota(jnp.int32, chosen.shape[0])
-    rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
-    sizes = jnp.sum(chosen[None, :] == lax.iota(jnp.int32, experts)[:, None], axis=1)
+    pairs, here, rank, sizes = rank_pairs(chosen, experts)
     filled = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
     first = jnp.cumsum(filled) - filled
     place = jnp.where(here, first[jnp.where(here, chosen, 0)] + rank // GROUP_SIZE, groups)
     rows = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
     table_gmem[...] = rows.at[place, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
-    counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(filled).astype(jnp.int32))
+    counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(filled))
 
 
 @group_pairs.mosaic

@@ -44,29 +44,21 @@ MAX_STAGES = 32
 class Product:
     """Tiles of one matrix that a block multiplies.
 
-    Attributes:
-      layout: storage of the matrix.
-      codes_gmem: [R, elements of a row] of the layout's dtype.
-      scales_gmem: FP4: [R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes; FP8:
-        [R / 128, columns / 128] uint8; bfloat16: None.
-      tiles: number of tiles, an int32 scalar.
-      depth: number of columns that this block multiplies.
-      first_column: first of these columns.
-      gated: whether `finish` finds the same row of both halves of a tile in one thread.
-      rows_of: function from a tile to the rows of the matrix at which its two halves of 32 rows begin.
-      load_inputs: function of a tile and of `load(source, rows, divisor, column, norm, eps)`, see
-        `skinny_prologue.load_inputs`. It calls `load` if the tile has other inputs than the tile before.
-      finish: function of a tile and its sums [64, tokens] float32, 2**-32 of the products; the epilogue calls it.
+    `load_inputs` gets a function `load(source, rows, divisor, column, norm, eps)`, see `skinny_prologue.load_inputs`,
+    which it calls if a tile has other inputs than the tile before. The epilogue calls `finish` with the sums of a tile,
+    [64, tokens] float32, 2**-32 of the products.
     """
 
     layout: WeightLayout
-    codes_gmem: Any
+    codes_gmem: Any  # [R, elements of a row] of the layout's dtype
+    # FP4: [R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes;
+    # FP8: [R / 128, columns / 128] uint8; bfloat16: None.
     scales_gmem: Any
-    tiles: jax.Array
-    depth: int
+    tiles: jax.Array  # number of tiles
+    depth: int  # columns that this block multiplies
     first_column: jax.Array | int
-    gated: bool
-    rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    gated: bool  # whether `finish` finds the same row of both halves of a tile in one thread
+    rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # where the two halves of 32 rows of a tile begin
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
     finish: Callable[[jax.Array, jax.Array], None]
 
@@ -77,29 +69,18 @@ class Product:
 
 
 class SkinnyScratch(NamedTuple):
-    """Shared memory and barriers of a skinny GEMM: the types to allocate, and within the kernel the references.
+    """Shared memory and barriers of a skinny GEMM: the types to allocate, and within the kernel the references."""
 
-    Attributes:
-      codes_smem: stages of weights, one array for each dtype.
-      weights_empty, weights_full: one barrier for each stage.
-      inputs_smem: inputs, in the order of `skinny_prologue`.
-      sums_full, sums_empty: one barrier for each tile whose sums are kept.
-      inputs_ready: barrier at which the multiplying warpgroups meet.
-      scales_smem: stages of FP4's scales.
-      sums_smem: partial sums of tiles.
-      turns: barriers of warpgroups that add to one place, three for each tile.
-    """
-
-    codes_smem: Any
+    codes_smem: Any  # stages of weights, one array for each dtype
     weights_empty: Any
     weights_full: Any
-    inputs_smem: Any
+    inputs_smem: Any  # in the order of `skinny_prologue`
     sums_full: Any
     inputs_ready: Any
-    scales_smem: Any
+    scales_smem: Any  # stages of FP4's scales, or None
     sums_smem: Any
     sums_empty: Any
-    turns: Any
+    turns: Any  # barriers of warpgroups that add to one place, three for each tile, or None
 
     @property
     def stages(self) -> int:
@@ -112,21 +93,13 @@ class SkinnyScratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SkinnyGemm:
-    """Static description of a skinny GEMM.
+    """Static description of a skinny GEMM."""
 
-    Attributes:
-      matrices: layout and number of columns of each matrix; FP4 cannot be beside bfloat16.
-      tokens: number of inputs, a multiple of 8.
-      segments: number of segments of a stage: 4, 2 or 1.
-      places: number of places for the sums of a tile: 4, one for each multiplying warpgroup, or 1 to save memory.
-      max_stages: largest number of stages of weights in shared memory.
-    """
-
-    matrices: tuple[tuple[WeightLayout, int], ...]
-    tokens: int
-    segments: int
-    places: int = MULTIPLIERS
-    max_stages: int = MAX_STAGES
+    matrices: tuple[tuple[WeightLayout, int], ...]  # with their numbers of columns; FP4 cannot be beside bfloat16
+    tokens: int  # number of inputs, a multiple of 8
+    segments: int  # segments of a stage: 4, 2 or 1
+    places: int = MULTIPLIERS  # for the sums of a tile: 4, one for each multiplying warpgroup, or 1 to save memory
+    max_stages: int = MAX_STAGES  # of weights in shared memory
 
     @property
     def depth(self) -> int:
@@ -170,14 +143,11 @@ class SkinnyGemm:
         # The same memory as arrays of each dtype: FP4's and FP8's codes lie alike. The interpreter takes any two writes
         # to such arrays for a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
-        codes = [
-            plgpu.SMEM(
-                (stages, ROWS, layout.elements(self.segments * layout.segment)), dtype, transforms=layout.transforms()
-            )
-            for dtype, layout in kinds.items()
-        ]
+        codes = []
+        for dtype, layout in kinds.items():
+            shape = stages, ROWS, layout.elements(self.segments * layout.segment)
+            codes.append(plgpu.SMEM(shape, dtype, transforms=layout.transforms()))
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
-        in_turns = self.places == 1
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
             weights_empty=plgpu.Barrier(num_barriers=stages),
@@ -188,7 +158,7 @@ class SkinnyGemm:
             scales_smem=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if has_scales else None,
             sums_smem=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
             sums_empty=plgpu.Barrier(num_barriers=self.slots),
-            turns=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS - 1)) if in_turns else None,
+            turns=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS - 1)) if self.places == 1 else None,
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
@@ -196,21 +166,9 @@ class SkinnyGemm:
         # If tiles have four steps or more, a warpgroup has the same stages as in the products before.
         stages = [self.tile_stages(product) for product in products]
         assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in stages[:i]) for i, n in enumerate(stages))
-
-        @pl.when(warpgroup == LOAD)
-        def _():
-            with jax.named_scope("load_weights"):
-                _load_weights(self, products, refs)
-
-        @pl.when(warpgroup < MULTIPLIERS)
-        def _():
-            with jax.named_scope("multiply"):
-                _multiply(self, products, refs, warpgroup)
-
-        @pl.when(warpgroup == EPILOGUE)
-        def _():
-            with jax.named_scope("finish_tiles"):
-                _finish_tiles(self, products, refs)
+        pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
+        pl.when(warpgroup < MULTIPLIERS)(lambda: _multiply(self, products, refs, warpgroup))
+        pl.when(warpgroup == EPILOGUE)(lambda: _finish_tiles(self, products, refs))
 
 
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
@@ -225,6 +183,7 @@ def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     raise ValueError(f"matrices want columns in multiples of a segment, got {matrices}")
 
 
+@jax.named_scope("load_weights")
 def _load_weights(gemm, products, refs):
     copied = jnp.int32(0)
     for product in products:
@@ -238,11 +197,7 @@ def _copy_stage(gemm, product, refs, before, i):
     """Copies stage `i` of a product; `before` stages of other products came before."""
     tile_stages, codes_smem = jnp.int32(gemm.tile_stages(product)), refs.codes(product.layout)
     stage, step = lax.rem(before + i, jnp.int32(refs.stages)), lax.rem(i, tile_stages)
-
-    @pl.when(before + i >= refs.stages)
-    def _():
-        plgpu.barrier_wait(refs.weights_empty.at[stage])
-
+    pl.when(before + i >= refs.stages)(lambda: plgpu.barrier_wait(refs.weights_empty.at[stage]))
     starts = product.rows_of(lax.div(i, tile_stages))
     column = product.layout.elements(product.first_column + step * gemm.stage_columns(product))
     full, size = refs.weights_full.at[stage], codes_smem.shape[2]
@@ -262,6 +217,7 @@ def _copy_stage(gemm, product, refs, before, i):
             plgpu.barrier_arrive(full)
 
 
+@jax.named_scope("multiply")
 def _multiply(gemm, products, refs, warpgroup):
     copied, done = jnp.int32(0), jnp.int32(0)
     for product in products:
@@ -283,19 +239,15 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
             skinny_prologue.store_factors(norm[1], source_gmem, eps, warpgroup)
         _meet(refs.inputs_ready)
         columns = column + product.first_column, product.depth
-        arrays = refs.inputs_smem, source_gmem, rows, divisor
-        skinny_prologue.load_inputs(*arrays, *columns, warpgroup, product.layout, norm)
+        sources = source_gmem, rows, divisor
+        skinny_prologue.load_inputs(refs.inputs_smem, *sources, *columns, warpgroup, product.layout, norm)
         _meet(refs.inputs_ready)
 
     product.load_inputs(tile, load)
     next_scales = _load_scales(product, jnp.minimum(tile + 1, product.tiles - 1))
     acc = _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales)
     slot = lax.rem(done + tile, jnp.int32(gemm.slots))
-
-    @pl.when(done + tile >= gemm.slots)
-    def _():
-        plgpu.barrier_wait(refs.sums_empty.at[slot])
-
+    pl.when(done + tile >= gemm.slots)(lambda: plgpu.barrier_wait(refs.sums_empty.at[slot]))
     if gemm.places == 1:
         _add_in_turn(refs, acc, warpgroup, slot)
     else:
@@ -340,25 +292,18 @@ def _load_scales(product, tile):
 def _add_in_turn(refs, acc, warpgroup, slot):
     """Adds up the sums of the multiplying warpgroups in one place, in their order."""
     place, turn = refs.sums_smem.at[slot, 0], slot * (MULTIPLIERS - 1) + warpgroup
-
-    @pl.when(warpgroup == 0)
-    def _():
-        wgmma.put(place, acc)
+    pl.when(warpgroup == 0)(lambda: wgmma.put(place, acc))
 
     @pl.when(warpgroup > 0)
     def _():
         plgpu.barrier_wait(refs.turns.at[turn - 1])
         wgmma.add_to(place, acc)
 
-    @pl.when(warpgroup < MULTIPLIERS - 1)
-    def _():
-        plgpu.barrier_arrive(refs.turns.at[turn])
-
-    @pl.when(warpgroup == MULTIPLIERS - 1)
-    def _():
-        plgpu.barrier_arrive(refs.sums_full.at[slot])
+    pl.when(warpgroup < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[turn]))
+    pl.when(warpgroup == MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.sums_full.at[slot]))
 
 
+@jax.named_scope("finish_tiles")
 def _finish_tiles(gemm, products, refs):
     done = jnp.int32(0)
     for product in products:

@@ -18,19 +18,8 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.matmul.quantized_weights import (
-    HALF,
-    ROWS,
-    SCALE_BYTES,
-    SCALED,
-    SEGMENT,
-    SHIFT,
-    WeightLayout,
-    decode,
-    decode_scales,
-    interleave_halves,
-    power_pair,
-)
+from pallas_kernels.matmul import quantized_weights
+from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SEGMENT, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.mgpu.unpack import e2m1_pairs, e4m3_pairs, fp8_pairs, multiply
@@ -44,15 +33,9 @@ MULTIPLIERS = 4  # warpgroups that multiply
 
 @primitive
 def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax.Array:
-    """Loads FP8's scales of a tile for `multiply_add`.
+    """Loads FP8's scales of a tile for `multiply_add` from [R / 128, blocks] uint8: [128] int32, four for each lane.
 
-    Args:
-      scales_gmem: [R / 128, blocks] uint8.
-      rows: row of the tile's scales, or one for each of its halves.
-      first: number of the first scale needed, which is even; up to 64 of a row are.
-
-    Returns:
-      [128] int32, four scales for each lane.
+    `rows` has the row of the tile's scales, or one for each of its halves, up to 64 of them from the even `first` on.
     """
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
     count, found = scales_gmem.shape[1], jnp.zeros(mlir.THREADS, jnp.int32)
@@ -65,9 +48,7 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
 @load_scales.mosaic
 def _load_scales_mosaic(scales_gmem, rows, first):
     def emit(scales, first, *rows):
-        blocks = ir.MemRefType(scales.type).shape[1]
-        block = first + (thread_ops.lane() << 1)
-        found = U32(0)
+        blocks, block, found = scales_gmem.shape[1], first + (thread_ops.lane() << 1), U32(0)
         for place, (row, i) in enumerate(itertools.product(rows, range(2))):
             at = row * blocks + (block + i).minimum(blocks - 1)
             pointer = mlir.at(mlir.global_pointer(scales), arith.extui(mlir.int_type(64), at.value))
@@ -82,20 +63,14 @@ def _load_scales_mosaic(scales_gmem, rows, first):
 def multiply_add(
     acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, layout: WeightLayout, gated: bool
 ) -> jax.Array:
-    """Returns acc + weights @ inputs over the columns of a step; products of FP8 and FP4 count 2**-32.
+    """Returns acc [64, N] + weights @ inputs over the columns of a step; products of FP8 and FP4 count 2**-32.
 
-    Args:
-      acc: [64, N] float32 in layout WGMMA.
-      codes_smem: [64, elements] of the layout's dtype, with its transforms: up to 256 bytes a row, a multiple of the
-        layout's `min_segments`.
-      scales: FP4: [64, 16] uint8 in shared memory, those of up to 256 bytes among which the step's are, or [32, 16]
-        where a row has 8; FP8: the result of `load_scales` for all steps; bfloat16: unused.
-      inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
-      step: number of the step, counted from the first column of the inputs.
-      layout: storage of the weights.
-      gated: whether rows i and 32 + i of the weights meet in a thread, see `interleave_halves`.
+    `codes_smem` [64, elements] has up to 256 bytes a row, a multiple of the layout's `min_segments`. FP4's scales are
+    [64, 16] uint8 in shared memory, those of 256 bytes among which the step's are, or [32, 16] where a row has 8. FP8's
+    are the result of `load_scales` for all steps. `skinny_prologue.load_inputs` stored the inputs, from whose first
+    column on steps are counted. If `gated`, rows i and 32 + i meet in a thread, see `interleave_halves`.
     """
-    values = decode(codes_smem[...], layout)
+    values = quantized_weights.decode(codes_smem[...], layout)
     size = values.shape[1]
     if layout.bits == 4:
         table = scales[...].reshape(ROWS, -1)
@@ -103,13 +78,13 @@ def multiply_add(
         exponents = lax.dynamic_slice_in_dim(table, first, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
-        block = (step * size + lax.iota(jnp.int32, size)) // SCALED
+        block = (step * size + lax.iota(jnp.int32, size)) // quantized_weights.SCALED
         place = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
         values *= decode_scales(scales[block // 2][None, :] >> place & 255)
     x = inputs_smem[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)
     products = jnp.dot(values, x.T, precision="highest")
-    return acc + (interleave_halves(products) if gated else products)
+    return acc + (quantized_weights.interleave_halves(products) if gated else products)
 
 
 @multiply_add.mosaic
@@ -182,16 +157,14 @@ def _weights_bf16(late, segment, places):
 
 def _factors_fp4(scales, thread, step, segments, gated):
     line, inner = thread % 32 >> 2, thread & 3
-    row, size = (thread >> 5) * (8 if gated else 16) + line, ir.MemRefType(scales.type).shape[0] * SCALE_BYTES // ROWS
+    row = (thread >> 5) * (8 if gated else 16) + line
+    size = ir.MemRefType(scales.type).shape[0] * quantized_weights.SCALE_BYTES // ROWS
     place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
-        found = []
-        for half in range(2):
-            below = half * size * (HALF if gated else 8)
-            found.append(power_pair(thread_ops.ptx(code, place + (segment << 2) + below) + (126 - SHIFT)))
-        return found
+        places = (place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2))
+        return [power_pair(thread_ops.ptx(code, at) + (126 - SHIFT)) for at in places]
 
     return factors
 

@@ -1,5 +1,7 @@
 """The prologue of `skinny_gemm`: copies inputs to shared memory, in the order in which `skinny_mma` unpacks weights."""
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
-from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.mgpu.unpack import fp8_pairs, halves
 from pallas_kernels.runtime.launch import primitive
@@ -17,15 +19,9 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -> None:
-    """Stores 1 / sqrt(mean(source[n]**2) + eps) for each row n; four warpgroups do it together.
+    """Stores 1 / sqrt(mean(source[n]**2) + eps) for each row n of [T, K] bfloat16, K a multiple of 256.
 
-    A barrier has to follow.
-
-    Args:
-      factors_smem: [N] float32, N at least T.
-      source_gmem: [T, K] bfloat16, K a multiple of 256.
-      eps: term added to the mean square.
-      warpgroup: number of the warpgroup, 0 .. 3, a scalar.
+    Four warpgroups do it together; a barrier has to follow.
     """
     for n in range(source_gmem.shape[0]):
 
@@ -51,8 +47,8 @@ def _store_factors_mosaic(factors_smem, source_gmem, eps, warpgroup):
                 for start in range(0, columns, 8 * mlir.WARP):
                     at = row * (columns // 8) + (lane + start // 8)
                     at = arith.shli(arith.extui(mlir.int_type(64), at.value), mlir.i64(4))
-                    words = mlir.ptx(_FETCH, mlir.at(mlir.global_pointer(source), at), results=[mlir.int_type()] * 4)
-                    for value in _floats(words):
+                    fetched = _fetch(mlir.at(mlir.global_pointer(source), at))
+                    for value in _unpack(fetched):
                         total = thread_ops.fma(value, value, total)
                 for distance in (16, 8, 4, 2, 1):
                     code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
@@ -69,44 +65,28 @@ def _store_factors_mosaic(factors_smem, source_gmem, eps, warpgroup):
     mlir.inline(emit, factors_smem, source_gmem, warpgroup)
 
 
-_FETCH = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+def _fetch(pointer):
+    """Loads 16 bytes of global memory that the kernel may have written."""
+    code = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
 
 
-def _floats(words):
-    """Yields the values of pairs of bfloat16."""
-    for word in map(U32, words):
-        for half in (word << 16, word & 0xFFFF0000):
-            yield thread_ops.as_float(half)
+def _unpack(four):
+    return (value for word in four for value in words.unpack(word))
 
 
 @primitive
 def load_inputs(
-    inputs_smem,
-    source_gmem,
-    rows,
-    divisor: int,
-    column,
-    columns: int,
-    warpgroup: jax.Array,
-    layout: WeightLayout,
-    norm: tuple = (),
+    inputs_smem, source_gmem, rows, divisor: int, column, columns: int, warpgroup, layout: WeightLayout, norm=()
 ) -> None:
     """Copies rows of inputs to shared memory, in the order of unpacked weights; four warpgroups do it together.
 
-    A barrier has to follow.
-
-    Args:
-      inputs_smem: [N / 8, units, 8, 32] bfloat16; on a GPU, the values of a unit are in another order.
-      source_gmem: [.., width] bfloat16, which this kernel may have written.
-      rows: [N] int32 in shared memory: input n is row `rows[n] // divisor`, or if negative, that of the first. Or the
-        number of rows, which are the first ones.
-      divisor: see `rows`.
-      column: first column, a multiple of 64.
-      columns: number of columns, a multiple of 128.
-      warpgroup: number of the warpgroup, 0 .. 3, a scalar.
-      layout: storage of the weights.
-      norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is
-        multiplied, factor first, before it is rounded.
+    A barrier has to follow. `inputs_smem` is [N / 8, units, 8, 32] bfloat16; on a GPU, the values of a unit are in
+    another order. `source_gmem` is [.., width] bfloat16, which this kernel may have written. Input n is its row
+    `rows[n] // divisor`, with `rows` [N] int32 in shared memory, or if negative, the row of input 0. If `rows` is an
+    int, inputs are the first rows. `column` is a multiple of 64, and `columns` of 128. The norm is () or (weight
+    [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is multiplied, factor first,
+    before it is rounded.
     """
     units = columns // UNIT
     share = units // MULTIPLIERS
@@ -137,26 +117,23 @@ def _load_inputs_mosaic(inputs_smem, source_gmem, rows, divisor, column, columns
         there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
         base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
 
-        def normed(words, n, eight):
+        def normed(four, n, eight):
             start = mlir.at(mlir.global_pointer(norm_refs[0]), mlir.to_i64(mlir.scalar(column)), mlir.f32_type())
             start = mlir.at(start, arith.extui(mlir.int_type(64), (eight << 5).value))
-            found = (mlir.ptx(_FETCH, mlir.at(start, 16 * i), results=[mlir.int_type()] * 4) for i in range(2))
-            weights = [thread_ops.as_float(U32(word)) for four in found for word in four]
+            weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(start, 16 * i))]
             factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(norm_refs[1]) + (n << 2)))
-            values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _floats(words), strict=True)]
-            code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-            pairs = zip(values[1::2], values[::2], strict=True)
-            return [mlir.ptx(code, *pair, results=mlir.int_type(), pure=True) for pair in pairs]
+            values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _unpack(four), strict=True)]
+            return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
         def copy(n, row, eight):
             """Loads 8 columns, those of one thread of a product; returns the function that stores them."""
             offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
             offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
-            words = mlir.ptx(_FETCH, mlir.at(base, offset), results=[mlir.int_type()] * 4)
-            words = normed(words, n, eight) if norm_refs else words
-            unit, inner, words = _placed(eight, [U32(x) for x in words], layout)
+            four = _fetch(mlir.at(base, offset))
+            four = normed(four, n, eight) if norm_refs else four
+            unit, inner, four = _placed(eight, four, layout)
             place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
-            return lambda: thread_ops.store_vector(there + place, words)
+            return lambda: thread_ops.store_vector(there + place, four)
 
         def row_of(n):
             if not table:
@@ -164,32 +141,25 @@ def _load_inputs_mosaic(inputs_smem, source_gmem, rows, divisor, column, columns
             row, first = (thread_ops.load(thread_ops.shared(table[0]) + (i << 2)) for i in (n, U32(0)))
             return U32(arith.cmpi(arith.CmpIPredicate.slt, row.value, mlir.i32(0))).where(first, row)
 
-        def copy_columns(eight, line):
+        def copy_some(eight, line, i):
             """Copies a thread's columns of every `lines`th row, the last row maybe twice."""
-
-            def copy_some(i):
-                numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
-                for put in [copy(n, row_of(n), eight) for n in numbers]:
-                    put()
-
-            thread_ops.loop(-(-count // (lines * together)), copy_some)
+            numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
+            for put in [copy(n, row_of(n), eight) for n in numbers]:
+                put()
 
         for first in range(0, eights, threads):
-            if lines > 1:
-                with thread_ops.when(thread < lines * eights):
-                    copy_columns(thread % eights, thread // eights)
-            else:
-                with thread_ops.when(thread + first < eights):
-                    copy_columns(thread + first, U32(0))
+            with thread_ops.when(thread + first < lines * eights):
+                place = (thread % eights, thread // eights) if lines > 1 else (thread + first, U32(0))
+                thread_ops.loop(-(-count // (lines * together)), functools.partial(copy_some, *place))
 
     tables = [] if isinstance(rows, int) else [rows]
     mlir.inline(emit, inputs_smem, source_gmem, jnp.int32(column), warpgroup, *tables, *norm)
 
 
-def _placed(eight, words, layout):
+def _placed(eight, four, layout):
     """Returns the unit, the thread of four and the values of columns `8 * eight ..`, in the order of its weights."""
     if layout.bits == 4:
         # A word of eight codes: pairs of codes i and i + 4.
-        pairs = [halves(words[i // 2], words[2 + i // 2], i % 2) for i in range(4)]
+        pairs = [halves(four[i // 2], four[2 + i // 2], i % 2) for i in range(4)]
         return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
-    return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, fp8_pairs(words)
+    return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, fp8_pairs(four)

@@ -21,7 +21,7 @@ that JAX does not reuse a trace made for the other case.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,15 +32,24 @@ from pallas_kernels.runtime.jax_compat import apply_patches
 _interpreting = jax.make_user_context(False)
 
 
-def kernel(body: Callable[..., None], *, interpret: bool, waits_in_body: bool = False, **options) -> Callable:
+def kernel(
+    body: Callable[..., None],
+    *,
+    interpret: bool,
+    grid: Mapping[str, int] | None = None,
+    cluster: Mapping[str, int] | None = None,
+    waits_in_body: bool = False,
+    **options,
+) -> Callable:
     """Returns `plgpu.kernel` of a body that may call primitives, with programmatic dependent launch.
 
     Its blocks may start while those of the previous kernel end. Operands may be pytrees; the body gets references in
-    the same structure.
+    the same structure. With `num_threads`, the warpgroups of a block are the axis "warpgroup".
 
     Args:
       body: the kernel's code, a function of references.
       interpret: whether to interpret the kernel on the CPU, with the race detector on.
+      grid, cluster: the size of each axis by its name; None for one block.
       waits_in_body: whether the body calls `wait_for_inputs` itself. Before the call it may read only memory that no
         kernel writes, such as weights.
       options: arguments of `plgpu.kernel`.
@@ -57,6 +66,10 @@ def kernel(body: Callable[..., None], *, interpret: bool, waits_in_body: bool = 
                 wait_for_inputs()
             body(*refs, **scratch)
 
+    for name, axes in ("grid", grid or {}), ("cluster", cluster or {}):
+        options |= {name: tuple(axes.values()), f"{name}_names": tuple(axes)}
+    if "num_threads" in options:
+        options["thread_name"] = "warpgroup"
     params = plgpu.InterpretGPUParams(detect_races=True) if interpret else False
     return plgpu.kernel(traced, interpret=params, **options)
 

@@ -48,8 +48,7 @@ def combine(
         functools.partial(_combine_kernel, columns, splits_at_once),
         out_type=jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16),
         kernel_name="combine",
-        grid=(tokens, heads, dim // columns),
-        grid_names=("token", "head", "columns"),
+        grid={"token": tokens, "head": heads, "columns": dim // columns},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )

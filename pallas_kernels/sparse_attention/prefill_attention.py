@@ -100,10 +100,8 @@ def prefill_attention(
         functools.partial(_prefill_kernel, blocks),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         kernel_name="sparse_attention_prefill",
-        grid=(blocks,),
-        grid_names=("block",),
+        grid={"block": blocks},
         num_threads=4,
-        thread_name="warpgroup",
         scratch_types=dict(buffers=PrefillBuffers()),
         interpret=interpret,
         # Sums over rows in the layout of `wgmma` need no shared memory.

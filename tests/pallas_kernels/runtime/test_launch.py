@@ -85,7 +85,7 @@ def test_races_of_every_kernel_of_a_program_are_found(ordered):
             out[1] = out[0]
 
     shape = jax.ShapeDtypeStruct((2,), jnp.int32)
-    options = dict(num_threads=2, thread_name="warpgroup", scratch_types=[plgpu.Barrier(num_arrivals=2)])
+    options = dict(num_threads=2, scratch_types=[plgpu.Barrier(num_arrivals=2)])
     run = kernel(body, out_type=shape, interpret=True, **options)
     # JAX 0.12 raises where 0.11 prints.
     found = pytest.raises((AssertionError, RuntimeError), match="1 of the interpreted kernels|RACE DETECTED")

@@ -1,0 +1,340 @@
+"""A store of compiled programs on disk, from which a new process takes a program without tracing or lowering it.
+
+JAX's own cache finds a program by its lowered text, for which a step has to be traced and lowered first. That takes
+longer than to run it. Here two kinds of files lie in one folder:
+
+    <hash of the call>      names an executable. The hash covers all that a program depends on: the function, types and
+                            shardings of its arguments, everything static about them (model, schema, options), the
+                            sources of this package, versions, devices, settings of JAX and XLA.
+    <hash of the program>   an executable, as `jax.experimental.serialize_executable` writes it. The hash covers the
+                            lowered text, so that a change of the sources that changes no program compiles none.
+
+Executables are pickled, and loading one runs code. So the folder must belong to the user and to nobody else. Files are
+written atomically and have a checksum; one that is missing, torn or of another version is replaced.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import logging
+import os
+import pickle
+import platform
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend.backend
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from dsv4_jax.ops.dispatch import default_implementation
+
+
+FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
+MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
+logger = logging.getLogger(__name__)
+_UNSTORABLE = "unstorable"  # in place of a name: the program cannot be serialized
+_NOTHING = pickle.dumps(("", ()))
+# Packages whose classes the hash covers, by their sources or versions. A user's own model is not among them.
+_KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program and how it came.
+
+    Attributes:
+      call: function of the program's arguments, without static ones.
+      seconds: time to trace, lower and compile it, by name. A program that was loaded has the last one only.
+    """
+
+    call: jax.stages.Compiled
+    seconds: dict[str, float]
+
+
+class ProgramTable:
+    """The programs of one model that this process has found, by their other arguments."""
+
+    def __init__(self):
+        self._found: dict[Any, Program | None] = {}
+
+    def find(self, function: Any, args: tuple, options: Mapping[str, Any]) -> tuple[Program | None, tuple, bool]:
+        """Returns the program that `function(*args, **options)` runs, its arguments, and whether it is a new one.
+
+        The program is None if there is no store, or if it cannot be kept: then call the function.
+        """
+        if not os.environ.get(FOLDER):
+            return None, args, False
+        if not options.keys() <= _static_names(function):
+            bound = inspect.signature(function).bind(*args, **options)
+            args, options = bound.args, bound.kwargs
+        leaves, structure = jax.tree.flatten(args[1:])
+        types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)) for x in leaves])
+        key = function, structure, types, tuple(options.items()), default_implementation()
+        is_new = key not in self._found
+        if is_new:
+            self._found[key] = find_program(function, args, options)
+        return self._found[key], args, is_new
+
+
+def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Program | None:
+    """Loads a jitted function's program, or compiles and keeps it. Returns None if it cannot be kept.
+
+    Args:
+      function: function of a model, a cache and more, whose last result is the updated cache. Its keyword-only
+        arguments, and no others, are static.
+      args: positional arguments.
+      options: static arguments.
+    """
+    begin = time.perf_counter()
+    folder = _private_folder(os.environ.get(FOLDER))
+    if folder is None or jax.process_count() > 1:
+        return None
+    try:
+        call = _Call(folder, function, args, options)
+    except _UnknownObjectError as error:
+        logger.debug("no program of %s is kept: %s", function.__qualname__, error)
+        return None
+    with _reported(f"cannot load {function.__qualname__}"):
+        name, outputs = pickle.loads(_read(folder / call.name) or _NOTHING)
+        if name == _UNSTORABLE:
+            return None
+        if (executable := call.load(name, outputs)) is not None:
+            return Program(executable, dict(trace=0.0, lower=0.0, compile=time.perf_counter() - begin))
+    return compile_program(function, args, options, call.compile)
+
+
+class _Call:
+    """A call of a jitted function, and the name of the file that names its program."""
+
+    def __init__(self, folder: Path, function: Any, args: tuple, options: Mapping[str, Any]):
+        self.folder, self.function, self.args, self.options = folder, function, args, options
+        self.structure, self.cache = jax.tree.structure((args, {})), jax.tree.structure(args[1])
+        leaves = jax.tree.leaves(args)
+        self.machine = [_environment(), [_describe_leaf(leaf) for leaf in leaves], default_implementation()]
+        self.devices = _devices(leaves)
+        static = [_definition(function), _describe(self.structure), _describe(dict(options))]
+        self.name = _hash(*static, *self.machine, _sources())
+
+    def load(self, name: str, outputs: tuple) -> jax.stages.Compiled | None:
+        """Returns the executable in a file, or None if there is none; `outputs` are the results before the cache."""
+        if not name or (payload := _read(self.folder / name)) is None:
+            return None
+        out_tree = jax.tree.structure((*outputs, self.cache.unflatten(range(self.cache.num_leaves))))
+        return deserialize_and_load(payload, self.structure, out_tree, execution_devices=self.devices)
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Loads or compiles the lowered function, and keeps it."""
+        name, executable = _hash(lowered.as_text(), *self.machine), None
+        *results, cache = lowered.out_tree.children()
+        entry = name, tuple(result.unflatten([0] * result.num_leaves) for result in results)
+        with _reported(f"cannot load {self.function.__qualname__}"):
+            executable = self.load(*entry)
+        if executable is None:
+            # What JAX's cache has loaded cannot be serialized again: on a CPU it lacks functions when it runs.
+            with _without_jax_cache():
+                executable = lowered.compile()
+            with _reported(f"cannot keep {self.function.__qualname__}"):
+                if cache != self.cache:
+                    raise ValueError("its last result is not the updated cache")
+                _write(self.folder / name, serialize(executable)[0])
+            entry = entry if (self.folder / name).exists() else (_UNSTORABLE, ())
+        _write(self.folder / self.name, pickle.dumps(entry))
+        _remove_oldest(self.folder)
+        return executable
+
+
+def compile_program(
+    function: Any, args: tuple, options: Mapping[str, Any], compile: Callable = jax.stages.Lowered.compile
+) -> Program:
+    """Traces, lowers and compiles a jitted function; the last with `compile`."""
+    times = [time.perf_counter()]
+    traced = function.trace(*args, **options)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    executable = compile(lowered)
+    times.append(time.perf_counter())
+    return Program(executable, dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)))
+
+
+class _UnknownObjectError(Exception):
+    """A call depends on an object that this module cannot describe."""
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _describe(value: Any) -> Any:
+    """Returns text, numbers and tuples of them that tell a static object from all others, in every process alike.
+
+    Raises:
+      _UnknownObjectError: the object is of an unknown type, or its definition is not hashed.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return value
+    if kind in (tuple, list):
+        return kind.__name__, *map(_describe, value)
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        node = value.node_data()
+        return ("tree", node and _describe(node), *map(_describe, value.children()))
+    if isinstance(value, type):
+        return "type", _definition(value)
+    if isinstance(value, np.dtype):
+        return "dtype", str(value)
+    if isinstance(value, np.ndarray):
+        return "array", str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return "mapping", _definition(kind), *((_describe(name), _describe(item)) for name, item in value.items())
+    if dataclasses.is_dataclass(value):
+        fields = ((field.name, _describe(getattr(value, field.name))) for field in dataclasses.fields(value))
+        return "dataclass", _definition(kind), *fields
+    if isinstance(value, PartitionSpec):
+        return "spec", str(value)
+    if isinstance(value, Mesh):
+        ids = [device.id for device in value.devices.flat]
+        return "mesh", value.axis_names, value.devices.shape, str(value.axis_types), tuple(ids)
+    raise _UnknownObjectError(f"{kind.__qualname__} is not described")
+
+
+def _definition(kind: Any) -> str:
+    """Returns the name of a class or function; raises _UnknownObjectError unless its sources or version are hashed."""
+    if kind.__module__.partition(".")[0] not in _KNOWN:
+        raise _UnknownObjectError(f"{kind.__module__}.{kind.__qualname__} is not of this package")
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _describe_leaf(leaf: Any) -> tuple:
+    """Returns the type of an array, and its sharding if it has one."""
+    if not isinstance(leaf, jax.Array):
+        return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
+    where, sharding = None, leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        where = _describe(sharding.mesh), str(sharding.spec), sharding.memory_kind
+    elif isinstance(sharding, SingleDeviceSharding):
+        where = [device.id for device in sharding.device_set], sharding.memory_kind
+    else:
+        raise _UnknownObjectError(f"an array has a {type(sharding).__name__}")
+    return leaf.shape, str(leaf.dtype), leaf.weak_type, leaf.committed, where
+
+
+def _devices(leaves: list[Any]) -> list[jax.Device]:
+    """Returns the devices that run a program of these arguments, in the order of their mesh."""
+    shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    if meshes:
+        return list(meshes[0].devices.flat)
+    return list(shardings[0].device_set) if shardings else jax.devices()[:1]
+
+
+@functools.cache
+def _environment() -> tuple:
+    """Returns all that programs depend on besides their calls and the sources of this package."""
+    backend, devices = jax.extend.backend.get_backend(), jax.devices()
+    settings = {name: str(value) for name, value in jax.config.values.items() if "cache" not in name}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "MOSAIC_"))}
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")]
+    cpu = [platform.machine(), platform.python_version()]
+    with contextlib.suppress(OSError):  # code for a CPU uses the instructions that it has
+        cpu += [line for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if "flags" in line]
+    machine = backend.platform, backend.platform_version, [device.device_kind for device in devices], cpu
+    return *machine, versions, sorted(settings.items()), sorted(variables.items())
+
+
+@functools.cache
+def _sources() -> str:
+    """Returns a hash of the sources of this package and its kernels."""
+    digest, packages = hashlib.sha256(), Path(__file__).parents[2]
+    for package in ("dsv4_jax", "pallas_kernels"):
+        for path in sorted((packages / package).rglob("*.py")):
+            digest.update(str(path.relative_to(packages)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _static_names(function: Any) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY)
+
+
+@contextlib.contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """Compiles without JAX's cache on disk."""
+    enabled = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX looks at the setting once
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Logs an error of the body instead of raising it: a program can always be compiled."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s: %s", what, error)
+
+
+@functools.cache
+def _private_folder(path: str | None) -> Path | None:
+    """Returns the store's folder, made if need be; None if there is none, or if others could write into it."""
+    if not path:
+        return None
+    folder = Path(path)
+    with _reported(f"compiled programs are not kept in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"it must belong to you and not be writable by others: chmod 700 {folder}")
+        return folder
+    return None
+
+
+def _read(path: Path) -> bytes | None:
+    """Returns the content of the user's own file, or None if it is missing or incomplete."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            status, data = os.fstat(file.fileno()), file.read()
+    except OSError:
+        return None
+    if status.st_uid != os.getuid() or hashlib.sha256(data[32:]).digest() != data[:32]:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used now
+    return data[32:]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes the file atomically. If that fails, as on a full disk, the next process compiles again."""
+    with _reported(f"cannot write {path}"):
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(file.name, path)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Removes the least recently used files until the folder has at most `MAX_BYTES`."""
+    with _reported(f"cannot tidy {folder}"):
+        files = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(folder))
+        excess = sum(size for _, size, _ in files) - MAX_BYTES
+        for _, size, path in files:
+            if excess <= 0:
+                break
+            os.unlink(path)
+            excess -= size

@@ -1,0 +1,234 @@
+"""The epilogues of both GEMMs: sums [64 rows of a weight, N inputs] to rows of an array, one for each input.
+
+Sums are 2**-32 of products. With a limit, the rows of gate and up meet in a thread (`interleave_halves`), and SwiGLU is
+stored. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that it writes whole lines.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math
+
+from pallas_kernels.formats.exact_math import round_bfloat16
+from pallas_kernels.matmul.dequant_wgmma import permute_columns
+from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops
+from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.runtime.launch import primitive
+
+
+COLUMNS = 32  # inputs at a time
+LINE_BYTES = 2 * ROWS + 16  # of an input in shared memory: the padding keeps banks apart
+STAGING_BYTES = COLUMNS * LINE_BYTES  # of a warpgroup
+
+
+@primitive
+def store_few(
+    out_gmem, sums: jax.Array, tile: jax.Array, *, limit: float | None = None, rows_smem=None, weights_smem=None
+) -> None:
+    """Stores the `tile`-th 64 channels, or 32 of SwiGLU, of a few inputs in `out_gmem` [P, channels] bfloat16.
+
+    `rows_smem` [N] int32 has the row of each input, or -1; without it input n has row n, while there is one. Values are
+    multiplied by `weights_smem` [N] float32, if given, before they are rounded.
+    """
+    values = _finished(sums, limit)
+    for n in range(values.shape[0] if rows_smem is not None else min(values.shape[0], out_gmem.shape[0])):
+        row = jnp.int32(n) if rows_smem is None else rows_smem[n]
+        value = values[n] if weights_smem is None else values[n] * weights_smem[n]
+
+        @pl.when(row >= 0)
+        def _(row=row, value=value):
+            out_gmem[row, pl.ds(tile * value.size, value.size)] = value.astype(jnp.bfloat16)
+
+
+@store_few.mosaic
+def _store_few_mosaic(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights_smem=None):
+    gated = limit is not None
+
+    def finished(own, column, tables):
+        if not gated:
+            yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in own)
+            return
+        value = _emit_swiglu(own[0], own[1], limit)
+        if weights_smem is not None:
+            weight = ops.load(ops.shared(tables[-1]) + (column << 2))
+            value = arith.mulf(value, ops.as_float(weight))
+        yield value
+
+    def emit(out, sums, tile, *tables):
+        thread, channel = U32(mlir.thread()), U32(mlir.scalar(tile)) * (HALF if gated else ROWS)
+        line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
+        (count, width), held = ir.MemRefType(out.type).shape, mlir.values(sums)
+        for n in range(0, len(held), 4):
+            for i in range(2):
+                column = ((thread & 3) << 1) + (2 * n + i)
+                row = column if rows_smem is None else ops.load(ops.shared(tables[0]) + (column << 2))
+                with ops.when(row < count):
+                    offset = arith.muli(mlir.to_i64(row.value), mlir.i64(width))
+                    offset = arith.addi(offset, mlir.to_i64((channel + line).value))
+                    place = mlir.at(mlir.global_pointer(out), offset, ir.BF16Type.get())
+                    for half, value in enumerate(finished((held[n + i], held[n + 2 + i]), column, tables)):
+                        value = arith.truncf(ir.BF16Type.get(), value)
+                        llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
+
+    tables = [table for table in (rows_smem, weights_smem) if table is not None]
+    mlir.inline(emit, out_gmem, sums, tile, *tables, layout=lambda _: plgpu.Layout.WGMMA)
+
+
+@primitive
+def store_many(
+    out_gmem, sums: jax.Array, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
+) -> None:
+    """Stores the channels from `column` on of the inputs first + n < end; the number of sums is a multiple of 16.
+
+    `place` is (column, first, end), and `staging_smem` [STAGING_BYTES] uint8 the warpgroup's own memory. The array may
+    be in float32 if there is no limit. An input's row is its number, or its entry of `rows_gmem` int32. SwiGLU is
+    multiplied by `weights_gmem` float32, if given, and stored in FP4's order if `permuted`, see `permute_columns`.
+    """
+    column, first, end = place
+    values = _finished(sums, limit)
+    values = permute_columns(values) if permuted else values
+
+    @pl.loop(0, values.shape[0])
+    def _(n):
+        @pl.when(first + n < end)
+        def _():
+            row = first + n if rows_gmem is None else rows_gmem[first + n]
+            own = lax.dynamic_index_in_dim(values, n, keepdims=False)
+            own = own if weights_gmem is None else own * weights_gmem[first + n]
+            out_gmem[row, pl.ds(column, own.size)] = own.astype(out_gmem.dtype)
+
+
+@store_many.mosaic
+def _store_many_mosaic(
+    out_gmem, sums, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
+):
+    def emit(out, sums, column, first, end, staging, *table):
+        column, first, end = (U32(mlir.scalar(x)) for x in (column, first, end))
+        held = mlir.values(sums)
+        if limit is not None:
+            put = functools.partial(_put_swiglu, held, limit, (first, end), table, permuted)
+            _store_lines(out, 2 * len(held), put, HALF, (column, first, end), staging, ())
+            return
+        held = [arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in held]
+        if isinstance(ir.MemRefType(out.type).element_type, ir.F32Type):
+            _store_float32(out, held, column, first, end)
+        else:
+            put = functools.partial(_put_transposed, held)
+            _store_lines(out, 2 * len(held), put, ROWS, (column, first, end), staging, table)
+
+    table = [x for x in (rows_gmem, weights_gmem) if x is not None]
+    scalars = (jnp.int32(x) for x in place)
+    mlir.inline(emit, out_gmem, sums, *scalars, staging_smem, *table, layout=lambda _: plgpu.Layout.WGMMA)
+
+
+def _put_transposed(held, start, place):
+    """Leaves the lines of the inputs from `start` on in shared memory, 8 x 8 values at a time, transposed."""
+    # 16 rows and 16 inputs of a warp.
+    thread = U32(mlir.thread())
+    matrix, line = thread % 32 >> 3, thread & 7
+    at = place + ((matrix >> 1) * 8 + line) * LINE_BYTES + ((thread >> 5) * 2 + (matrix & 1)) * 16
+    for n in range(0, COLUMNS, 16):
+        if 2 * start + 2 * n >= 4 * len(held):
+            break
+        own = held[(start + n) // 2 :][:8]
+        pairs = [words.pack(own[i], own[i + 1]).value for i in range(0, 8, 2)]
+        code = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0 + {n * LINE_BYTES}], {{$1, $2, $3, $4}};"
+        mlir.ptx(code, at.value, *pairs)
+
+
+def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
+    """Leaves the lines of SwiGLU of the inputs from `start` on in shared memory."""
+    (first, end), f32 = inputs, mlir.f32_type()
+    thread = U32(mlir.thread())
+    warp, row = thread >> 5, thread % 32 >> 2
+    # The place of channel 8 * warp + row.
+    in_order = warp * 8 + row
+    position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
+    for n in range(start, min(start + COLUMNS, 2 * len(held)), 8):
+        for i in range(2):
+            inner = (thread & 3) * 2 + (n + i)
+            value = _emit_swiglu(held[n // 2 + i], held[n // 2 + 2 + i], limit)
+            for table in weights:
+                # Beyond the end the last row's weight is read, and nothing stored.
+                weight = llvm.load(f32, _element(table, (first + inner).minimum(end - 1), f32))
+                value = arith.mulf(value, weight)
+            at = place + (inner - start) * LINE_BYTES + position * 2
+            code = "{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }"
+            mlir.ptx(code, at.value, words.pack(value, value).value)
+
+
+def _store_lines(
+    out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, U32, U32], staging, rows
+):
+    """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
+    (column, first, end), memory, thread = place, ops.shared(staging), U32(mlir.thread())
+    size = width // 8
+    for start in range(0, inputs, COLUMNS):
+        # The lines before these were read, also those of the last tile.
+        mgpu.utils.warpgroup_barrier()
+        put(start, memory)
+        mgpu.utils.warpgroup_barrier()
+        for turn in range(0, min(COLUMNS, inputs - start) * size, mlir.THREADS):
+            line, part = (thread + turn) // size, (thread + turn) % size
+            row = first + start + line
+            inside = row < end
+            if start + COLUMNS > inputs:
+                inside = inside & (line < inputs - start)
+            with ops.when(inside):
+                values = ops.load_vector(memory + line * LINE_BYTES + part * 16)
+                row = ops.load_global(rows[0], row) if rows else row
+                words.store_four(_element(out, row, ir.BF16Type.get(), column + part * 8), values)
+
+
+def _store_float32(out, held, column, first, end):
+    """Stores float32 sums; eight threads write 32 bytes."""
+    thread = U32(mlir.thread())
+    row = (thread >> 5) * 16 + (thread % 32 >> 2)
+    for n in range(0, 2 * len(held), 8):
+        for i in range(2):
+            line = first + ((thread & 3) * 2 + (n + i))
+            with ops.when(line < end):
+                at = _element(out, line, mlir.f32_type(), column + row)
+                for half in range(2):
+                    llvm.store(held[n // 2 + 2 * half + i], mlir.at(at, 32 * half))
+
+
+def _element(ref, row, element, column=None):
+    """Returns a pointer into an array [rows] or [rows, width] in global memory; both are at most 2**31."""
+    offset = arith.extui(mlir.int_type(64), row.value)
+    if column is not None:
+        offset = arith.muli(offset, mlir.i64(ir.MemRefType(ref.type).shape[1]))
+        offset = arith.addi(offset, arith.extui(mlir.int_type(64), column.value))
+    return mlir.at(mlir.global_pointer(ref), offset, element)
+
+
+def _finished(sums, limit):
+    """Returns products [N, 64] of sums [64, N], or SwiGLU [N, 32] of products that are rounded to bfloat16 first."""
+    sums = sums * 2.0**SHIFT
+    if limit is None:
+        return sums.T
+    sums = sums.reshape(ROWS // 16, 2, 8, -1)
+    gate, up = (round_bfloat16(sums[:, half]).reshape(HALF, -1).T for half in range(2))
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+def _emit_swiglu(gate, up, limit):
+    """Returns a value of SwiGLU from a thread's two sums."""
+    low, high, f32 = mlir.f32(-limit), mlir.f32(limit), mlir.f32_type()
+
+    def rounded(x):
+        return arith.extf(f32, arith.truncf(ir.BF16Type.get(), arith.mulf(x, mlir.f32(2.0**SHIFT))))
+
+    gate = arith.minimumf(rounded(gate), high)
+    up = arith.minimumf(arith.maximumf(rounded(up), low), high)
+    silu = arith.divf(gate, arith.addf(mlir.f32(1.0), math.exp(arith.negf(gate))))
+    return arith.mulf(silu, up)
