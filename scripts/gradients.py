@@ -21,7 +21,7 @@ from dsv4_jax import KVCacheManager, load_checkpoint
 from dsv4_jax.cache import Batch
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint
-from dsv4_jax.nn.moe import HashTable, TopKRouter
+from dsv4_jax.nn.moe import HashTable, Router, TopKRouter
 from dsv4_jax.quant import FakeQuantFormat, KVFormat
 
 
@@ -104,8 +104,10 @@ class _ByteHandle(DenseHandle):
         return dataclasses.replace(handle, entries=entries)
 
 
-class FixedRouter(TopKRouter):
+class FixedRouter(Router):
     """A router whose experts were selected before: `found` holds those of each token."""
+
+    found: Any
 
     def _selection(self, token_ids):
         return None, self.found[...], jnp.arange(token_ids.shape[0], dtype=jnp.int32)
@@ -130,7 +132,7 @@ def paged_forward(
                 return routing
 
         model = assemble(config, tensors, jnp.float32)
-        routers = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp.gate, TopKRouter)]
+        routers: list[Any] = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp.gate, TopKRouter)]
         for i, router in enumerate(routers):
             router.__class__ = RecordingRouter if experts is None else FixedRouter
             if experts is not None:
@@ -182,7 +184,7 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def dense(trained, quantize, as_bytes):
-        cache = ByteCache.make(config, 1, len(inputs), kv_format="v4", dtype=jnp.float32)
+        cache: Any = ByteCache.make(config, 1, len(inputs), kv_format="v4", dtype=jnp.float32)
         cache = dataclasses.replace(cache, quantize=quantize, as_bytes=as_bytes)
         model = for_training(assemble(config, trained | fixed, jnp.float32))
         hidden, cache = model(cache, whole_sequences(jnp.asarray(inputs)[None]))
