@@ -35,3 +35,9 @@ def check_real(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number")
     return float(value)
+
+
+def check_dtype(name: str, array: Any, *dtypes: str) -> None:
+    """Raises TypeError unless the array has one of the dtypes."""
+    if array.dtype.name not in dtypes:
+        raise TypeError(f"{name} has dtype {array.dtype.name}, it must be {' or '.join(dtypes)}")

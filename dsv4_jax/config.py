@@ -8,24 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.config_json import (
-    CSA,
-    CSA_RATE,
-    HCA,
-    INTEGERS,
-    LAYER_TYPES,
-    MLP_LAYER_TYPES,
-    REALS,
-    SLIDING,
-    check,
-    check_integer,
-    check_names,
-    check_real,
-    mlp_types,
-    read_fields,
-    read_json,
-)
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax import config_json
+from dsv4_jax.config_json import CSA, CSA_RATE, HCA, LAYER_TYPES, SLIDING, check, check_integer, check_real, mlp_types
+from dsv4_jax.layer_spec import LayerSpec, numbered
 
 
 if TYPE_CHECKING:
@@ -61,7 +46,7 @@ class RopeScaling:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DSV4Config:
     """The configuration of a DeepSeek-V4 model; immutable and hashable (a static jit argument).
 
@@ -69,7 +54,9 @@ class DSV4Config:
     `mlp_layer_types` "hash_moe" or "moe". `compress_rate_csa` and `compress_rate_hca` are tokens per compressed entry;
     `compress_rate_hca` is 0 when no layer is HCA. `rope_theta` (plain) serves sliding layers, `compress_rope_theta`
     with `rope_scaling` (None = no YaRN) the compressed ones. `eos_token_id` is a tuple, empty if there is none.
-    `num_nextn_predict_layers` is 1 with the multi-token-prediction block, which makes drafts, and 0 without.
+    `num_nextn_predict_layers` is 1 with the multi-token-prediction block, which makes drafts, and 0 without. With
+    `tie_word_embeddings` a checkpoint may leave out the head, which is loaded as a copy of the embedding. `specs` are
+    layers as data, for patterns that the types cannot express (see `small`); then types and rates are not used.
 
     Raises:
         ValueError: a field has an impossible value; the message names the field and the value.
@@ -110,14 +97,16 @@ class DSV4Config:
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     num_nextn_predict_layers: int = 0
+    tie_word_embeddings: bool = False
+    specs: tuple[LayerSpec, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in (*INTEGERS, "qk_rope_head_dim"):
+        for name in (*config_json.INTEGERS, "qk_rope_head_dim"):
             check_integer(name, getattr(self, name))
-        for name in (*REALS, "rope_theta", "compress_rope_theta"):
+        for name in (*config_json.REALS, "rope_theta", "compress_rope_theta"):
             check_real(name, getattr(self, name))
-        for name, known in (("layer_types", LAYER_TYPES), ("mlp_layer_types", MLP_LAYER_TYPES)):
-            check_names(name, getattr(self, name), known, self.num_hidden_layers)
+        for name, known in dict(layer_types=LAYER_TYPES, mlp_layer_types=config_json.MLP_LAYER_TYPES).items():
+            config_json.check_names(name, getattr(self, name), known, self.num_hidden_layers)
         check(self.scoring_func == "sqrtsoftplus", f"scoring_func is {self.scoring_func!r}; known: 'sqrtsoftplus'.")
         rope = self.qk_rope_head_dim
         check(rope % 2 == 0, f"qk_rope_head_dim ({rope}) must be even: RoPE turns pairs.")
@@ -132,13 +121,29 @@ class DSV4Config:
         plain, compressed = self.rope_theta, self.compress_rope_theta
         check(min(plain, compressed) > 1, f"rope_theta ({plain}), compress_rope_theta ({compressed}) must exceed 1.")
         csa, hca = self.compress_rate_csa, self.compress_rate_hca
-        check(csa == CSA_RATE, f"compress_rate_csa is {csa}; CSA pools {CSA_RATE} tokens.")
-        if HCA in self.layer_types:
+        check(csa == CSA_RATE, f"compress_rate_csa is {csa}; CSA pools {CSA_RATE} tokens. {config_json.OTHER_RATES}")
+        if self.specs is not None:
+            count = len(self.specs)
+            check(
+                count == self.num_hidden_layers,
+                f"specs has {count} layers, num_hidden_layers {self.num_hidden_layers}.",
+            )
+            numbered(self.specs)
+        elif HCA in self.layer_types:
             check(hca not in (0, 1, CSA_RATE), f"compress_rate_hca is {hca}; it must be above 1 and not {CSA_RATE}.")
         else:
             check(hca == 0, f"compress_rate_hca is {hca}, but no layer is {HCA!r}: it must be 0.")
         drafting = self.num_nextn_predict_layers
         check(drafting in (0, 1), f"num_nextn_predict_layers is {drafting!r}; DeepSeek-V4 has 1, or 0 without drafts.")
+
+    def __repr__(self) -> str:
+        kinds = collections.Counter(
+            "window only" if spec.group is None else f"{spec.group} of {spec.compress_rate} tokens"
+            for spec in self.layers
+        )
+        layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        names = "hidden_size", "num_attention_heads", "head_dim", "n_routed_experts", "vocab_size", "sliding_window"
+        return f"DSV4Config({layers}; {', '.join(f'{name}={getattr(self, name)}' for name in names)}, ...)"
 
     @property
     def nope_head_dim(self) -> int:
@@ -151,29 +156,13 @@ class DSV4Config:
 
         The layer of the multi-token-prediction block, which has a window only, is the last one.
         """
-        counts: collections.Counter[str] = collections.Counter()
-        specs = []
-        for layer, kind in enumerate((*self.layer_types, *[SLIDING] * self.num_nextn_predict_layers)):
-            if kind == SLIDING:
-                specs.append(LayerSpec(layer, ring=layer))
-                continue
-            group, rate = ("csa", self.compress_rate_csa) if kind == CSA else ("hca", self.compress_rate_hca)
-            specs.append(
-                LayerSpec(
-                    layer,
-                    ring=layer,
-                    compress_rate=rate,
-                    overlap=kind == CSA,
-                    group=group,
-                    index=counts[group],
-                    owner=True,
-                    keys=kind == CSA,
-                    key_compressor=kind == CSA,
-                    selection=layer if kind == CSA else None,
-                )
-            )
-            counts[group] += 1
-        return tuple(specs)
+        kinds = {
+            SLIDING: LayerSpec(),
+            CSA: LayerSpec.csa(self.compress_rate_csa, group="csa"),
+            HCA: LayerSpec.hca(self.compress_rate_hca, group="hca"),
+        }
+        specs = self.specs or [kinds[kind] for kind in self.layer_types]
+        return numbered((*specs, *[LayerSpec()] * self.num_nextn_predict_layers))
 
     def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers.
@@ -184,6 +173,7 @@ class DSV4Config:
         """
         return dataclasses.replace(
             self,
+            specs=None,
             num_hidden_layers=len(layer_types),
             layer_types=tuple(layer_types),
             mlp_layer_types=tuple(mlp_layer_types or ("moe",) * len(layer_types)),
@@ -240,9 +230,25 @@ class DSV4Config:
                 fields that decide layout have no default), has two spellings that disagree or an impossible value, or
                 `mtp` is given for a model without the block.
         """
-        fields = read_fields(source if isinstance(source, dict) else read_json(Path(source)), mtp=mtp)
+        content = source if isinstance(source, dict) else config_json.read_json(Path(source))
+        fields = config_json.read_fields(content, mtp=mtp)
         scaling = fields.pop("rope_scaling")
         return cls(**fields, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+
+    @classmethod
+    def small(cls, layers: Sequence[LayerSpec], **fields: Any) -> "DSV4Config":
+        """Returns a small model's configuration with layers of any pattern, rates and window.
+
+        Args:
+            layers: a spec for each layer: `LayerSpec()`, `LayerSpec.csa(rate)`, `LayerSpec.hca(rate)` or any other.
+            **fields: values of other fields, such as `hidden_size=256`, `sliding_window=32`.
+        """
+        count = len(layers)
+        kinds = [SLIDING if spec.group is None else HCA if spec.selection is None else CSA for spec in layers]
+        own: dict[str, Any] = dict(
+            num_hidden_layers=count, layer_types=tuple(kinds), mlp_layer_types=("moe",) * count, specs=tuple(layers),
+        )  # fmt: skip
+        return cls(**_RELEASED | _SMALL | own | fields)
 
     @classmethod
     def v4_flash(cls) -> "DSV4Config":
@@ -271,3 +277,13 @@ _RELEASED: dict[str, Any] = dict(
     rope_theta=10000.0, compress_rope_theta=160000.0, rope_scaling=RopeScaling(16.0, 65536, 32.0, 1.0),
     max_position_embeddings=1048576, bos_token_id=0, eos_token_id=(1,),
 )  # fmt: skip
+_SMALL: dict[str, Any] = dict(
+    vocab_size=256, hidden_size=64, num_attention_heads=4, head_dim=96, qk_rope_head_dim=32, q_lora_rank=24,
+    o_lora_rank=16, o_groups=2, index_n_heads=32, index_head_dim=64, index_topk=16, sliding_window=16,
+    moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, routed_scaling_factor=1.5, rope_scaling=None,
+    max_position_embeddings=4096, bos_token_id=None, eos_token_id=(),
+)  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return ["CSA", "HCA", "LAYER_TYPES", "SLIDING", "DSV4Config", "LayerSpec", "RopeScaling"]

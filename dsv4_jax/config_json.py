@@ -12,6 +12,7 @@ HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
 MLP_LAYER_TYPES = ("hash_moe", "moe")
 CSA_RATE = 4
+OTHER_RATES = "Layers of other rates are given as data: DSV4Config.small(layers=[LayerSpec.csa(8), ...])."
 
 INTEGERS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
@@ -30,7 +31,7 @@ _SPELLINGS = (
 )  # fmt: skip
 # Choices that the architecture fixes; where a config states one, it must state this.
 _FIXED = {
-    "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "tie_word_embeddings": False, "hidden_act": "silu",
+    "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc",
 }  # fmt: skip
 _REQUIRED_FIXED = ("num_key_value_heads", "scoring_func")
@@ -42,7 +43,7 @@ _IRRELEVANT = frozenset((
     "output_router_logits", "pad_token_id", "problem_type", "quantization_config", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
-_READ_APART = frozenset(("model_type", "bos_token_id", "eos_token_id"))
+_READ_APART = frozenset(("model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings"))
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _ROPE_KEYS = frozenset((*_YARN, "type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor"))
 
@@ -71,10 +72,6 @@ def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> 
     for i, value in enumerate(values):
         check(value in known, f"{field}[{i}] is {value!r}; known values are {list(known)}.")
     return tuple(values)
-
-
-def _token_ids(values: list[Any]) -> tuple[int, ...]:
-    return tuple(check_integer("eos_token_id", token, least=0) for token in values)
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:
@@ -110,7 +107,10 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         warnings.warn(f"config.json has keys that are not used here: {', '.join(unknown)}.", stacklevel=3)
     integers: dict[str, Any] = {name: check_integer(name, raw[name]) for name in INTEGERS}
     reals: dict[str, Any] = {name: check_real(name, raw[name]) for name in REALS}
+    tied = raw.get("tie_word_embeddings") or False
+    check(isinstance(tied, bool), f"tie_word_embeddings is {tied!r}; it must be true or false.")
     bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return dict(
         **integers,
         **reals,
@@ -118,9 +118,10 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         **_rope_fields(raw),
         scoring_func=raw["scoring_func"],
         compress_rate_csa=CSA_RATE,
+        tie_word_embeddings=tied,
         num_nextn_predict_layers=_draft_layers(raw) if mtp else 0,
         bos_token_id=None if bos is None else check_integer("bos_token_id", bos, least=0),
-        eos_token_id=() if eos is None else _token_ids(eos if isinstance(eos, list) else [eos]),
+        eos_token_id=tuple(check_integer("eos_token_id", token, least=0) for token in ends),
     )
 
 
@@ -174,7 +175,7 @@ def _layer_fields(raw: dict[str, Any]) -> dict[str, Any]:
         for kind in sorted({CSA, HCA} & set(layer_types)):
             check(kind in rates, f"config.json lacks compress_rates.{kind}, which its layers need.")
         csa = rates.get(CSA, CSA_RATE)
-        check(csa == CSA_RATE, f"compress_rates.{CSA} is {csa!r}; CSA pools {CSA_RATE} tokens.")
+        check(csa == CSA_RATE, f"compress_rates.{CSA} is {csa!r}; CSA pools {CSA_RATE} tokens. {OTHER_RATES}")
         if HCA in layer_types:
             hca_rates["compress_rates"] = check_integer(f"compress_rates.{HCA}", rates[HCA])
     if (hashed := raw.get("num_hash_layers")) is not None:

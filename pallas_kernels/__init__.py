@@ -1,5 +1,7 @@
 """Mosaic-GPU kernels: arrays in, arrays out; imports jax and numpy only.
 
+For shapes, dtypes and layouts that it does not take a function raises NotImplementedError before any launch.
+
 Each op of `dsv4_jax/ops` that has a kernel has a module or a package of the same name here. Ops import only the four
 library rooms `runtime`, `mgpu`, `formats` and `matmul`, never each other.
 """

@@ -19,22 +19,14 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 def append_swa(
     kv: jax.Array, slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes rows and stores them in their slots' rings.
-
-    The pools are written in place if the caller donates them.
+    """Quantizes rows, stores them in their slots' rings, in place if the pools are donated, and returns the pools.
 
     Args:
       kv: [T, 512] bfloat16; the last `rope_dim` values are stored as they are, the others as E4M3.
       slots: [T] int32; -1 = padding. The tokens of a slot are consecutive and in order.
       positions: [T] int32; -1 = padding. Padding writes nothing, and nor do tokens before the last `ring` of a slot.
       rings: the rings to write to.
-      interpret: run on the CPU, interpreted, with the race detector on.
-
-    Returns:
-      The updated pools (nope, rope, scale).
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
+      interpret: whether to run on the CPU, interpreted, with race detection.
     """
     rings.check()
     tokens, layout, shape = kv.shape[0], rings.layout, rings.pools[0].shape

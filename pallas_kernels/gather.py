@@ -29,14 +29,10 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
     Args:
       slots: [T] int32, each token's row of the block table; -1 = padding.
       entries: the entries, with indices.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv, valid): kv [T, K, 512] bfloat16, zeros where not valid; valid [T, K] bool, True if slot, index and block
-      exist.
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
+      kv [T, K, 512] bfloat16, zeros where not valid, and valid [T, K] bool: whether slot, index and block exist.
     """
     tokens, count = entries.indices.shape
     check_array("slots", slots, jnp.int32, tokens)
@@ -57,17 +53,13 @@ def gather_all_compressed_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers all entries visible to each token: entries `0 .. (position + 1) // compress_rate - 1` of its request.
 
+    Returns (kv, valid) as `gather_compressed_kv` does, for E = max_blocks * entries per block.
+
     Args:
       slots, positions: [T] int32; -1 = padding.
       entries: the entries, without indices.
       only_visible: leave most of what is not visible unwritten, in kv and in valid.
-      interpret: run on the CPU, interpreted, with the race detector on.
-
-    Returns:
-      (kv [T, E, 512] bfloat16, valid [T, E] bool), E = max_blocks * entries per block, as in `gather_compressed_kv`.
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
+      interpret: whether to run on the CPU, interpreted, with race detection.
     """
     tokens, count, rate = slots.shape[0], entries.count, entries.compress_rate
     check_array("slots", slots, jnp.int32, tokens)
@@ -94,18 +86,14 @@ def gather_all_compressed_kv(
 def gather_swa_kv(
     slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers each token's window, oldest row first, the token itself last.
+    """Gathers each token's window, oldest row first, the token itself last, as `gather_compressed_kv` does.
+
+    Nothing is valid before position 0 and for padding.
 
     Args:
       slots, positions: [T] int32; -1 = padding.
       rings: the window rows.
-      interpret: run on the CPU, interpreted, with the race detector on.
-
-    Returns:
-      (kv [T, window, 512] bfloat16, valid [T, window] bool); zeros and False before position 0 and for padding.
-
-    Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
+      interpret: whether to run on the CPU, interpreted, with race detection.
     """
     tokens, window, (num_slots, ring) = slots.shape[0], rings.window, rings.pools[0].shape[1:3]
     check_array("slots", slots, jnp.int32, tokens)
@@ -145,18 +133,10 @@ def _gather(
     interpret: bool,
     wanted: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel.
+    """Launches the kernel; returns (dense rows [*shape, 512], valid [*shape]). An item is one of these rows.
 
-    Args:
-      shape: leading shape of the result; an item is one of its rows.
-      address: function (items, layer, *operands in global memory) -> (row numbers in the pools, valid).
-      operands: arrays that `address` and `wanted` read.
-      rows: pools, layer and layout.
-      interpret: run on the CPU, interpreted, with the race detector on.
-      wanted: function (first item, *operands) -> whether a block writes its rows; None: all do.
-
-    Returns:
-      (dense rows [*shape, 512], valid [*shape]).
+    `address(items, layer, *operands in global memory)` returns (row numbers in the pools, valid), and
+    `wanted(first item, *operands)` whether a block writes its rows; by default all do.
     """
     items = shape[0] * shape[1]
     if items == 0:

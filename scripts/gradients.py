@@ -21,7 +21,7 @@ from dsv4_jax import KVCacheManager, load_checkpoint
 from dsv4_jax.cache import Batch
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint
-from dsv4_jax.nn.moe import HashTable, Router, TopKRouter
+from dsv4_jax.nn import HashTable, Router
 from dsv4_jax.quant import FakeQuantFormat, KVFormat
 
 
@@ -105,18 +105,16 @@ class _ByteHandle(DenseHandle):
 
 
 class FixedRouter(Router):
-    """A router whose experts were selected before: `found` holds those of each token."""
+    """A router whose experts were selected before: its table holds those of each token of the call."""
 
-    found: Any
-
-    def _selection(self, token_ids):
-        return None, self.found[...], jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    def __call__(self, x, token_ids):
+        return super().__call__(x, jnp.arange(token_ids.shape[0], dtype=jnp.int32))
 
 
 def paged_forward(
     config: DSV4Config, ids: Int[np.ndarray, "S"], kv_format: str | KVFormat
 ) -> Callable[[Tensors, list[Array] | None], tuple[Float[Array, "S V"], list[Array]]]:
-    """Returns a function of (parameters, experts of each layer with a TopKRouter, or None) to (logits, experts)."""
+    """Returns a function of (parameters, experts of each layer without a table, or None) to (logits, experts)."""
     sizes = dict(num_blocks=-(-len(ids) // 128), max_requests=1, max_context=-(-len(ids) // 128) * 128)
     manager = KVCacheManager(config, kv_format=kv_format, dtype=jnp.float32, **sizes)
     batch = manager.prepare_forward({manager.admit(ids): ids}, prefill_size=len(ids))
@@ -125,18 +123,18 @@ def paged_forward(
     def forward(tensors, experts):
         found = []
 
-        class RecordingRouter(TopKRouter):
+        class RecordingRouter(Router):
             def __call__(self, x, token_ids):
                 routing = super().__call__(x, token_ids)
                 found.append(routing.experts)
                 return routing
 
         model = assemble(config, tensors, jnp.float32)
-        routers: list[Any] = [layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp.gate, TopKRouter)]
+        routers: list[Any] = [layer.mlp.gate for layer in model.model.layers if not layer.mlp.gate.hashed]
         for i, router in enumerate(routers):
             router.__class__ = RecordingRouter if experts is None else FixedRouter
             if experts is not None:
-                router.found = HashTable(experts[i])
+                router.hashed, router.tid2eid = True, HashTable(experts[i])
         hidden, _ = model(cache, batch)
         return model.logits(hidden), found
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
-from dsv4_jax.nn import CSAIndexer, DeepseekV4ForCausalLM, Linear, StepCarry
+from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, StepCarry
 from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.model import DecoderLayer
 from dsv4_jax.nn.moe import Experts
@@ -178,15 +178,13 @@ def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"
 
 
 def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
-    """Changes a model in place: layers become `TrainedLayer`, linear maps of indexers `DetachedLinear`."""
+    """Changes a model in place: layers become `TrainedLayer`, projections of indexers learn from their own loss."""
     for block in model.mtp:
         block.__class__ = TrainedMTPBlock
     for layer in model.model.layers:
         layer.__class__ = TrainedLayer
-        compressor = layer.self_attn.compressor
-        if compressor is not None and isinstance(indexer := compressor.indexer, CSAIndexer):
-            for linear in (indexer.kv_proj, indexer.gate_proj, indexer.q_b_proj, indexer.scorer.weights_proj):
-                linear.__class__ = DetachedLinear
+        layer.self_attn.input_projections.__class__ = DetachedIndexer
+        layer.self_attn.latent_projections.__class__ = DetachedIndexer
     return model
 
 
@@ -228,8 +226,10 @@ def all_experts(
     return jnp.matmul(active, down.T).astype(jnp.float32)
 
 
-class DetachedLinear(Linear):
-    """A linear map of the indexer. The indexer's loss trains it, and nothing before it."""
+class DetachedIndexer(FusedLinear):
+    """Linear maps of one input. The loss of the indexer trains those of the indexer, and nothing before them."""
 
     def __call__(self, x, norm=None):
-        return super().__call__(jax.lax.stop_gradient(norm(x) if norm else x))
+        x = norm(x) if norm else x
+        products, detached = super().__call__(x), super().__call__(jax.lax.stop_gradient(x))
+        return products | {name: y for name, y in detached.items() if name.startswith("indexer_")}

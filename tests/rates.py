@@ -2,17 +2,8 @@
 
 import dataclasses
 
-from dsv4_jax.config import SLIDING, DSV4Config
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config import SLIDING, DSV4Config, LayerSpec
 from tests.paths import TINY
-
-
-@dataclasses.dataclass(frozen=True)
-class ConfigOfSpecs(DSV4Config):
-    """A configuration that is given its layers, not their types."""
-
-    specs: tuple[LayerSpec, ...] = ()
-    layers = property(lambda self: self.specs)
 
 
 R2 = dict(compress_rate=2, overlap=True, group="r2", keys=True, key_compressor=True)
@@ -31,9 +22,6 @@ SPECS = (
 
 def rates_config(**changes):
     """The packaged model's widths with layers of rates 2, 8 and 64."""
-    fields = {field.name: getattr(DSV4Config.from_hf(TINY), field.name) for field in dataclasses.fields(DSV4Config)}
     count = len(SPECS)
-    fields |= dict(
-        num_hidden_layers=count, layer_types=(SLIDING,) * count, mlp_layer_types=("moe",) * count, compress_rate_hca=0
-    )
-    return ConfigOfSpecs(**fields | changes, specs=SPECS)
+    kinds = dict(num_hidden_layers=count, layer_types=(SLIDING,) * count, mlp_layer_types=("moe",) * count)
+    return dataclasses.replace(DSV4Config.from_hf(TINY), **kinds | changes, specs=SPECS)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dsv4_jax.config import CSA, HCA, LAYER_TYPES, SLIDING, DSV4Config, RopeScaling
+import dsv4_jax.config
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.checkpoint.save import release_config
+from dsv4_jax.config import CSA, HCA, LAYER_TYPES, SLIDING, DSV4Config, LayerSpec, RopeScaling
 from tests.paths import DATA, TINY
 
 
@@ -99,7 +102,7 @@ def test_reads_a_folder_or_a_file():
 
 @pytest.mark.parametrize("base", [RAW, MODERN], ids=["raw", "modern"])
 def test_every_layout_field_is_required(base):
-    tokens = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers"}  # optional, and read only if asked for
+    tokens = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers", "tie_word_embeddings"}  # optional
     two_spellings = {"qk_rope_head_dim", "rope_theta", "compress_rope_theta"}
     fields = {field.name for field in dataclasses.fields(DSV4Config)} & set(base) - tokens - two_spellings
     assert len(fields) > 20
@@ -169,7 +172,7 @@ def test_contradicting_spellings_are_refused(path, value, message):
         ("num_hash_layers", 6, r"num_hash_layers \(6\) exceeds"),
         ("scoring_func", "sigmoid", "scoring_func is 'sigmoid'"),
         ("num_key_value_heads", 2, "num_key_value_heads is 2"),
-        ("tie_word_embeddings", True, "tie_word_embeddings is True"),
+        ("tie_word_embeddings", "yes", "tie_word_embeddings is 'yes'"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'"),
         ("attention_bias", True, "attention_bias is True"),
         ("hidden_size", 0, "hidden_size is 0"),
@@ -233,10 +236,49 @@ def test_impossible_values_of_the_modern_spelling_are_refused(path, value, messa
 
 def test_a_config_made_by_hand_is_checked_too():
     config = DSV4Config.from_hf(RAW)
-    with pytest.raises(ValueError, match="compress_rate_csa is 8"):
+    with pytest.raises(ValueError, match=r"compress_rate_csa is 8; .* DSV4Config\.small\(layers=\[LayerSpec\.csa\(8\)"):
         dataclasses.replace(config, compress_rate_csa=8)
+    with pytest.raises(TypeError, match="positional argument"):
+        DSV4Config(258, 64)
     with pytest.raises(ValueError, match="compress_rate_hca is 16, but no layer"):
         dataclasses.replace(config, layer_types=(SLIDING,) * 5)
+
+
+def test_layers_may_be_given_as_data():
+    reader = dataclasses.replace(LayerSpec.csa(8), owner=False, selection=1)
+    layers = [LayerSpec(), LayerSpec.csa(8), LayerSpec.hca(32), LayerSpec.csa(8), reader]
+    config = DSV4Config.small(layers=layers, sliding_window=24, num_nextn_predict_layers=1)
+    assert [spec.compress_rate for spec in config.layers] == [0, 8, 32, 8, 8, 0]
+    assert [(spec.layer, spec.ring, spec.index) for spec in config.layers[2:5]] == [(2, 2, 0), (3, 3, 1), (4, 4, 0)]
+    assert [spec.selects for spec in config.layers] == [False, True, False, True, False, False]
+    assert hash(config) != hash(DSV4Config.small(layers=layers)) and config.sliding_window == 24
+    assert dataclasses.replace(config, hidden_size=128).layers == config.layers
+    assert config.with_layers([SLIDING]).layers == (LayerSpec(), LayerSpec(1, ring=1))
+    with pytest.raises(ValueError, match="cannot express layers that are given as specs"):
+        release_config(config)
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        ([LayerSpec(compress_rate=8)], r"layers\[0\] has compress_rate=8 and group=None"),
+        ([dataclasses.replace(LayerSpec.csa(8), owner=False)], r"layers\[0\] reads row 0 of group 'csa8'"),
+        ([LayerSpec.csa(8), dataclasses.replace(LayerSpec.csa(8), selection=4)], "selection of layer 4, which is not"),
+        ([dataclasses.replace(LayerSpec.hca(8), selection=-1)], r"layers\[0\] selects .* give keys=True"),
+    ],
+)
+def test_layers_that_do_not_fit_together(layers, message):
+    with pytest.raises(ValueError, match=message):
+        DSV4Config.small(layers=layers)
+
+
+def test_the_repr_and_the_names_are_short():
+    assert repr(DSV4Config.v4_flash()).startswith(
+        "DSV4Config(2 window only, 21 csa of 4 tokens, 20 hca of 128 tokens; hidden_size=4096, "
+    )
+    schema = CacheSchema.from_config(DSV4Config.v4_flash(), num_blocks=8, max_requests=2, max_context=1024)
+    assert len(repr(DSV4Config.v4_pro())) < 240 and len(repr(schema)) < 700
+    assert dir(dsv4_jax.config) == ["CSA", "DSV4Config", "HCA", "LAYER_TYPES", "LayerSpec", "RopeScaling", "SLIDING"]
 
 
 def test_broken_files(tmp_path):

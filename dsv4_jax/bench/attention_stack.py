@@ -17,8 +17,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn.attention import Attention
-from dsv4_jax.nn.carry import StepCarry
+from dsv4_jax.nn.attention import Attention, StepCarry
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.ops import all_reduce
 from dsv4_jax.ops.norm_rope import rms_normalize

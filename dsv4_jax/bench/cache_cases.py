@@ -183,12 +183,11 @@ def _flush_case(schema, group, label, requests, tokens, closes):
 
 def _flush(state, layer, slots, positions, new, *, max_query_tokens, implementation):
     compressors = [
-        (*(dataclasses.replace(view, layer=layer) for view in part), *inputs)
+        ops.CompressorInputs(*(dataclasses.replace(view, layer=layer) for view in part), *inputs)
         for part, inputs in zip(state, new, strict=True)
     ]
-    done = ops.flush_together(
-        compressors, slots, positions, max_query_tokens=max_query_tokens, implementation=implementation
-    )
+    options = dict(max_query_tokens=max_query_tokens, implementation=implementation)
+    done = ops.flush(compressors, slots, positions, **options)
     return tuple(tuple(dataclasses.replace(view, layer=0) for view in pair) for pair in done)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -19,6 +20,7 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
@@ -58,7 +60,7 @@ class ModelStack(DraftingStack):
 
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
     """Returns the stack with shapes in place of arrays, quantized as in the release and sharded over a mesh."""
-    stack = nnx.eval_shape(lambda: ModelStack(config, nnx.Rngs(0)))
+    stack = ModelStack(config, ABSTRACT)
     kinds = {
         weight.path.removeprefix("model."): stored_kind(weight.sources[0], weight.source_shape)
         for weight in weights(config, "release")
@@ -79,15 +81,14 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paral
 def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
     """Returns the stack with random weights, made by each device for itself."""
     graph, state = nnx.split(abstract_stack(config, mesh, expert_parallel=expert_parallel))
-    # "rbg" compiles the fastest, and dozens of shapes are drawn.
-    keys = (jax.random.fold_in(jax.random.key(0, impl="rbg"), i) for i in itertools.count())
+    numbers = itertools.count()
 
     def drawn(path, variable):
         value = variable.get_value()
         where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
 
         def made(make, *args):
-            return _made(next(keys), make=make, args=args, where=where)
+            return _made(np.uint32(next(numbers)), make=make, args=args, where=where)
 
         def shape(struct):
             return struct.shape if where is None else where.shard_shape(struct.shape)
@@ -106,8 +107,9 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paralle
 
 
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))
-def _made(key, *, make, args, where):
-    """Returns `make(key, *args)`. With a sharding, each device makes its own shard, with a key of its own."""
+def _made(seed, *, make, args, where):
+    """Returns `make(key, *args)` with the key of a seed; with a sharding, each device's shard has a key of its own."""
+    key = jax.random.key(seed, impl="rbg")  # compiles the fastest, and dozens of shapes are drawn
     if where is None:
         return make(key, *args)
 

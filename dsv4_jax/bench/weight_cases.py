@@ -1,18 +1,17 @@
 """The cases of `dsv4-jax bench ops linear`, `experts`, `hyper_connections` and `router`: the ops that read weights."""
 
-import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, close, int32, layer_count, normal, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn.attention import Attention
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
 
@@ -33,29 +32,25 @@ def _config(schema, small):
 
 def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     """The matrix products of an attention layer of each group, those with the same input fused; two of them in FP8."""
-    config, maps, attention = _config(schema, small), {}, None
+    config, maps, shapes = _config(schema, small), {}, {}
     for name, group in schema.groups.items():
-        make = functools.partial(Attention, config, group.layers[0], param_dtype=jnp.bfloat16)
-        attention = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
+        attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
-            linears = list(fused.separate(attention).values())
-            sizes = tuple(linear.weight.shape[0] for linear in linears)
-            dtypes = tuple(linear.out_dtype or jnp.bfloat16 for linear in linears)
-            shape = sum(sizes), linears[0].weight.shape[1]
-            maps[f"{name.upper()}, of {source}"] = LinearSpec(sizes, dtypes), shape
-
-    def shape(name):  # all groups have the same
-        return getattr(attention, f"{name}_proj").weight.shape
-
+            dtypes = tuple(dtype or jnp.bfloat16 for dtype in fused.out_dtypes)
+            shape = sum(fused.output_sizes), fused.weights[fused.names[0]].shape[1]
+            maps[f"{name.upper()}, of {source}"] = LinearSpec(fused.output_sizes, dtypes), shape
+        # All groups have the same.
+        queries = attention.latent_projections.weights["q_b_proj"]
+        shapes = dict(q_b=queries.shape, o_a=attention.o_a_proj.weight.shape, o_b=attention.o_b_proj.weight.shape)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
-        maps[name] = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups), shape(name)
+        maps[name] = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups), shapes[name]
     for name, (spec, weight_shape) in maps.items():
         for tokens in (2,) if small else (8, 32):
             yield _linear_case(name, spec, weight_shape, tokens)
     for name in ("q_b", "o_b"):
         for tokens in (2,) if small else (1, 8, 32, 2048):
             spec = LinearSpec(output_dtype=jnp.bfloat16)
-            yield _linear_case(f"{name} in FP8", spec, shape(name), tokens, quantized=True)
+            yield _linear_case(f"{name} in FP8", spec, shapes[name], tokens, quantized=True)
 
 
 def _linear_case(name, spec, shape, tokens, *, quantized=False):
@@ -160,8 +155,9 @@ def _hyper_connections_case(config, tokens):
 
     options = dict(norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, iterations=config.hc_sinkhorn_iters)
 
-    def call(_, *arrays, implementation):
-        return ops.hyper_connections(*arrays, **options, implementation=implementation)
+    def call(_, streams, fn, base, scale, *others, implementation):
+        weights = ops.HyperConnectionWeights(fn, base, scale, **options)
+        return ops.hyper_connections(streams, weights, *others, implementation=implementation)
 
     def agree(got, expected):
         """Allows values up to 8 that bfloat16 rounds the other way, and their effect on the logits."""

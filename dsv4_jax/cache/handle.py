@@ -22,7 +22,8 @@ class LayerCacheHandle(Summarized):
     """Reads and writes one layer for the tokens of one batch; immutable, allocates nothing.
 
     Methods that write return a new handle; `handle.cache` is the updated cache. A token sees its own window row and the
-    entries that it closes, so write before you attend. All methods raise ValueError for arguments of another shape.
+    entries that it closes, so write before you attend. All methods raise ValueError for arguments of another shape, and
+    those that write raise TypeError for another dtype.
 
     Attributes:
       batch: inputs of the step.
@@ -58,6 +59,7 @@ class LayerCacheHandle(Summarized):
           kv: [T, head_dim] in the model's dtype, after norm and RoPE. Padding tokens write nothing.
         """
         self._check_shape("kv", kv, self._cache.schema.window_codec.dim)
+        self._check_dtype("kv", kv)
         handle = dataclasses.replace(self, pending=kv)
         return handle if self.batch.prefill else handle._commit()
 
@@ -85,6 +87,7 @@ class LayerCacheHandle(Summarized):
         batch, dim = self.batch, self._cache.schema.window_codec.dim
         self._check_shape("q", q, None, dim)
         self._check_shape("kv", kv, dim)
+        self._check_dtype("kv", kv)
         if batch.prefill:
             q, kv = ops.norm_rope(q, kv, weight, jnp.maximum(batch.positions, 0), inv_freq, eps=eps)
             return q, self.write_swa(kv)
@@ -117,12 +120,12 @@ class LayerCacheHandle(Summarized):
         self._check_windows("", kv, gate, weights)
         if index is not None:
             self._check_windows("index ", *index, keys=True)
-        parts: list[Any] = [(self._state_view(), self.read_classical_view(), kv, gate, weights)]
+        compressors = [ops.CompressorInputs(self._state_view(), self.read_classical_view(), kv, gate, weights)]
         if index is not None:
-            parts.append((self._state_view(keys=True), self.read_indexer_view(), *index))
+            compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
         schema = self._cache.schema
-        (state, entries), *rest = ops.flush_together(
-            parts,
+        (state, entries), *rest = ops.flush(
+            compressors,
             self.batch.slots,
             self.batch.positions,
             dtype=schema.dtype,
@@ -160,11 +163,13 @@ class LayerCacheHandle(Summarized):
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """The second half of `flush`: rotates and stores entries (see `ops.write_entries`)."""
         self._require("write_entries", "stores entries", self.spec.owner)
+        self._check_dtype("closed.values", closed.values)
         return self._with_group(entries=ops.write_entries(self.read_classical_view(), closed, inv_freq).rows)
 
     def write_keys(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """Rotates and stores the index keys of closed windows, whose values are [n, index_head_dim]."""
         self._require("write_keys", "stores index keys", self.spec.owner and self.spec.keys)
+        self._check_dtype("closed.values", closed.values)
         return self._with_group(keys=ops.write_entries(self.read_indexer_view(), closed, inv_freq).rows)
 
     # --- reads ---
@@ -177,13 +182,14 @@ class LayerCacheHandle(Summarized):
 
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
         """Reads entries by index, -1 = none: (kv [T, K, head_dim] in the model's dtype, valid [T, K])."""
+        view = self._classical_view("gather_compressed_kv")
         self._check_shape("indices", indices, None)
-        rows = ops.gather_compressed_kv(self.read_classical_view(), indices, self.batch.slots, dtype=self._dtype)
+        rows = ops.gather_compressed_kv(view, indices, self.batch.slots, dtype=self._dtype)
         return self._reduce_rows(rows)
 
     def gather_all_compressed_kv(self) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
         """Reads all visible entries of each token: (kv [T, E, head_dim] in the model's dtype, valid [T, E])."""
-        batch, view = self.batch, self.read_classical_view()
+        batch, view = self.batch, self._classical_view("gather_all_compressed_kv")
         return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
     def indexer_scores(
@@ -198,7 +204,7 @@ class LayerCacheHandle(Summarized):
           weights: [T, index heads] float32 head weights.
           inv_freq: [P] rotation of q in radians per token; None if q is rotated already.
         """
-        view = self.read_indexer_view()
+        view = self._indexer_view("indexer_scores")
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
         return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
@@ -253,12 +259,18 @@ class LayerCacheHandle(Summarized):
 
     def read_classical_view(self) -> ClassicalView:
         """Returns a view of the layer's entries through the block table."""
-        self._require("read_classical_view", "attends to entries", self.spec.group is not None)
-        return ClassicalView(self._group.entries, *self._paging(), self._group_spec.entry)
+        return self._classical_view("read_classical_view")
 
     def read_indexer_view(self) -> IndexerView:
         """Returns a view of the entries' index keys through the block table."""
-        self._require("read_indexer_view", "has index keys", self.spec.keys)
+        return self._indexer_view("read_indexer_view")
+
+    def _classical_view(self, method):
+        self._require(method, "attends to entries", self.spec.group is not None)
+        return ClassicalView(self._group.entries, *self._paging(), self._group_spec.entry)
+
+    def _indexer_view(self, method):
+        self._require(method, "has index keys", self.spec.keys)
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
 
     def _paging(self):
@@ -306,6 +318,12 @@ class LayerCacheHandle(Summarized):
         if x.ndim != len(expected) or any(n not in (None, m) for n, m in zip(expected, x.shape, strict=True)):
             wanted = ", ".join("any" if n is None else str(n) for n in expected)
             raise ValueError(f"{name} has shape {list(x.shape)}, layer {self.spec.layer} takes [{wanted}] in this step")
+
+    def _check_dtype(self, name, x):
+        """Raises TypeError unless x has the dtype of the cache: rows of another one would be rounded otherwise."""
+        if x.dtype != self._dtype:
+            hint = f", or make the cache with dtype={x.dtype}" if x.dtype in (jnp.float32, jnp.bfloat16) else ""
+            raise TypeError(f"{name} has dtype {x.dtype}, the cache takes {self._dtype}: convert the rows{hint}")
 
     def _check_windows(self, prefix, kv, gate, weights, *, keys=False):
         """Raises ValueError unless the inputs of a compressor have its shapes."""

@@ -146,9 +146,6 @@ class CacheSchema:
         """The pool groups, sorted by name."""
         config, groups = self.config, {}
         for name in sorted({spec.group for spec in self.layers if spec.group is not None}):
-            owners = sorted((spec for spec in self.layers if spec.group == name and spec.owner), key=lambda s: s.index)
-            if [spec.index for spec in owners] != list(range(len(owners))):
-                raise ValueError(f"group {name!r} needs one owner for each row, got rows {[s.index for s in owners]}")
             fields = "compress_rate", "overlap", "keys", "key_compressor"
             kinds = {tuple(getattr(s, field) for field in fields) for s in self.layers if s.group == name}
             if len(kinds) != 1:
@@ -156,7 +153,7 @@ class CacheSchema:
             ((rate, overlap, keys, key_compressor),) = kinds
             entry = self.kv_format.entries(config.nope_head_dim, config.qk_rope_head_dim)
             key = self.kv_format.keys(config.index_head_dim) if keys else None
-            layers = tuple(spec.layer for spec in owners)
+            layers = tuple(spec.layer for spec in self.layers if spec.group == name and spec.owner)
             groups[name] = GroupSpec(name, layers, rate, overlap, entry, key, key_compressor)
         return groups
 

@@ -2,12 +2,13 @@
 
 - "release": DeepSeek's own files, `layers.1.attn.wkv.weight`;
 - "hybrid": files of transformers 5's `save_pretrained`: the release's names after `model.`, with a few exceptions;
-- "module": transformers' module names, which are also ours, `model.layers.1.self_attn.kv_proj.weight`.
+- "module": transformers' module names, `model.layers.1.self_attn.kv_proj.weight`. Ours are the same, except that linear
+  maps of one input are a `FusedLinear`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 from dsv4_jax.config import DSV4Config
@@ -15,31 +16,29 @@ from dsv4_jax.config import DSV4Config
 
 type Naming = Literal["release", "hybrid", "module"]
 
-# (module path, release name, hybrid name if it is not "model." + release name, shape)
+# (our path, which is also transformers', release name, shape)
 _TOP = (
-    ("model.embed_tokens.weight", "embed.weight", "model.embed_tokens.weight", "vocab hidden"),
-    ("model.norm.weight", "norm.weight", None, "hidden"),
-    ("model.hc_head.hc_fn", "hc_head_fn", "model.hc_head.hc_fn", "hc hc*hidden"),
-    ("model.hc_head.hc_base", "hc_head_base", "model.hc_head.hc_base", "hc"),
-    ("model.hc_head.hc_scale", "hc_head_scale", "model.hc_head.hc_scale", "1"),
-    ("lm_head.weight", "head.weight", "head.weight", "vocab hidden"),
+    ("model.embed_tokens.weight", "embed.weight", "vocab hidden"),
+    ("model.norm.weight", "norm.weight", "hidden"),
+    ("model.hc_head.hc_fn", "hc_head_fn", "hc hc*hidden"),
+    ("model.hc_head.hc_base", "hc_head_base", "hc"),
+    ("model.hc_head.hc_scale", "hc_head_scale", "1"),
+    ("lm_head.weight", "head.weight", "vocab hidden"),
 )
-# The same after `mtp.N.` (`model.mtp.N.` in hybrid names); all other tensors there are those of `_LAYER`.
-_MTP = (
-    ("e_proj.weight", "e_proj.weight", "hidden hidden"),
-    ("h_proj.weight", "h_proj.weight", "hidden hidden"),
-    ("enorm.weight", "enorm.weight", "hidden"),
-    ("hnorm.weight", "hnorm.weight", "hidden"),
-    ("norm.weight", "norm.weight", "hidden"),
-    ("hc_head.hc_fn", "hc_head_fn", "hc hc*hidden"),
-    ("hc_head.hc_base", "hc_head_base", "hc"),
-    ("hc_head.hc_scale", "hc_head_scale", "1"),
-)  # fmt: skip
-# The same after `model.layers.N.` / `layers.N.` / `model.layers.N.`. The last column names the layers that have it:
-# all, # those that store entries ("owner") or index keys ("keys"), those that score keys ("selects"), or an MLP type.
-# A release name with {expert} stands for one tensor per expert, stacked on axis 0 with {expert} outermost. "2|moe" is
-# two axes of the parameter but a single axis of the stored tensor.
+# The same after `model.layers.N.` / `layers.N.` or `mtp.N.`, with transformers' name if it is not ours. The last column
+# names the layers that have the parameter: all, those of multi-token prediction ("draft"), those that store entries
+# ("owner") or index keys ("keys"), those that score keys ("selects"), or an MLP type. A release name with {expert}
+# stands for one tensor per expert, stacked on axis 0 with {expert} outermost. "2|moe" is two axes of the parameter but
+# a single axis of the stored tensor.
 _LAYER = (
+    ("e_proj.weight", "e_proj.weight", None, "hidden hidden", "draft"),
+    ("h_proj.weight", "h_proj.weight", None, "hidden hidden", "draft"),
+    ("enorm.weight", "enorm.weight", None, "hidden", "draft"),
+    ("hnorm.weight", "hnorm.weight", None, "hidden", "draft"),
+    ("norm.weight", "norm.weight", None, "hidden", "draft"),
+    ("hc_head.hc_fn", "hc_head_fn", None, "hc hc*hidden", "draft"),
+    ("hc_head.hc_base", "hc_head_base", None, "hc", "draft"),
+    ("hc_head.hc_scale", "hc_head_scale", None, "1", "draft"),
     ("input_layernorm.weight", "attn_norm.weight", None, "hidden", "all"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", None, "hidden", "all"),
     ("attn_hc.fn", "hc_attn_fn", None, "mix hc*hidden", "all"),
@@ -48,38 +47,45 @@ _LAYER = (
     ("ffn_hc.fn", "hc_ffn_fn", None, "mix hc*hidden", "all"),
     ("ffn_hc.base", "hc_ffn_base", None, "mix", "all"),
     ("ffn_hc.scale", "hc_ffn_scale", None, "3", "all"),
-    ("self_attn.q_a_proj.weight", "attn.wq_a.weight", None, "q_lora hidden", "all"),
+    ("{inputs}.q_a_proj", "attn.wq_a.weight", "self_attn.q_a_proj.weight", "q_lora hidden", "all"),
     ("self_attn.q_a_norm.weight", "attn.q_norm.weight", None, "q_lora", "all"),
-    ("self_attn.q_b_proj.weight", "attn.wq_b.weight", None, "heads*head q_lora", "all"),
-    ("self_attn.kv_proj.weight", "attn.wkv.weight", None, "head hidden", "all"),
-    ("self_attn.kv_norm.weight", "attn.kv_norm.weight", "attn.norm.weight", "head", "all"),
+    ("{latents}.q_b_proj", "attn.wq_b.weight", "self_attn.q_b_proj.weight", "heads*head q_lora", "all"),
+    ("{inputs}.kv_proj", "attn.wkv.weight", "self_attn.kv_proj.weight", "head hidden", "all"),
+    ("self_attn.kv_norm.weight", "attn.kv_norm.weight", None, "head", "all"),
     ("self_attn.o_a_proj.weight", "attn.wo_a.weight", None, "groups*o_lora group_in", "all"),
     ("self_attn.o_b_proj.weight", "attn.wo_b.weight", None, "hidden groups*o_lora", "all"),
     ("self_attn.sinks", "attn.attn_sink", None, "heads", "all"),
-    ("self_attn.compressor.kv_proj.weight", "attn.compressor.wkv.weight", None, "pair*head hidden", "owner"),
-    ("self_attn.compressor.gate_proj.weight", "attn.compressor.wgate.weight", None, "pair*head hidden", "owner"),
+    ("{inputs}.compressor_kv_proj", "attn.compressor.wkv.weight",
+     "self_attn.compressor.kv_proj.weight", "pair*head hidden", "owner"),
+    ("{inputs}.compressor_gate_proj", "attn.compressor.wgate.weight",
+     "self_attn.compressor.gate_proj.weight", "pair*head hidden", "owner"),
     ("self_attn.compressor.position_bias", "attn.compressor.ape", None, "rate pair*head", "owner"),
     ("self_attn.compressor.kv_norm.weight", "attn.compressor.norm.weight", None, "head", "owner"),
-    ("self_attn.compressor.indexer.kv_proj.weight",
-     "attn.indexer.compressor.wkv.weight", None, "pair*index hidden", "keys"),
-    ("self_attn.compressor.indexer.gate_proj.weight",
-     "attn.indexer.compressor.wgate.weight", None, "pair*index hidden", "keys"),
+    ("{inputs}.indexer_kv_proj", "attn.indexer.compressor.wkv.weight",
+     "self_attn.compressor.indexer.kv_proj.weight", "pair*index hidden", "keys"),
+    ("{inputs}.indexer_gate_proj", "attn.indexer.compressor.wgate.weight",
+     "self_attn.compressor.indexer.gate_proj.weight", "pair*index hidden", "keys"),
     ("self_attn.compressor.indexer.position_bias", "attn.indexer.compressor.ape", None, "rate pair*index", "keys"),
     ("self_attn.compressor.indexer.kv_norm.weight", "attn.indexer.compressor.norm.weight", None, "index", "keys"),
-    ("self_attn.{indexer}.q_b_proj.weight",
-     "attn.indexer.wq_b.weight", None, "index_heads*index q_lora", "selects"),
-    ("self_attn.{indexer}.scorer.weights_proj.weight",
-     "attn.indexer.weights_proj.weight", None, "index_heads hidden", "selects"),
+    ("{latents}.indexer_q_b_proj", "attn.indexer.wq_b.weight",
+     "self_attn.compressor.indexer.q_b_proj.weight", "index_heads*index q_lora", "selects"),
+    ("{inputs}.indexer_weights_proj", "attn.indexer.weights_proj.weight",
+     "self_attn.compressor.indexer.scorer.weights_proj.weight", "index_heads hidden", "selects"),
     ("mlp.gate.weight", "ffn.gate.weight", None, "experts hidden", "all"),
     ("mlp.gate.tid2eid", "ffn.gate.tid2eid", None, "vocab chosen", "hash_moe"),
     ("mlp.gate.e_score_correction_bias", "ffn.gate.bias", None, "experts", "moe"),
     ("mlp.experts.gate_up_proj",
      "ffn.experts.{expert}.w1.weight ffn.experts.{expert}.w3.weight", None, "experts 2|moe hidden", "all"),
     ("mlp.experts.down_proj", "ffn.experts.{expert}.w2.weight", None, "experts hidden moe", "all"),
-    ("mlp.shared_experts.gate_proj.weight", "ffn.shared_experts.w1.weight", None, "moe hidden", "all"),
-    ("mlp.shared_experts.up_proj.weight", "ffn.shared_experts.w3.weight", None, "moe hidden", "all"),
+    ("{shared}.gate_proj", "ffn.shared_experts.w1.weight", "mlp.shared_experts.gate_proj.weight", "moe hidden", "all"),
+    ("{shared}.up_proj", "ffn.shared_experts.w3.weight", "mlp.shared_experts.up_proj.weight", "moe hidden", "all"),
     ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", None, "hidden moe", "all"),
 )  # fmt: skip
+_FUSED = dict(
+    inputs="self_attn.input_projections.weights",
+    latents="self_attn.latent_projections.weights",
+    shared="mlp.shared_experts.gate_up_proj.weights",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,25 +108,26 @@ class Weight:
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""
     sizes = _sizes(config)
-    for path, release, hybrid, shape in _TOP:
-        names = {"release": release, "hybrid": hybrid or f"model.{release}", "module": path}
-        yield _weight(path, shape, sizes, names[naming])
+    for path, release, shape in _TOP:
+        is_release = naming == "release" or (naming == "hybrid" and path == "lm_head.weight")
+        yield _weight(path, shape, sizes, release if is_release else path)
     for layer, spec in enumerate(config.layers):
-        ours, theirs = f"model.layers.{layer}.", f"layers.{layer}." if naming == "release" else f"model.layers.{layer}."
-        if (draft_layer := layer - config.num_hidden_layers) >= 0:
-            ours, theirs = f"mtp.{draft_layer}.", f"{'model.' if naming == 'hybrid' else ''}mtp.{draft_layer}."
-            for path, release, shape in _MTP:
-                yield _weight(ours + path, shape, sizes, theirs + (path if naming == "module" else release))
+        draft_layer = layer - config.num_hidden_layers
+        ours = f"model.layers.{layer}." if draft_layer < 0 else f"mtp.{draft_layer}."
+        theirs = ours.removeprefix("model.")
+        if naming == "hybrid" or (naming == "module" and draft_layer < 0):
+            theirs = f"model.{theirs}"
         sizes |= {"rate": spec.compress_rate, "pair": 2 if spec.overlap else 1}
         parts = {
-            "all": True, "owner": spec.owner, "keys": spec.owner and spec.keys, "selects": spec.selects,
-            "hash_moe" if config.is_hashed(layer) else "moe": True,
+            "all": True, "draft": draft_layer >= 0, "owner": spec.owner, "keys": spec.owner and spec.key_compressor,
+            "selects": spec.selects, "hash_moe" if config.is_hashed(layer) else "moe": True,
         }  # fmt: skip
-        for path, release, hybrid, shape, part in _LAYER:
+        for path, release, module, shape, part in _LAYER:
             if parts.get(part):
-                path = path.format(indexer="compressor.indexer" if spec.owner else "indexer")
-                sources = {"release": release, "hybrid": hybrid or release, "module": path}[naming]
-                yield _weight(ours + path, shape, sizes, *(theirs + source for source in sources.split()))
+                sources = (module or path) if naming == "module" else release
+                if naming == "hybrid" and release == "attn.kv_norm.weight":
+                    sources = "attn.norm.weight"
+                yield _weight(ours + path.format_map(_FUSED), shape, sizes, *(theirs + one for one in sources.split()))
 
 
 def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
@@ -135,6 +142,14 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
         shown = ", ".join(sorted(names)[:3]) or "none at all"
         raise ValueError(f"these are not DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")
     return best
+
+
+def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
+    """Yields the weights of a model whose head, if no tensor in `names` is it, is a copy of the embedding."""
+    (embedding,) = (weight.sources for weight in table if weight.path == "model.embed_tokens.weight")
+    for weight in table:
+        absent = weight.path == "lm_head.weight" and weight.sources[0] not in names
+        yield dataclasses.replace(weight, sources=embedding) if absent else weight
 
 
 def is_draft(name: str) -> bool:

@@ -5,7 +5,6 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +24,7 @@ from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
@@ -84,7 +84,7 @@ def load_checkpoint(
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)
     param_dtype = None if stay else weights
-    abstract = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype))
+    abstract = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     stored = read_checkpoint(path)
     if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
@@ -96,13 +96,16 @@ def load_checkpoint(
     graph, state = nnx.split(abstract)
     parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
     table = list(keys.weights(config, keys.detect_naming(config, stored)))
+    if config.tie_word_embeddings:
+        table = list(keys.tied(table, stored))
     shapes = {key: parameter.shape for key, parameter in parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
     values, bad, staging = {}, [], Staging()
-    for weight in _with_bar(table) if progress else table:
+    bar = track(table, "Loading weights", console=Console(stderr=True), transient=True, disable=not progress)
+    for weight in bar:
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
         try:
@@ -127,10 +130,6 @@ def load_checkpoint(
     if fused:
         fuse_in_place(model)
     return model
-
-
-def _with_bar(table: list[Weight]) -> Iterable[Weight]:
-    return track(table, "Loading weights", console=Console(stderr=True), transient=True)
 
 
 def _dotted(key: tuple[object, ...]) -> str:

@@ -1,6 +1,7 @@
 """Reads safetensors files as views of mapped memory."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,9 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{index} has no weight_map of tensor names to file names.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index} places {name} in {file!r}; it must be the name of a file beside the index.")
-        if not (index.parent / file).is_file():
-            raise ValueError(f"{index} places {name} in {file}, and there is no such file.")
+            raise ValueError(f"{index} places {name} in {file!r:.200}; it must be the name of a file beside the index.")
+        if not os.path.isfile(index.parent / file):  # unlike Path.is_file, False for names that no file can have
+            raise ValueError(f"{index} places {name} in {file:.200}, and there is no such file.")
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         shard = read_file(index.parent / file)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from rich.console import Console
@@ -48,8 +49,8 @@ def save_release(
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        ValueError: `shard_bytes` is not positive, a parameter is not finite, or hash layers follow other layers, which
-            the release's spelling cannot express.
+        ValueError: `shard_bytes` is not positive, a parameter is not finite, or the release's spelling cannot express
+            the layers: hash layers follow others, or they are given as specs.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -57,7 +58,7 @@ def save_release(
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path](), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
-    bar = track(table, "Saving weights", console=Console(stderr=True)) if progress else table
+    bar = track(table, "Saving weights", console=Console(stderr=True), disable=not progress)
     write_release(model.config, folder, _tensors(bar, parameters), shard_bytes=shard_bytes)
 
 
@@ -95,19 +96,22 @@ def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
 
 def release_config(config: DSV4Config) -> dict[str, Any]:
     """Returns config.json in the release's spelling; raises ValueError as in `save_release`."""
+    if config.specs is not None:
+        raise ValueError("the release's config.json cannot express layers that are given as specs")
     hashed = config.mlp_layer_types.count("hash_moe")
     if "hash_moe" in config.mlp_layer_types[hashed:]:
         raise ValueError(
             f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
         )
     fields = dataclasses.asdict(config)
-    for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling"):
+    for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling", "specs"):
         del fields[name]
     scaling = config.rope_scaling and dict(dataclasses.asdict(config.rope_scaling), type="yarn")
     return fields | dict(
         architectures=["DeepseekV4ForCausalLM"],
         model_type="deepseek_v4",
         num_key_value_heads=1,
+        tie_word_embeddings=False,
         compress_ratios=[spec.compress_rate for spec in config.layers],
         num_hash_layers=hashed,
         rope_scaling=scaling,
@@ -170,7 +174,7 @@ def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
     return [TensorHeader(name, kind, shape)]
 
 
-def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], Any]]) -> Iterator[np.ndarray]:
+def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], jax.Array]]) -> Iterator[np.ndarray]:
     """Yields the arrays of all entries in order, with one parameter in memory at a time."""
     for weight in table:
         value = np.asarray(parameters[weight.path]()).reshape(len(weight.sources), *weight.source_shape)

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -68,22 +69,33 @@ JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 def use_compilation_cache() -> None:
     """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
 
-    JAX reads this variable when it is imported. JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Whole steps are
-    kept in a folder of their own within, see `dsv4_jax.decode.program_store`.
+    JAX reads this variable when it is imported, so later it is told. JAX_ENABLE_COMPILATION_CACHE=false turns the cache
+    off. Whole steps are kept in a folder of their own within, see `dsv4_jax.decode.program_store`.
     """
     # A run needs dozens of small programs: keep these too.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or caches / "dsv4_jax" / "programs")
-    is_off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("0", "f", "false", "n", "no", "off")
-    if is_off or not folder.is_absolute():
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return  # a home folder without write access: programs are compiled every time
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ.setdefault("DSV4_JAX_PROGRAMS", str(folder / "steps"))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsv4_jax" / "programs"
+        if not folder.is_absolute():
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            return  # a home folder without write access: programs are compiled every time
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    programs = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    is_on = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("1", "true", "t", "yes", "y", "on")
+    if is_on and programs and "://" not in programs:
+        os.environ.setdefault("DSV4_JAX_PROGRAMS", os.path.join(os.path.abspath(programs), "steps"))
+    if is_on and programs and "jax" in sys.modules:
+        import jax
+        from jax.experimental.compilation_cache import compilation_cache
+
+        seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", programs)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+            compilation_cache.reset_cache()  # if a program was compiled before, JAX has noted that there is no cache
 
 
 def notify(text: str) -> None:

@@ -222,7 +222,10 @@ def _describe_leaf(leaf: Any) -> tuple:
         return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
     where, sharding = None, leaf.sharding
     if isinstance(sharding, NamedSharding):
-        where = _describe(sharding.mesh), str(sharding.spec), sharding.memory_kind
+        spec = list(sharding.spec)
+        while spec and spec[-1] is None:  # P(None) means P()
+            spec.pop()
+        where = _describe(sharding.mesh), str(spec), sharding.memory_kind
     elif isinstance(sharding, SingleDeviceSharding):
         where = [device.id for device in sharding.device_set], sharding.memory_kind
     else:

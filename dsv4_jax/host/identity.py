@@ -1,5 +1,6 @@
 """The properties that two caches must share to exchange the bytes of a request."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
     """
     return {
         "key": key,
-        "config": hashlib.sha256(repr(schema.config).encode()).hexdigest(),
+        "config": hashlib.sha256(repr(dataclasses.asdict(schema.config)).encode()).hexdigest(),
         "kv_format": repr(schema.kv_format),
         "dtype": schema.dtype.name,
         "block_tokens": str(schema.block_tokens),

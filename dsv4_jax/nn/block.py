@@ -8,8 +8,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.attention import Attention
-from dsv4_jax.nn.carry import StepCarry
+from dsv4_jax.nn.attention import Attention, StepCarry
 from dsv4_jax.nn.hyper_connection import HyperConnection, ResidualStreams
 from dsv4_jax.nn.layers import RMSNorm
 from dsv4_jax.nn.moe import MoE

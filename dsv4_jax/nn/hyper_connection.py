@@ -6,7 +6,6 @@ maths is float32. What follows a block and what comes before the next are one op
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 from flax import nnx
@@ -29,9 +28,9 @@ class ResidualStreams:
       mixing: [T, (2 + hc_mult) * hc_mult] float32, how y and the streams mix, see `ops.hyper_connections`.
     """
 
-    streams: Any
-    y: Any = None
-    mixing: Any = None
+    streams: Float[Array, "T h D"]
+    y: Float[Array, "T D"] | None = None
+    mixing: Float[Array, "T M"] | None = None
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """Returns the residual with the block's output y [T, hidden], to be merged later."""
@@ -40,7 +39,7 @@ class ResidualStreams:
     @jax.named_scope("hyper_connections")
     def merged(self) -> Float[Array, "T h D"]:
         """Returns the streams [T, hc_mult, hidden] with the last block's output merged."""
-        if self.y is None:
+        if self.y is None or self.mixing is None:
             return self.streams
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
@@ -72,8 +71,8 @@ class HyperConnection(nnx.Module):
         Returns:
           [T, hidden] in the streams' dtype, and the residual, whose `post` takes this block's output.
         """
-        arrays = residual.streams, self.fn[...], self.base[...], self.scale[...], norm.weight[...]
-        streams, x, mixing = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))
+        args = residual.streams, self._weights(), norm.weight[...], residual.y, residual.mixing
+        streams, x, mixing = ops.hyper_connections(*args)
         return x, ResidualStreams(streams, None, mixing)
 
     def __call__(
@@ -87,9 +86,11 @@ class HyperConnection(nnx.Module):
         Returns:
           collapsed [T, hidden] in the streams' dtype, and for `apply_post` post [T, h] and comb [T, h, h], float32.
         """
-        arrays = self.fn[...], self.base[...], self.scale[...]
-        mixing = mixing_weights(streams, *arrays, **_options(self.config))
+        mixing = mixing_weights(streams, self._weights())
         return apply_pre(streams, mixing), *split_mixing(mixing, streams.shape[1])
+
+    def _weights(self):
+        return _weights(self.config, self.fn, self.base, self.scale)
 
 
 class HyperHead(nnx.Module):
@@ -111,15 +112,18 @@ class HyperHead(nnx.Module):
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
         """Merges the last block's output; returns the normed input [T, hidden] and the streams [T, h, hidden]."""
-        arrays = residual.streams, self.hc_fn[...], self.hc_base[...], self.hc_scale[...], norm.weight[...]
-        streams, x, _ = ops.hyper_connections(*arrays, residual.y, residual.mixing, **_options(self.config))
+        args = residual.streams, self._weights(), norm.weight[...], residual.y, residual.mixing
+        streams, x, _ = ops.hyper_connections(*args)
         return x, streams
 
     def __call__(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
         """Collapses [T, h, hidden] streams to [T, hidden] in their dtype, without a norm."""
-        arrays = self.hc_fn[...], self.hc_base[...], self.hc_scale[...]
-        return apply_pre(streams, mixing_weights(streams, *arrays, **_options(self.config)))
+        return apply_pre(streams, mixing_weights(streams, self._weights()))
+
+    def _weights(self):
+        return _weights(self.config, self.hc_fn, self.hc_base, self.hc_scale)
 
 
-def _options(config):
-    return dict(norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, iterations=config.hc_sinkhorn_iters)
+def _weights(config, fn, base, scale):
+    constants = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+    return ops.HyperConnectionWeights(fn[...], base[...], scale[...], *constants)

@@ -1,7 +1,6 @@
 """Small modules with parameters: linear maps, RMS norm, embedding."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,16 @@ from dsv4_jax.quant import round_to
 Axes = tuple[str | None, ...]
 
 
+class AbstractRngs(nnx.Rngs):
+    """Makes parameters `jax.ShapeDtypeStruct`s, without the time that `nnx.eval_shape` takes to trace."""
+
+    def __init__(self):
+        """Makes no random streams."""
+
+
+ABSTRACT = AbstractRngs()
+
+
 def normal(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
@@ -31,13 +40,9 @@ def normal(
 
     `axes` names its logical axes, which `parallel.axis_rules` shards over a mesh; unnamed axes are replicated.
     """
-    metadata: dict[str, Any] = dict(axes=axes) if axes else {}
-    return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype), **metadata)
-
-
-def matmul(x: Float[Array, "... n"], weight: Float[Array, "m n"]) -> Float[Array, "... m"]:
-    """Computes `x @ weight.T` in float32 with exact products; the weight is [out, in] as in the checkpoint."""
-    return linear(x, weight)[0]
+    if rngs is ABSTRACT:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes=axes)
+    return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
 class RMSNorm(nnx.Module):
@@ -59,38 +64,34 @@ class RMSNorm(nnx.Module):
 
 @jax.named_scope("projections")
 def multiply(
-    x: Float[Array, "... n"],
-    weight: Matrix | tuple[Matrix, ...],
-    spec: LinearSpec,
-    norm: RMSNorm | None = None,
+    x: Float[Array, "... n"], weights: tuple[Matrix, ...], spec: LinearSpec, norm: RMSNorm | None = None
 ) -> tuple[Float[Array, "... _"], ...]:
     """Computes `ops.linear`, after a norm if there is one; on a CPU, float32 outputs come from float32 copies.
 
     The released code multiplies in float32, and XLA's CPU comes closer to it that way. A GPU's tensor cores add
     products of bfloat16 in float32.
     """
-    rows = sum(matrix.shape[0] for matrix in (weight if isinstance(weight, tuple) else (weight,)))
-    dtypes = [dtype for _, dtype in spec.outputs(rows)]
+    dtypes = [dtype for _, dtype in spec.outputs(sum(weight.shape[0] for weight in weights))]
     if jnp.float32 not in dtypes:
-        return linear(x, weight, spec, norm=(norm.weight[...], norm.eps) if norm else None)
+        return linear(x, weights, spec, norm=(norm.weight[...], norm.eps) if norm else None)
     x = norm(x) if norm else x
 
-    def on_cpu(x, weight):
-        exact = linear(x.astype(jnp.float32), weight, dataclasses.replace(spec, output_dtype=jnp.float32))
+    def on_cpu(x, weights):
+        exact = linear(x.astype(jnp.float32), weights, dataclasses.replace(spec, output_dtype=jnp.float32))
         if all(dtype == jnp.float32 for dtype in dtypes):
             return exact
-        products = zip(dtypes, linear(x, weight, spec), exact, strict=True)
+        products = zip(dtypes, linear(x, weights, spec), exact, strict=True)
         return tuple(wide if dtype == jnp.float32 else rounded for dtype, rounded, wide in products)
 
-    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=lambda x, weight: linear(x, weight, spec))
+    return jax.lax.platform_dependent(x, weights, cpu=on_cpu, default=lambda x, weights: linear(x, weights, spec))
 
 
 class Linear(nnx.Module):
-    """A linear map without bias.
+    """A linear map without bias, or one for each group of channels: the low-rank output projection (dsv4.md 2).
 
     Attributes:
-      weight: [out_features, in_features] in `param_dtype`.
-      out_dtype: dtype that the product is rounded to, once; None = that of the input.
+      weight: [out_features, in_features / num_groups] in `param_dtype`, the groups' matrices one below the other.
+      num_groups: number of groups (static).
     """
 
     def __init__(
@@ -98,37 +99,19 @@ class Linear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
+        num_groups: int = 1,
         param_dtype: DTypeLike,
-        out_dtype: DTypeLike | None = None,
         axes: Axes = (),
         rngs: nnx.Rngs,
     ):
-        self.out_dtype = out_dtype
-        self.weight = normal(rngs, (out_features, in_features), param_dtype, axes=axes)
+        self.num_groups = num_groups
+        self.weight = normal(rngs, (out_features, in_features // num_groups), param_dtype, axes=axes)
 
-    def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> Float[Array, "... m"]:
-        """Maps [..., in_features], normalized first if there is a norm, to [..., out_features] in `out_dtype`."""
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
+        """Maps [..., in_features] to [..., out_features] in the same dtype."""
         weight = self.weight.get_value()
-        spec = LinearSpec(output_dtype=x.dtype if self.out_dtype is None else self.out_dtype)
-        return multiply(x, weight, spec, norm)[0]
-
-
-class GroupedLinear(nnx.Module):
-    """One linear map per group of channels: the low-rank output projection (dsv4.md 2).
-
-    Attributes:
-      weight: [groups * out_features, in_features] in `param_dtype`, the groups' matrices one below the other.
-    """
-
-    def __init__(self, groups: int, in_features: int, out_features: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (groups * out_features, in_features), param_dtype, axes=("groups",))
-
-    @jax.named_scope("projections")
-    def __call__(self, x: Float[Array, "T groups n"]) -> Float[Array, "T m"]:
-        """Maps [T, groups, in_features] to [T, groups * out_features] in the same dtype."""
-        tokens, groups, _ = x.shape
-        weight = self.weight.get_value()
-        return linear(x.reshape(tokens, -1), weight, LinearSpec(output_dtype=x.dtype, num_groups=groups))[0]
+        groups = 1 if self.num_groups == 1 else x.shape[-1] // weight.shape[1]  # on a mesh, those of this device
+        return multiply(x, (weight,), LinearSpec(output_dtype=x.dtype, num_groups=groups))[0]
 
 
 class Embedding(nnx.Module):

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
-from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
-from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm, matmul
+from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
 from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.nn.projections import fuse_in_place
-from dsv4_jax.ops import all_gather
+from dsv4_jax.ops import all_gather, linear
 from dsv4_jax.quant import round_to
 
 
@@ -173,4 +173,4 @@ class DeepseekV4ForCausalLM(nnx.Module):
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Maps [..., hidden] of `__call__`, for all or some tokens, to [..., vocab] float32 logits."""
-        return all_gather(matmul(hidden, self.lm_head.weight[...]))
+        return all_gather(linear(hidden, self.lm_head.weight[...])[0])

@@ -1,5 +1,7 @@
 """Mixture of experts: routers, routed experts and the shared expert."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,22 +10,36 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import Linear, normal
-from dsv4_jax.nn.projections import Projections
+from dsv4_jax.nn.layers import ABSTRACT, Linear, normal
+from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.ops.linear import Matrix
 from dsv4_jax.quant import round_to
 
 
+class HashTable(nnx.Variable):
+    """The fixed token-to-expert table: loaded from the checkpoint, not trained."""
+
+
 class Router(nnx.Module):
-    """Scores the experts; subclasses select the experts of a token.
+    """Scores the experts and selects some for each token; the scores of these, normalized, are their weights.
 
     Attributes:
       weight: [E, hidden] float32.
+      e_score_correction_bias: [E] float32; the k best of `score + bias` are selected. It changes no weight.
+      tid2eid: [vocab, k] int32, in hash layers instead of the bias: the experts of each token id.
     """
 
-    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
-        self.config = config
-        self.weight = normal(rngs, (config.n_routed_experts, config.hidden_size))
+    def __init__(self, config: DSV4Config, *, hashed: bool, rngs: nnx.Rngs):
+        self.config, self.hashed = config, hashed
+        experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+        self.weight = normal(rngs, (experts, config.hidden_size))
+        if hashed and rngs is ABSTRACT:
+            self.tid2eid = HashTable(jax.ShapeDtypeStruct((config.vocab_size, chosen), jnp.int32))
+        elif hashed:
+            first = jax.random.randint(rngs.params(), (config.vocab_size, 1), 0, experts, jnp.int32)
+            self.tid2eid = HashTable((first + jnp.arange(chosen, dtype=jnp.int32)[None, :]) % experts)
+        else:
+            self.e_score_correction_bias = normal(rngs, (experts,), std=0.1)
 
     @jax.named_scope("router")
     def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> ops.Routing:
@@ -37,83 +53,44 @@ class Router(nnx.Module):
           Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalized to sum to
           routed_scaling_factor.
         """
-        config, weight = self.config, self.weight[...]
+        config = self.config
         options = dict(top_k=config.num_experts_per_tok, scaling_factor=config.routed_scaling_factor)
-        return ops.router(x, weight, *self._selection(token_ids), **options)
-
-    def _selection(self, token_ids: Int[Array, "T"]) -> tuple[Array | None, ...]:
-        """Returns the arguments that `ops.router` selects by: (bias,), or (None, table, token ids)."""
-        raise NotImplementedError
-
-
-class TopKRouter(Router):
-    """Selects the k best of `score + bias`; the bias decides the selection only, never a weight.
-
-    Attributes:
-      e_score_correction_bias: [E] float32.
-    """
-
-    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        self.e_score_correction_bias = normal(rngs, (config.n_routed_experts,), std=0.1)
-
-    def _selection(self, token_ids):
-        return (self.e_score_correction_bias[...],)
-
-
-class HashTable(nnx.Variable):
-    """The fixed token-to-expert table: loaded from the checkpoint, not trained."""
-
-
-class HashRouter(Router):
-    """Looks the experts up by token id; the scores only weight them.
-
-    Attributes:
-      tid2eid: [vocab, k] int32.
-    """
-
-    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        first = jax.random.randint(rngs.params(), (config.vocab_size, 1), 0, config.n_routed_experts, jnp.int32)
-        following = jnp.arange(config.num_experts_per_tok, dtype=jnp.int32)[None, :]
-        self.tid2eid = HashTable((first + following) % config.n_routed_experts)
-
-    def _selection(self, token_ids):
-        return None, self.tid2eid[...], token_ids
+        if self.hashed:
+            return ops.router(x, self.weight[...], None, self.tid2eid[...], token_ids, **options)
+        return ops.router(x, self.weight[...], self.e_score_correction_bias[...], **options)
 
 
 class MLP(nnx.Module):
     """The shared expert, a gated MLP that every token passes.
 
     Attributes:
-      gate_proj, up_proj: Linear, hidden to n_shared_experts * moe_intermediate_size; None if they are fused.
+      gate_up_proj: FusedLinear "gate_proj" and "up_proj", hidden to n_shared_experts * moe_intermediate_size.
       down_proj: Linear, back.
-      input_projections: Projections of the input: gate_proj and up_proj.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.limit = config.swiglu_limit
         hidden, inner = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
-        self.gate_proj = Linear(hidden, inner, param_dtype=param_dtype, axes=("inner",), rngs=rngs)
-        self.up_proj = Linear(hidden, inner, param_dtype=param_dtype, axes=("inner",), rngs=rngs)
-        self.down_proj = Linear(inner, hidden, param_dtype=param_dtype, axes=(None, "inner"), rngs=rngs)
-        self.input_projections = Projections("gate_proj", "up_proj")
+        options: Any = dict(param_dtype=param_dtype, rngs=rngs)
+        names = "gate_proj", "up_proj"
+        axes = dict.fromkeys(names, ("inner",))
+        self.gate_up_proj = FusedLinear(hidden, dict.fromkeys(names, inner), axes=axes, **options)
+        self.down_proj = Linear(inner, hidden, axes=(None, "inner"), **options)
 
     @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """[T, hidden] to [T, hidden]."""
-        if self.input_projections.fused:
-            gate_up = self.input_projections.fused[0].weight.get_value()
+        gate_up = self.gate_up_proj.fused_matrix
+        if gate_up is not None:
             return self.down_proj(ops.linear_swiglu(x, gate_up, self.limit))
-        projected = self.input_projections(self, x)
-        inner = ops.swiglu(projected["gate_proj"], projected["up_proj"], self.limit)
+        products = self.gate_up_proj(x)
+        inner = ops.swiglu(products["gate_proj"], products["up_proj"], self.limit)
         return self.down_proj(round_to(inner, x.dtype))
 
     def fused_matrices(self) -> tuple[Matrix, Matrix] | None:
         """Returns the matrices (gate and up, down) for `ops.experts`; None if gate and up are not fused."""
-        if not self.input_projections.fused:
-            return None
-        return self.input_projections.fused[0].weight.get_value(), self.down_proj.weight.get_value()
+        gate_up = self.gate_up_proj.fused_matrix
+        return None if gate_up is None else (gate_up, self.down_proj.weight.get_value())
 
 
 class Experts(nnx.Module):
@@ -157,14 +134,13 @@ class MoE(nnx.Module):
     """Router, routed experts and shared expert of one layer.
 
     Attributes:
-      gate: TopKRouter, or HashRouter in "hash_moe" layers.
+      gate: Router.
       experts: Experts.
       shared_experts: MLP.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        router = HashRouter if config.is_hashed(layer) else TopKRouter
-        self.gate = router(config, rngs=rngs)
+        self.gate = Router(config, hashed=config.is_hashed(layer), rngs=rngs)
         self.experts = Experts(config, param_dtype=param_dtype, rngs=rngs)
         self.shared_experts = MLP(config, param_dtype=param_dtype, rngs=rngs)
 

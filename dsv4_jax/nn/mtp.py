@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
-from dsv4_jax.nn.carry import StepCarry
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.quant import round_to

@@ -2,137 +2,111 @@
 
 import collections
 import functools
-import operator
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv4_jax.nn.layers import Linear, RMSNorm, multiply
-from dsv4_jax.ops.linear import LinearSpec
+from dsv4_jax.nn.layers import Axes, RMSNorm, multiply, normal
+from dsv4_jax.ops.linear import LinearSpec, Matrix
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
 class FusedLinear(nnx.Module):
-    """Linear maps of one input, stored as one matrix so that one product computes them all.
+    """Linear maps of one input, called the same way whether each has a matrix of its own or `fuse` stacked them.
 
     Attributes:
-      weight: [sum(output_sizes), in_features] matrices of the maps, one below the other. If a mesh shards them, each
-        device holds its rows of every map.
-      names: path of each map from the module that owns it (static).
-      output_sizes: number of rows of each map (static).
-      out_dtypes: `Linear.out_dtype` of each map (static).
-      is_sharded: whether a mesh shards any of the maps (static).
+      names, output_sizes: name and number of rows of each map (static).
+      out_dtypes: dtype that each product is rounded to, once; None = that of the input (static).
+      weights: matrices [rows, in_features], by name of the map. A fused one has the names of its maps with "+" between,
+        and if a mesh shards it, each device holds its rows of every map.
+      launches: keys of the matrices that are multiplied together, for each product (static).
     """
 
-    def __init__(self, maps: dict[str, Linear]):
-        """Copies the matrices of `maps`, by path; they have one dtype, or all are FP8."""
-        linears, self.names = maps.values(), tuple(maps)
-        self.output_sizes = tuple(linear.weight.shape[0] for linear in linears)
-        self.out_dtypes = tuple(linear.out_dtype for linear in linears)
-        self.is_sharded = any(linear.weight.get_metadata().get("axes") for linear in linears)
-        matrices = [linear.weight.get_value() for linear in linears]
-        self.weight = nnx.Param(
-            jax.tree.map(lambda *rows: _per_device(lambda *x: jnp.concatenate(x), *rows), *matrices)
+    def __init__(
+        self,
+        in_features: int,
+        output_sizes: Mapping[str, int],
+        *,
+        out_dtypes: Mapping[str, DTypeLike | None] = {},
+        axes: Mapping[str, Axes] = {},
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.names, self.output_sizes = tuple(output_sizes), tuple(output_sizes.values())
+        self.out_dtypes = tuple(map(out_dtypes.get, self.names))
+        self.weights = nnx.Dict(
+            {
+                name: normal(rngs, (size, in_features), param_dtype, axes=axes.get(name, ()))
+                for name, size in output_sizes.items()
+            }
         )
+        self.launches: tuple[tuple[str, ...], ...] = tuple((name,) for name in self.names)
 
     def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "... _"]]:
         """Maps [..., in_features], normalized first if there is a norm, to {name: [..., output size]}."""
-        return _multiply_fused([self], x, norm)
+        products = {}
+        for keys in self.launches:
+            weights = {key: self.weights[key].get_value() for key in keys}
+            sizes = {name: n for key, weight in weights.items() for name, n in self._local_sizes(key, weight).items()}
+            dtypes = (self.out_dtypes[self.names.index(name)] for name in sizes)
+            dtypes = tuple(x.dtype if dtype is None else dtype for dtype in dtypes)
+            outputs = multiply(x, tuple(weights.values()), LinearSpec(tuple(sizes.values()), dtypes), norm)
+            products |= zip(sizes, outputs, strict=True)
+        return products
 
     @property
-    def local_sizes(self) -> tuple[int, ...]:
-        """The number of rows of each map on one device."""
-        devices = sum(self.output_sizes) // self.weight.get_value().shape[0]
-        return tuple(size // devices for size in self.output_sizes)
+    def fused_matrix(self) -> Matrix | None:
+        """The matrix of all maps, one below the other; None if they do not share one."""
+        return next(iter(self.weights.values())).get_value() if len(self.weights) == 1 else None
 
     def matrix(self, name: str) -> Float[Array, "m n"]:
-        """Returns the matrix [out_features, in_features] of one map."""
-        at, total = self.names.index(name), self.weight.shape[0]
-        start, size = sum(self.output_sizes[:at]), self.output_sizes[at]
+        """Returns the matrix [output size, in_features] of one map."""
+        (key,) = (key for key in self.weights if name in key.split("+"))
 
         def rows(weight):
-            devices = total // weight.shape[0]
-            return weight[start // devices : (start + size) // devices]
+            sizes = self._local_sizes(key, weight)
+            start = sum(list(sizes.values())[: list(sizes).index(name)])
+            return weight[start : start + sizes[name]]
 
-        return _per_device(rows, self.weight[...])
+        return _per_device(rows, self.weights[key][...])
 
+    def fuse(self) -> None:
+        """Stacks matrices that have one dtype and one sharding, and multiplies by all of these in one launch.
 
-class Projections(nnx.Module):
-    """The linear maps of one input within a module: separate `Linear` modules, or fused ones.
-
-    Separate maps stand where the checkpoint names them. `fuse_projections` moves their matrices into `fused` and leaves
-    None in their places.
-
-    Attributes:
-      paths: paths of the maps from the module that owns this one (static).
-      fused: list of FusedLinear; empty if all maps are separate.
-    """
-
-    def __init__(self, *paths: str):
-        self.paths = paths
-        self.fused = nnx.List([])
-
-    def __call__(
-        self, owner: nnx.Module, x: Float[Array, "... n"], norm: RMSNorm | None = None
-    ) -> dict[str, Float[Array, "... _"]]:
-        """Maps x [..., in_features], normalized first if there is a norm, to {path: product}.
-
-        `owner` is the module that holds the maps.
+        FP8 matrices whose rows on a device do not end with a block of scales stay as they are.
         """
-        products = {path: linear(x, norm) for path, linear in self.separate(owner).items()}
-        return products | _multiply_fused(self.fused, x, norm)
+        groups: dict[Hashable, list[str]] = collections.defaultdict(list)
+        others = []
+        for key in itertools.chain(*self.launches):
+            value = self.weights[key].get_value()
+            array = value.codes if isinstance(value, QuantizedWeight) else value
+            where = None if isinstance(array, jax.core.Tracer) else array.sharding
+            rows = array.shape[0] if where is None else where.shard_shape(array.shape)[0]
+            if array is not value and rows % WEIGHT_BLOCK:
+                others.append((key,))
+            else:
+                groups[jax.tree.structure(value), value.dtype, where].append(key)
+        for keys in groups.values():
+            if len(keys) > 1:
+                maps = [self.weights.pop(key) for key in keys]
+                matrix = jax.tree.map(
+                    lambda *rows: _per_device(lambda *x: jnp.concatenate(x), *rows), *(one.get_value() for one in maps)
+                )
+                sharded = any(one.get_metadata()["axes"] for one in maps)
+                self.weights["+".join(keys)] = nnx.Param(matrix, axes=("fused",) if sharded else ())
+        fused = tuple(map("+".join, groups.values()))
+        self.launches = (fused, *others) if fused else tuple(others)
 
-    def separate(self, owner: nnx.Module) -> dict[str, Linear]:
-        """Returns the maps that are not fused, by path."""
-        maps = {path: operator.attrgetter(path)(owner) for path in self.paths}
-        return {path: linear for path, linear in maps.items() if linear is not None}
-
-    def fuse(self, owner: nnx.Module) -> None:
-        """Fuses maps whose matrices have one dtype and one sharding, by rows.
-
-        A map without a partner becomes a FusedLinear of its own if there are others, since `ops.linear` can multiply
-        FP8 and bfloat16 matrices in one launch.
-        """
-        groups: dict[Hashable, dict[str, Linear]] = collections.defaultdict(dict)
-        for path, linear in self.separate(owner).items():
-            matrix = linear.weight.get_value()
-            if isinstance(matrix, QuantizedWeight):
-                # A block of scales must not cover rows of two maps.
-                if _has_whole_rows(matrix.codes) and _local_rows(matrix.codes) % WEIGHT_BLOCK == 0:
-                    groups[matrix.kind, matrix.dtype, matrix.codes.sharding][path] = linear
-            elif isinstance(matrix, jax.core.Tracer):
-                groups[matrix.dtype][path] = linear
-            elif _has_whole_rows(matrix):
-                groups[matrix.dtype, matrix.sharding][path] = linear
-        for maps in groups.values():
-            if len(maps) > 1 or len(groups) > 1:
-                self.fused.append(FusedLinear(maps))
-                for path in maps:
-                    *parents, name = path.split(".")
-                    setattr(functools.reduce(getattr, parents, owner), name, None)
-
-
-def _multiply_fused(fused, x, norm):
-    """Computes the products of several FusedLinear in one call, by path."""
-    if not fused:
-        return {}
-    weights = tuple(linear.weight.get_value() for linear in fused)
-    sizes = tuple(size for linear in fused for size in linear.local_sizes)
-    dtypes = tuple(x.dtype if dtype is None else dtype for linear in fused for dtype in linear.out_dtypes)
-    products = multiply(x, weights if len(weights) > 1 else weights[0], LinearSpec(sizes, dtypes), norm)
-    return dict(zip((name for linear in fused for name in linear.names), products, strict=True))
-
-
-def _has_whole_rows(matrix):
-    """Returns whether each device holds whole rows of a matrix."""
-    return isinstance(matrix, jax.Array) and matrix.sharding.shard_shape(matrix.shape)[1] == matrix.shape[1]
-
-
-def _local_rows(matrix):
-    return matrix.sharding.shard_shape(matrix.shape)[0]
+    def _local_sizes(self, key, weight):
+        """Returns the number of rows on this device of each map in a matrix."""
+        sizes = {name: self.output_sizes[self.names.index(name)] for name in key.split("+")}
+        devices = sum(sizes.values()) // weight.shape[0]
+        return {name: size // devices for name, size in sizes.items()}
 
 
 def _per_device(function, *matrices):
@@ -148,8 +122,8 @@ def fuse_projections[M: nnx.Module](module: M) -> M:
     """Returns a copy of a model, or of a module of it, in which linear maps of one input share a matrix.
 
     A decode step then computes the maps of an input with one product instead of up to seven small ones. Matrices that
-    a mesh shards are fused if they have the same sharding by rows. The fused matrices are new arrays: if memory is
-    short, drop `module`, or build or load the model with `fused=True`.
+    a mesh shards are fused if they have the same sharding. The fused matrices are new arrays: if memory is short, drop
+    `module`, or build or load the model with `fused=True`.
     """
     copy = nnx.clone(module)
     fuse_in_place(copy)
@@ -158,22 +132,19 @@ def fuse_projections[M: nnx.Module](module: M) -> M:
 
 def fuse_in_place(module: nnx.Module) -> None:
     """Fuses the projections of the module itself, so that memory holds at most one fused matrix twice."""
-    for _, owner in list(nnx.iter_modules(module)):
-        for projections in list(vars(owner).values()):
-            if isinstance(projections, Projections):
-                projections.fuse(owner)
+    for _, linear in list(nnx.iter_modules(module)):
+        if isinstance(linear, FusedLinear):
+            linear.fuse()
 
 
 def parameter_readers(module: nnx.Module) -> dict[str, Callable[[], Array]]:
     """Returns {path of a parameter in the module without fusing: function that returns its value}."""
-    state = {".".join(map(str, path)): value for path, value in nnx.to_flat_state(nnx.state(module))}
-    readers: dict[str, Callable[[], Array]] = {
-        path: functools.partial(value.__getitem__, ...) for path, value in state.items()
+    readers: dict[tuple, Callable[[], Array]] = {
+        path: functools.partial(value.__getitem__, ...) for path, value in nnx.to_flat_state(nnx.state(module))
     }
-    for path, fused in nnx.iter_modules(module):
-        if isinstance(fused, FusedLinear):
-            # `path` is OWNER.PROJECTIONS.fused.NUMBER.
-            del readers[".".join(map(str, (*path, "weight")))]
-            for name in fused.names:
-                readers[".".join(map(str, (*path[:-3], name, "weight")))] = functools.partial(fused.matrix, name)
-    return readers
+    for path, linear in nnx.iter_modules(module):
+        if isinstance(linear, FusedLinear):
+            for key in linear.weights:
+                del readers[*path, "weights", key]
+            readers |= {(*path, "weights", name): functools.partial(linear.matrix, name) for name in linear.names}
+    return {".".join(map(str, path)): reader for path, reader in readers.items()}

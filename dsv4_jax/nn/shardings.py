@@ -1,12 +1,9 @@
 """Shardings of a module's parameters on a mesh."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mesh import check_mesh
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
@@ -28,22 +25,21 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
         shards fused maps.
     """
     check_mesh(mesh)
-    for path, fused in nnx.iter_modules(module):
-        if isinstance(fused, FusedLinear) and fused.is_sharded:
-            where = ".".join(map(str, path))
-            raise ValueError(f"{where} fuses maps that the mesh shards: shard the model before fusing its projections")
     graph, state = nnx.split(module)
 
     def place(path, parameter):
-        value, where = parameter.get_value(), parameter_sharding(parameter, mesh, expert_parallel)
+        name, value = ".".join(map(str, path)), parameter.get_value()
+        if "fused" in parameter.get_metadata().get("axes", ()):
+            raise ValueError(f"{name} fuses maps that the mesh shards: shard the model before fusing its projections")
+        where = parameter_sharding(parameter, mesh, expert_parallel)
         if isinstance(value, QuantizedWeight):
-            check_blocks(".".join(map(str, path)), value.shape, value.kind, where)
+            check_blocks(name, value.shape, value.kind, where)
         return parameter.replace(jax.tree.map(lambda _: where, value))
 
     return nnx.merge(graph, nnx.map_state(place, state))
 
 
-def parameter_sharding(parameter: Any, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
+def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
     """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())
     return named_sharding([axis if axis != "experts" or expert_parallel else None for axis in axes], mesh)

@@ -4,16 +4,14 @@ from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_ma
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import use_implementation
 from dsv4_jax.ops.experts import experts
-from dsv4_jax.ops.flush import ClosedWindows, CompressorWeights, flush, flush_together, pool_windows, write_entries
+from dsv4_jax.ops.flush import ClosedWindows, CompressorInputs, CompressorWeights, flush, pool_windows, write_entries
 from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
-from dsv4_jax.ops.hyper_connections import hyper_connections
+from dsv4_jax.ops.hyper_connections import HyperConnectionWeights, hyper_connections
 from dsv4_jax.ops.indexer_scores import indexer_scores
 from dsv4_jax.ops.indexer_topk import indexer_topk
-from dsv4_jax.ops.linear import LinearSpec, linear, linear_swiglu
-from dsv4_jax.ops.norm_rope import norm_rope
-from dsv4_jax.ops.norm_rope_append import norm_rope_append
+from dsv4_jax.ops.linear import LinearSpec, linear, linear_swiglu, swiglu
+from dsv4_jax.ops.norm_rope import norm_rope, norm_rope_append
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.router import Routing, router
 from dsv4_jax.ops.sparse_attention import sparse_attention
-from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.ops.views import AttentionKV, ClassicalView, IndexerView, StateView, SWAView, valid_lengths

@@ -19,17 +19,14 @@ _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("m
 
 
 def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
-    """Returns the sum of x over the "model" axis: in float32, rounded once, with the same bits on all devices.
+    """Returns the sum of x over the "model" axis: in float32, rounded once to x's dtype, the same bits on all devices.
 
     Outside of `jax.shard_map` over a mesh with that axis it returns x.
 
     Args:
       x: [...] of each device, any floating dtype.
-      implementation: None (best available), "xla" (`jax.lax.psum`) or "mosaic_gpu". The kernel adds up in the order of
-        the devices. It takes up to 524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`.
-
-    Returns:
-      [...] in x's dtype.
+      implementation: None, "xla" (`jax.lax.psum`) or "mosaic_gpu", which adds up in the order of the devices (up to
+        524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`).
     """
     if not _is_sharded():
         return x
@@ -59,14 +56,7 @@ def mailboxes() -> UInt32[Array, "n"] | None:
 
 
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-    """Concatenates x over the "model" axis on its last axis; returns x if there is no such axis.
-
-    Args:
-      x: [..., n] of each device.
-
-    Returns:
-      [..., devices * n].
-    """
+    """Concatenates x over the "model" axis on its last axis; returns x if there is no such axis."""
     return jax.lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True) if _is_sharded() else x
 
 

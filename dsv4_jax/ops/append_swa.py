@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.arguments import check_dtype
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 from dsv4_jax.quant import Rows
@@ -19,7 +20,7 @@ def append_swa(
     *,
     implementation: str | None = None,
 ) -> SWAView:
-    """Stores the window rows of this call's tokens at row `position % ring` of their slot.
+    """Stores the window rows of this call's tokens at row `position % ring` of their slot; returns the updated view.
 
     Rows are addressed by position, so that the result does not depend on how tokens are split into calls. If a request
     brings more tokens than the ring holds, only the last ring-full is written.
@@ -27,14 +28,10 @@ def append_swa(
     Args:
       view: the layer's rings.
       kv: [T, D] rows after norm and RoPE, in the model's dtype; quantized here.
-      slots: [T] request slots; -1 = padding, which writes nothing.
-      positions: [T] absolute positions; -1 = padding, which writes nothing.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16 rows of 448 + 64 dims in
-        formats "v4" and "per_entry").
-
-    Returns:
-      The view with updated rows.
+      slots, positions: [T] request slots and absolute positions; -1 = padding, which writes nothing.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, 448 + 64 dims, "v4" or "per_entry").
     """
+    check_dtype("kv", kv, "bfloat16", "float32")
     args = view, kv, slots, positions
     return dispatch("append_swa", implementation, *args, xla=_append_swa_xla, kernel=_append_swa_kernel)
 

@@ -16,14 +16,9 @@ from dsv4_jax.quant import round_to
 
 
 def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int) -> Int[Array, "T k"]:
-    """Selects the entries that `indexer_topk` of the scores of all devices selects.
+    """Selects the entries that `indexer_topk` of the scores of all devices selects; those of others have -inf here.
 
     Each device offers its best k entries, and all devices choose from what is offered.
-
-    Args:
-      scores: [T, E] float32, -inf for entries of other devices.
-      lengths: [T] int32, as in `indexer_topk`.
-      k: number of entries to select.
     """
     own = indexer_topk(scores, lengths, k)
     own_scores = jnp.take_along_axis(scores, jnp.maximum(own, 0), axis=1)
@@ -36,11 +31,6 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
     return jnp.where(best >= 0, jnp.take_along_axis(entries, jnp.maximum(best, 0), axis=1), -1)
 
 
-def all_entries(rows: Float[Array, "E D"]) -> Float[Array, "E D"]:
-    """Sums dequantized entries over the devices; each has zeros for the entries of others."""
-    return jax.lax.psum(rows, MODEL_AXIS)
-
-
 def attend_to_shards(
     attend: Callable[[Float[Array, "T A D"], Bool[Array, ""]], tuple[Array, Array, Array]],
     q: Float[Array, "T H D"],
@@ -51,11 +41,8 @@ def attend_to_shards(
     Each device attends with all heads to its own entries, the first device also to the window. The weighted sums go to
     the devices that own the heads, which combine them and add the sink.
 
-    Args:
-      attend: function of all heads' queries, and of whether the window counts. It returns float32 weighted sums
-        [T, A, D]; the largest scores [T, A], finite also without rows; sums of weights `exp(score - largest)` [T, A].
-      q: [T, H, D] queries of this device's heads.
-      sinks: [H] float32 sink logits of these heads.
+    `attend` is a function of all heads' queries, and of whether the window counts. It returns float32 weighted sums
+    [T, A, D]; the largest scores [T, A], finite also without rows; sums of weights `exp(score - largest)` [T, A].
     """
     tokens, heads, _ = q.shape
     all_heads = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)

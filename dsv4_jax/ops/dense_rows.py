@@ -49,14 +49,10 @@ def _find_runs(window, slots, positions):
 def dense_rows(
     kv: AttentionKV, slots: Int[Array, "T"], positions: Int[Array, "T"], *, implementation: str | None = None
 ) -> DenseRows:
-    """Dequantizes the rows that a prefill call attends to, for the kernel `prefill_attention`.
+    """Dequantizes the rows that a prefill call attends to, with `new_kv`, for the kernel `prefill_attention`.
 
     The arrays hold the call's T rows, a window of rows for each of `max_runs` requests, and for each of them as many
     entries as a request may have, of which only visible ones are written.
-
-    Args:
-      kv: the rows to attend to, with `new_kv`.
-      slots, positions, implementation: as in `sparse_attention`.
     """
     tokens, window, compressed, new_kv = slots.shape[0], kv.window, kv.compressed, kv.new_kv
     assert new_kv is not None

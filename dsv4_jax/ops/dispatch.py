@@ -68,9 +68,9 @@ def dispatch(
       implementation: None for the best one that takes the device and the arguments, or the name of exactly one.
       args: pytrees of arrays. A kernel takes arrays of one device only, see `why_not_local`.
       xla: the reference.
-      kernel: the kernel, with the additional argument `interpret`. It raises NotImplementedError, before anything is
-        launched, for shapes, dtypes or formats that it does not take. It raises PreferXla where XLA is the better
-        choice. A result that the reference returns as None has no gradient.
+      kernel: the kernel, with the additional argument `interpret`. Before anything is launched it raises
+        NotImplementedError for what it does not take, and PreferXla where XLA is the better choice. A result that the
+        reference returns as None has no gradient.
       options: static arguments of both.
 
     Raises:
@@ -117,14 +117,11 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
 
 def why_not_local(args: Any) -> str | None:
-    """Returns None if the arrays lie on one device or are shards within `jax.shard_map`; else the reason why not.
+    """Returns None if all arrays lie on one device or are shards within `jax.shard_map`; else the reason why not.
 
     XLA cannot partition a kernel: in a program over several devices each would gather and compute everything. While a
     function is traced, an array's type has the mesh of the arguments that it is computed from. It lacks the
     `in_shardings` of `jit`: put the arguments on the mesh before the call.
-
-    Args:
-      args: a pytree; leaves other than arrays are ignored.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.axis_types and all(kind == AxisType.Manual for kind in context.axis_types):

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import dispatch
-from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype
-from dsv4_jax.ops.swiglu import swiglu
+from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
 from pallas_kernels.experts import MAX_PAIRS, MAX_SHARED_TOKENS, experts as experts_kernel, grouped_experts
 
@@ -37,11 +36,9 @@ def experts(
       gate_up: [E, 2 * I, D] matrices, the gate's rows first; may be quantized.
       down: [E, D, I] matrices; may be quantized.
       permutation: `Routing.permutation` of these experts, or None.
-      shared: matrices [2 * S, D] and [D, S] of an expert that all tokens have, without a weight; or None. A kernel
-        takes it in the same launch for up to 8 tokens if all matrices are stored as in the release.
+      shared: matrices [2 * S, D] and [D, S] of an expert that all tokens have, without a weight; or None.
       limit: clipping limit of SwiGLU.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take x in bfloat16 and
-        weights in FP4 or bfloat16.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (x in bfloat16, weights in FP4 or bfloat16).
 
     Returns:
       [T, D] float32 sum of terms that are rounded to x's dtype. With a shared expert, whose term comes last, the sum
@@ -83,7 +80,7 @@ def _sum_of_experts(y, selected, number):
 
 
 def _take_one_launch(x, *matrices):
-    """Returns whether one launch takes the shared expert, the last two matrices, beside the others."""
+    """Returns whether one launch takes the shared expert, the last two matrices: for few tokens, stored as released."""
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in matrices]
     inner, shared = matrices[1].shape[2], matrices[3].shape[1]
     few = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0

@@ -6,28 +6,21 @@ close, and `write_entries` rotates, quantizes and stores the results.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.arguments import check_dtype
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import ordered_sum, round_to
 from pallas_kernels.flush import flush as flush_kernel
 from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.formats.exact_math import (
-    CHUNKS,
-    LOWEST,
-    MAX_SHORT,
-    SLICE,
-    exp_negative,
-    inverse_sqrt,
-    product,
-    reciprocal,
-)
+from pallas_kernels.formats import exact_math
+from pallas_kernels.formats.exact_math import product
 from pallas_kernels.formats.layouts import quantized
 
 
@@ -65,6 +58,56 @@ class ClosedWindows:
     entries: Any
 
 
+class CompressorInputs(NamedTuple):
+    """A compressor and what it does with the tokens of a call.
+
+    Attributes:
+      state: the layer's compressor state, a ring addressed by position.
+      pool: destination, either KV entries or indexer keys.
+      kv: [T, width] float32 projections, width = D or 2 * D with overlap.
+      gate: [T, width] float32 pooling logits, without position bias; None if a window is a single token.
+      weights: the compressor's parameters.
+    """
+
+    state: StateView
+    pool: ClassicalView | IndexerView
+    kv: Float[Array, "T width"]
+    gate: Float[Array, "T width"] | None
+    weights: CompressorWeights
+
+
+def flush(
+    compressors: Sequence[CompressorInputs],
+    slots: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    *,
+    dtype=jnp.bfloat16,
+    max_query_tokens: int | None = None,
+    implementation: str | None = None,
+) -> list[tuple[StateView, ClassicalView | IndexerView]]:
+    """Feeds tokens to compressors and stores the entries of the windows that they close; returns the updated views.
+
+    A token closes a window if `(position + 1) % rate == 0`. A softmax over the window's rows, per channel and in
+    float32, pools them to one vector. It is rounded to `dtype`, RMS-normed, rotated at the window's first position,
+    quantized and stored as entry `position // rate` (dsv4.md 3). With overlap (CSA) an entry also pools the previous
+    window, if there is one: the first half of its channels with the second half of the own window's. The bytes do not
+    depend on how tokens are split into calls.
+
+    Args:
+      compressors: one or several that see the same tokens, such as the two of a CSA layer, which share a launch.
+      slots: [T] request slots; -1 = padding, for which nothing is written.
+      positions: [T] absolute positions; -1 = padding.
+      dtype: the model's dtype, to which pooled, normed and rotated vectors are rounded.
+      max_query_tokens: maximum number of tokens per request, or None. It saves a launch and changes no byte.
+      implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret".
+    """
+    for _, _, kv, gate, _ in compressors:
+        _check_inputs(kv, gate)
+    options = dict(dtype=dtype, max_query_tokens=max_query_tokens)
+    args = compressors, slots, positions
+    return dispatch("flush", implementation, *args, xla=_flush_xla, kernel=_flush_kernel, **options)
+
+
 def pool_windows(
     state: StateView,
     kv: Float[Array, "T width"],
@@ -77,20 +120,14 @@ def pool_windows(
 ) -> tuple[ClosedWindows, StateView]:
     """Runs the first half of `flush`: pools and norms the windows that close, and stores the tokens' state rows.
 
-    If the state has no arrays, a window is a single token: nothing is pooled or stored, and no gate is needed.
+    Returns the windows, at most `T // rate` and one more per slot, and the updated state. If the state has no arrays, a
+    window is a single token: nothing is pooled or stored, and no gate is needed.
 
     Args:
-      state: as in `flush`.
-      kv: as in `flush`.
-      gate: as in `flush`.
-      weights: as in `flush`.
-      slots: as in `flush`.
-      positions: as in `flush`.
-      dtype: as in `flush`.
-
-    Returns:
-      The closed windows, at most `T // rate` and one more per slot, and the updated state.
+      state, kv, gate, weights: as in `CompressorInputs`.
+      slots, positions, dtype: as in `flush`.
     """
+    _check_inputs(kv, gate)
     rate = state.compress_rate
     if state.kv is None:
         entries = jnp.where((slots >= 0) & (positions >= 0), positions, -1)
@@ -118,88 +155,23 @@ def pool_windows(
 def write_entries(
     pool: ClassicalView | IndexerView, closed: ClosedWindows, inv_freq: Float[Array, "P"]
 ) -> ClassicalView | IndexerView:
-    """Runs the second half of `flush`: rotates, quantizes and stores vectors as entries or indexer keys.
+    """Runs the second half of `flush`: rotates, quantizes and stores vectors; returns the pool with updated rows.
 
     Args:
       pool: destination.
       closed: the result of `pool_windows`, or other vectors for the same windows.
-      inv_freq: [P] radians per token; the last 2 * P channels are rotated at each window's first position.
-
-    Returns:
-      The view with updated rows.
+      inv_freq: [P] radians per token; rotates the last 2 * P channels by each window's first position.
     """
+    check_dtype("closed.values", closed.values, "bfloat16", "float32")
     first = jnp.maximum(closed.entries, 0) * pool.compress_rate
-    return pool.write(
-        closed.slots, closed.entries, closed.entries >= 0, apply_rope_deterministic(closed.values, first, inv_freq)
-    )
+    values = apply_rope_deterministic(closed.values, first, inv_freq)
+    return pool.write(closed.slots, closed.entries, closed.entries >= 0, values)
 
 
-def flush(
-    state: StateView,
-    pool: ClassicalView | IndexerView,
-    kv: Float[Array, "T width"],
-    gate: Float[Array, "T width"],
-    weights: CompressorWeights,
-    slots: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    *,
-    dtype=jnp.bfloat16,
-    max_query_tokens: int | None = None,
-    implementation: str | None = None,
-) -> tuple[StateView, ClassicalView | IndexerView]:
-    """Feeds tokens to the compressor and stores the entries of the windows that they close.
-
-    A token closes a window if `(position + 1) % rate == 0`. A softmax over the window's rows, per channel and in
-    float32, pools them to one vector. It is rounded to `dtype`, RMS-normed, rotated at the window's first position,
-    quantized and stored as entry `position // rate` (dsv4.md 3). With overlap (CSA) an entry also pools the previous
-    window, if there is one: the first half of its channels with the second half of the own window's. The bytes do not
-    depend on how tokens are split into calls.
-
-    Args:
-      state: the layer's compressor state, a ring addressed by position.
-      pool: destination, either KV entries or indexer keys.
-      kv: [T, width] float32 projections, width = D or 2 * D with overlap.
-      gate: [T, width] float32 pooling logits, without position bias.
-      weights: the compressor's parameters.
-      slots: [T] request slots; -1 = padding, for which nothing is written.
-      positions: [T] absolute positions; -1 = padding.
-      dtype: the model's dtype, to which pooled, normed and rotated vectors are rounded.
-      max_query_tokens: maximum number of tokens per request in this call, or None. It saves a launch and changes no
-        byte.
-      implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret".
-
-    Returns:
-      The views (state, pool) with updated arrays.
-    """
-    options = dict(dtype=dtype, max_query_tokens=max_query_tokens, implementation=implementation)
-    return flush_together([(state, pool, kv, gate, weights)], slots, positions, **options)[0]
-
-
-def flush_together(
-    compressors: Sequence[tuple[StateView, ClassicalView | IndexerView, Array, Array, CompressorWeights]],
-    slots: Int[Array, "T"],
-    positions: Int[Array, "T"],
-    *,
-    dtype=jnp.bfloat16,
-    max_query_tokens: int | None = None,
-    implementation: str | None = None,
-) -> list[tuple[StateView, ClassicalView | IndexerView]]:
-    """Flushes several compressors that see the same tokens, such as the two of a CSA layer, in one launch.
-
-    Args:
-      compressors: (state, pool, kv [T, width], gate [T, width], weights) of each, as in `flush`.
-      slots: as in `flush`.
-      positions: as in `flush`.
-      dtype: as in `flush`.
-      max_query_tokens: as in `flush`.
-      implementation: as in `flush`.
-
-    Returns:
-      The views (state, pool) of each compressor.
-    """
-    options = dict(dtype=dtype, max_query_tokens=max_query_tokens)
-    args = compressors, slots, positions
-    return dispatch("flush", implementation, *args, xla=_flush_xla, kernel=_flush_kernel, **options)
+def _check_inputs(kv, gate):
+    check_dtype("kv", kv, "float32")
+    if gate is not None:
+        check_dtype("gate", gate, "float32")
 
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
@@ -209,23 +181,12 @@ def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, int
     for state, pool, kv, gate, weights in compressors:
         if state.kv is None or weights.position_bias is None:
             raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
+        arrays = weights.position_bias, weights.norm_weight, weights.inv_freq, pool.block_table
         layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
+        pools, layout = tuple(jax.tree.leaves(pool.rows)), quantized(pool.layout)
+        states = state.kv, state.gate
         operands.append(
-            CompressorOperands(
-                kv,
-                gate,
-                weights.position_bias,
-                weights.norm_weight,
-                weights.inv_freq,
-                pool.block_table,
-                *layers,
-                state.kv,
-                state.gate,
-                tuple(jax.tree.leaves(pool.rows)),
-                quantized(pool.layout),
-                weights.eps,
-                state.overlap,
-            )
+            CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
         )
     results = []
     options = dict(max_query_tokens=max_query_tokens, config=config, interpret=interpret)
@@ -270,30 +231,30 @@ def _pool_windows(state, kv, gate, closing, slot, position, first):
 def _softmax_pool(logits, values):
     """Pools [n, rows, D] to [n, D] in the kernel's order: the rows of each chunk, then the chunks."""
     n, rows, dim = logits.shape
-    chunks = CHUNKS if rows > MAX_SHORT else 1
+    chunks = exact_math.CHUNKS if rows > exact_math.MAX_SHORT else 1
     padding = [(0, 0), (0, -rows % chunks), (0, 0)]
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, chunks, -1, dim)
     values = jnp.pad(values, padding).reshape(n, chunks, -1, dim)
     # The peak of a chunk of padding is finite, so that no infinities are subtracted.
-    peak = jnp.maximum(jnp.max(logits, axis=2), LOWEST)
-    weight = exp_negative(logits - peak[:, :, None])
+    peak = jnp.maximum(jnp.max(logits, axis=2), exact_math.LOWEST)
+    weight = exact_math.exp_negative(logits - peak[:, :, None])
     weight, total = ordered_sum(weight, axis=2), ordered_sum(product(weight, values), axis=2)
     if chunks == 1:
-        return total[:, 0] * reciprocal(weight[:, 0])
-    factor = exp_negative(peak - jnp.max(peak, axis=1, keepdims=True))
+        return total[:, 0] * exact_math.reciprocal(weight[:, 0])
+    factor = exact_math.exp_negative(peak - jnp.max(peak, axis=1, keepdims=True))
     weight, total = (ordered_sum(product(factor, x), axis=1) for x in (weight, total))
-    return total * reciprocal(weight)
+    return total * exact_math.reciprocal(weight)
 
 
 def _norm(pooled, weights, dtype):
     """Applies the RMS norm with the released model's roundings (dsv4.md 7.3)."""
     pooled = round_to(pooled, dtype).astype(jnp.float32)
     mean_square = product(_sum_channels(product(pooled, pooled)), jnp.float32(1 / pooled.shape[1]))
-    normed = weights.norm_weight[None, :] * (pooled * inverse_sqrt(mean_square + weights.eps)[:, None])
+    normed = weights.norm_weight[None, :] * (pooled * exact_math.inverse_sqrt(mean_square + weights.eps)[:, None])
     return round_to(normed, dtype)
 
 
 def _sum_channels(x):
     """Sums [n, D] to [n]: the channels of each slice, then the slices."""
-    slices = x.shape[1] // SLICE if x.shape[1] % SLICE == 0 else 1
+    slices = x.shape[1] // exact_math.SLICE if x.shape[1] % exact_math.SLICE == 0 else 1
     return ordered_sum(ordered_sum(x.reshape(x.shape[0], slices, -1), axis=2), axis=1)

@@ -23,8 +23,7 @@ def gather_compressed_kv(
       indices: [T, K] entry numbers of each token's own request; -1 = none.
       slots: [T] each token's request slot; -1 = padding.
       dtype: dtype of the result.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (rows of 448 + 64 dims in formats
-        "v4" and "per_entry" to bfloat16).
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (448 + 64 dims of "v4" or "per_entry" to bfloat16).
 
     Returns:
       (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
@@ -49,17 +48,14 @@ def gather_all_compressed_kv(
 ) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
     """Gathers all entries visible to each token: entries `0 .. (position + 1) // rate - 1` of its request.
 
+    Returns (kv, valid) as `gather_compressed_kv` does, for E = max_blocks * entries per block.
+
     Args:
       view: the layer's entries.
-      slots: [T] request slots; -1 = padding.
-      positions: [T] absolute positions; -1 = padding.
+      slots, positions: [T] request slots and absolute positions; -1 = padding.
       dtype: dtype of the result.
-      only_visible: leave the result, `valid` included, unspecified where an entry is not visible. A kernel's time then
-        depends on the number of visible entries.
+      only_visible: leave the result, `valid` included, unspecified where an entry is not visible, which saves time.
       implementation: as in `gather_compressed_kv`.
-
-    Returns:
-      (kv, valid): kv [T, E, D] with E = max_blocks * entries per block, zeros where not valid; valid [T, E] bool.
     """
     functions = dict(xla=_gather_all_compressed_kv_xla, kernel=_gather_all_compressed_kv_kernel)
     options = dict(dtype=dtype, only_visible=only_visible)
@@ -83,16 +79,14 @@ def gather_swa_kv(
 ) -> tuple[Float[Array, "T W D"], Bool[Array, "T W"]]:
     """Gathers the sliding window of each token, oldest row first, the token itself last.
 
+    Returns (kv, valid) as `gather_compressed_kv` does.
+
     Args:
       view: the layer's rings.
-      slots: [T] request slots; -1 = padding.
-      positions: [T] absolute positions; -1 = padding.
+      slots, positions: [T] request slots and absolute positions; -1 = padding.
       new_kv: [T, D] the call's own rows, if the rings do not hold them yet (prefill); rounded as the format would.
       dtype: dtype of the result.
       implementation: as in `gather_compressed_kv`; the kernel does not take `new_kv`.
-
-    Returns:
-      (kv, valid): kv [T, W, D], zeros where not valid; valid [T, W] bool.
     """
     functions = dict(xla=_gather_swa_kv_xla, kernel=_gather_swa_kv_kernel)
     return dispatch("gather_swa_kv", implementation, view, slots, positions, new_kv, **functions, dtype=dtype)
@@ -106,12 +100,9 @@ def _gather_swa_kv_xla(view, slots, positions, new_kv, *, dtype):
 
 
 def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
-    """Gathers the windows of some of a call's tokens, as `gather_swa_kv` does.
+    """Gathers the windows of some of a call's tokens, as `gather_swa_kv` does; `new_kv` are dequantized rows of all.
 
-    Args:
-      view, slots, positions, dtype: as in `gather_swa_kv`.
-      tokens, starts: [n] int32 numbers in the call of each token and of the first token of its request.
-      new_kv: dequantized rows of all tokens of the call, or None.
+    `tokens` and `starts` are the numbers in the call of each of these tokens and of the first token of its request.
     """
     distance = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]
     position = positions[:, None] - distance

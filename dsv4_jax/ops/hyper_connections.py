@@ -1,5 +1,8 @@
 """Hyper-connections: residual streams take a block's output (post) and collapse to the next block's input (pre)."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,18 +15,35 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.hyper_connections import fuses_all_reduce, hyper_connections as hyper_connections_kernel
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HyperConnectionWeights:
+    """The parameters with which the streams are mixed; all arrays are float32.
+
+    Attributes:
+      fn: [m, h * D] projection to the logits of `pre`, `post` and `comb`, m = (2 + h) * h; or m = h: only `pre`.
+      base: [m] bias of the logits.
+      scale: [3] factors of the logits of `pre`, `post` and `comb`; [1] for `pre` alone, as in the model's head.
+      norm_eps: constant added to the mean squares of all streams and of the collapsed ones.
+      hc_eps: constant added to `pre`, to the softmax of `comb` and to the sums that divide it.
+      iterations: number of Sinkhorn iterations, at least 1.
+    """
+
+    fn: Any
+    base: Any
+    scale: Any
+    norm_eps: float = dataclasses.field(metadata=dict(static=True))
+    hc_eps: float = dataclasses.field(metadata=dict(static=True))
+    iterations: int = dataclasses.field(metadata=dict(static=True))
+
+
 def hyper_connections(
     streams: Float[Array, "T h D"],
-    fn: Float[Array, "m _"],
-    base: Float[Array, "m"],
-    scale: Float[Array, "_"],
-    weight: Float[Array, "D"],
+    weights: HyperConnectionWeights,
+    norm_weight: Float[Array, "D"],
     y: Float[Array, "T D"] | None = None,
     mixing: Float[Array, "T _"] | None = None,
     *,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T h D"], Float[Array, "T D"], Float[Array, "T m"] | None]:
     """Applies the post-mapping of one block, then the pre-mapping and the norm of the next.
@@ -34,19 +54,11 @@ def hyper_connections(
 
     Args:
       streams: [T, h, D] residual streams from before the block.
-      fn: [m, h * D] float32 projection to the logits of `pre`, `post` and `comb`, m = (2 + h) * h; or m = h for the
-        model's head, which has only `pre`.
-      base: [m] float32 bias of the logits.
-      scale: [3] float32 factors of the logits of `pre`, `post` and `comb`; [1] for the head.
-      weight: [D] float32 weight of the norm.
-      y: [T, D] output of the block, or this device's term of it, which is summed over the "model" axis. None: the
-        streams stay as they are.
+      weights: parameters of the next block's pre-mapping.
+      norm_weight: [D] float32 weight of the norm.
+      y: [T, D] output of the block, this device's term of a sum over the "model" axis. None: the streams stay.
       mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y.
-      norm_eps: constant added to the mean squares of all streams and of the collapsed ones.
-      hc_eps: constant added to `pre`, to the softmax of `comb` and to the sums that divide it.
-      iterations: number of Sinkhorn iterations, at least 1.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes bfloat16, h = 4 and D
-        a multiple of 1024 up to 7168.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, h = 4, D a multiple of 1024 up to 7168).
 
     Returns:
       streams: [T, h, D] streams after the block.
@@ -59,34 +71,25 @@ def hyper_connections(
     if (y is None) != (mixing is None):
         given, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
         raise ValueError(f"{given} needs {missing}: a block's output and the mixing weights from before the block")
-    options = dict(norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations)
-    args = streams, fn, base, scale, weight, y, mixing, mailboxes()
+    args = streams, weights, norm_weight, y, mixing, mailboxes()
     functions = dict(xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
-    return dispatch("hyper_connections", implementation, *args, **functions, **options)
+    return dispatch("hyper_connections", implementation, *args, **functions)
 
 
-def mixing_weights(
-    streams: Float[Array, "T h D"],
-    fn: Float[Array, "m _"],
-    base: Float[Array, "m"],
-    scale: Float[Array, "_"],
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    iterations: int,
-) -> Float[Array, "T m"]:
+def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeights) -> Float[Array, "T m"]:
     """Returns [T, m] float32 rows of `pre` [h], `post` [h] and `comb` [h, h]; only `pre` if fn has h rows."""
     tokens, h, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(tokens, -1)
-    logits = linear(rms_normalize(flat, norm_eps), fn)[0]
-    bounds = [h, 2 * h] if fn.shape[0] > h else []
-    parts = zip(jnp.split(logits, bounds, axis=1), scale, jnp.split(base, bounds), strict=True)
+    logits = linear(rms_normalize(flat, weights.norm_eps), weights.fn)[0]
+    bounds = [h, 2 * h] if weights.fn.shape[0] > h else []
+    parts = zip(jnp.split(logits, bounds, axis=1), weights.scale, jnp.split(weights.base, bounds), strict=True)
     pre, *others = (logits * factor + bias[None, :] for logits, factor, bias in parts)
-    found = [jax.nn.sigmoid(pre) + hc_eps]
+    found = [jax.nn.sigmoid(pre) + weights.hc_eps]
     if others:
         post, comb = others
-        comb = jax.nn.softmax(comb.reshape(-1, h, h), axis=-1) + hc_eps
-        found += [2.0 * jax.nn.sigmoid(post), sinkhorn(comb, iterations, hc_eps).reshape(tokens, -1)]
+        comb = jax.nn.softmax(comb.reshape(-1, h, h), axis=-1) + weights.hc_eps
+        comb = sinkhorn(comb, weights.iterations, weights.hc_eps)
+        found += [2.0 * jax.nn.sigmoid(post), comb.reshape(tokens, -1)]
     return jnp.concatenate(found, axis=1)
 
 
@@ -101,16 +104,12 @@ def apply_post(
 ) -> Float[Array, "T h D"]:
     """Returns the streams after a block, `new[k] = post[k] * y + sum_j comb[j, k] * streams[j]`.
 
-    The sum runs over comb's first axis, which matters: a doubly stochastic matrix need not be symmetric.
+    The sum runs over comb's first axis, which matters: a doubly stochastic matrix need not be symmetric. It is taken in
+    float32 and rounded once to the streams' dtype.
 
     Args:
-      streams: [T, h, hidden] streams before the block.
-      y: [T, hidden] output of the block.
-      post: [T, h] float32.
-      comb: [T, h, h] float32.
-
-    Returns:
-      [T, h, hidden], summed in float32 and rounded once to the streams' dtype.
+      streams, y: [T, h, D] streams before the block, and [T, D] output of the block.
+      post, comb: [T, h] and [T, h, h] float32 mixing weights.
     """
     mixed = jnp.einsum("tjk,tjd->tkd", comb, streams.astype(jnp.float32), precision="highest")
     return round_to(post[:, :, None] * y.astype(jnp.float32)[:, None, :] + mixed, streams.dtype)
@@ -119,13 +118,11 @@ def apply_post(
 def sinkhorn(comb: Float[Array, "T h h"], iters: int, eps: float) -> Float[Array, "T h h"]:
     """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns `iters - 1` times.
 
+    Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+
     Args:
       comb: [T, h, h] float32, positive.
-      iters: number of iterations, at least 1.
-      eps: constant added to each sum.
-
-    Returns:
-      [T, h, h] float32. Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+      iters, eps: number of iterations, at least 1, and constant added to each sum.
     """
 
     def columns(comb):
@@ -143,17 +140,18 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
     return post, comb.reshape(-1, h, h)
 
 
-def _hyper_connections_xla(streams, fn, base, scale, weight, y, mixing, _, **options):
+def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
     if y is not None:
         streams = apply_post(streams, all_reduce(y), *split_mixing(mixing, streams.shape[1]))
-    mixing = mixing_weights(streams, fn, base, scale, **options)
+    mixing = mixing_weights(streams, weights)
     collapsed = apply_pre(streams, mixing)
-    normed = weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), options["norm_eps"])
-    return streams, round_to(normed, streams.dtype), mixing if fn.shape[0] > streams.shape[1] else None
+    normed = norm_weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), weights.norm_eps)
+    return streams, round_to(normed, streams.dtype), mixing if weights.fn.shape[0] > streams.shape[1] else None
 
 
-def _hyper_connections_kernel(*arrays, **options):
-    *others, y, mixing, table = arrays
-    if y is not None and (table is None or not fuses_all_reduce(*arrays[0].shape)):
+def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
+    if y is not None and (table is None or not fuses_all_reduce(*streams.shape)):
         y, table = all_reduce(y), None
-    return hyper_connections_kernel(*others, y, mixing, table, **options)
+    arrays = streams, weights.fn, weights.base, weights.scale, norm_weight, y, mixing, table
+    options = dict(norm_eps=weights.norm_eps, hc_eps=weights.hc_eps, iterations=weights.iterations)
+    return hyper_connections_kernel(*arrays, **options, interpret=interpret)

@@ -36,12 +36,9 @@ def indexer_scores(
       view: the layer's indexer keys.
       q: [T, H, D] queries in the model's dtype, which are rotated and rounded here as the keys were.
       weights: [T, H] float32 head weights, both scale factors included.
-      slots: [T] request slots; -1 = padding.
-      positions: [T] absolute positions; -1 = padding.
-      inv_freq: [P] radians per token of RoPE, which turns the last 2 * P channels of q (dsv4.md 2.2), or None if q is
-        already rotated.
-      implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret". The kernel takes 64 heads
-        of 128 dims in bfloat16 and the formats "v4" and "per_entry".
+      slots, positions: [T] request slots and absolute positions; -1 = padding.
+      inv_freq: [P] radians per token, by which the last 2 * P channels of q are rotated (dsv4.md 2.2), or None.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (64 heads of 128 dims, bfloat16, "v4" or "per_entry").
 
     Returns:
       [T, E] float32 scores, E = max_blocks * entries per block. Row t has `valid_lengths(positions[t])` scores, -inf

@@ -22,14 +22,10 @@ def indexer_topk(
       scores: [T, E] float32 scores without NaN. -inf is never selected. Scores from lengths[t] on are not read.
       lengths: [T] int32 number of scores that count in each row, 0 .. E; 0 for padding.
       k: number of entries to select, at least 1.
-      implementation: None for the best one available, or "xla", "mosaic_gpu". The kernel takes k up to 2048 and E a
-        multiple of 4. It has no "interpret": its steps are PTX.
+      implementation: None, "xla" or "mosaic_gpu" (k up to 2048, E a multiple of 4; PTX, so there is no "interpret").
 
     Returns:
       [T, k] int32 indices; -1 at the end of rows with fewer than k selectable scores.
-
-    Raises:
-      NotImplementedError: the named implementation does not take the device or the arguments.
     """
     return dispatch("indexer_topk", implementation, scores, lengths, xla=_indexer_topk_xla, kernel=kernel, k=k)
 

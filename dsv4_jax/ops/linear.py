@@ -9,17 +9,9 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.ops.swiglu import swiglu
 from dsv4_jax.quant import QuantizedWeight, round_to
-from pallas_kernels.linear import (
-    MAX_BFLOAT16_TOKENS,
-    MAX_NORMED_TOKENS,
-    MAX_QUANTIZED_TOKENS,
-    LinearSpec as LinearSpec,
-    bfloat16_linear,
-    quantized_linear,
-    quantized_matmul,
-)
+from pallas_kernels import linear as kernels
+from pallas_kernels.linear import LinearSpec as LinearSpec
 
 
 Matrix = Float[Array, "_ _"] | QuantizedWeight
@@ -42,12 +34,12 @@ def linear(
     Args:
       x: [..., num_groups * k] activations.
       weight: [m, k] matrix in the checkpoint's [out, in] order, or a `QuantizedWeight` of that shape. A tuple stands
-        for several such matrices, one below the other; then each output has rows of one of them.
+        for several, one below the other; then each output has rows of one of them.
       spec: how the rows of the result are grouped, split and rounded.
-      norm: the weight [k] float32 and the epsilon of an RMS norm, or None. If given, `x` is normalized and rounded
-        before the product; `num_groups` must be 1.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernels take bfloat16 activations
-        [T, k] with FP8 weights, or with bfloat16 weights if T is small.
+      norm: the weight [k] float32 and the epsilon of an RMS norm of `x`, rounded before the product, in which
+        `num_groups` must be 1; or None.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16 x [T, k] with FP8 weights, or with bfloat16
+        weights if T is small).
 
     Returns:
       One array [..., size] for each of the spec's outputs.
@@ -71,7 +63,7 @@ def linear(
 def linear_swiglu(
     x: Float[Array, "... k"], gate_up: Matrix, limit: float, *, implementation: str | None = None
 ) -> Float[Array, "... n"]:
-    """Computes the SwiGLU of the two halves of `x @ gate_up.T`, which are rounded first.
+    """Computes the SwiGLU of the two halves of `x @ gate_up.T`, all rounded to the dtype of x.
 
     The gradient is that of "xla", whichever implementation computes the values.
 
@@ -80,9 +72,6 @@ def linear_swiglu(
       gate_up: [2 * n, k] matrix or a `QuantizedWeight` of that shape; the first n rows are the gate's.
       limit: bound on the gate's and the up projection's values, see `ops.swiglu`.
       implementation: as in `linear`.
-
-    Returns:
-      [..., n] in x's dtype: `swiglu(gate, up, limit)`, rounded.
 
     Raises:
       ValueError: the weight has an odd number of rows, or not as many columns as `x` has channels.
@@ -108,6 +97,17 @@ def linear_swiglu(
     return dispatch("linear_swiglu", implementation, x, gate_up, xla=reference, kernel=kernel)
 
 
+def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
+    """Computes `silu(min(gate, limit)) * clip(up, -limit, limit)` in float32, without rounding.
+
+    Args:
+      gate, up: [T, n] products with the two matrices.
+      limit: largest value of gate, and of up's absolute value.
+    """
+    clamped = jnp.minimum(gate.astype(jnp.float32), limit)
+    return jax.nn.silu(clamped) * jnp.clip(up.astype(jnp.float32), -limit, limit)
+
+
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Casts both arrays to the wider of their dtypes: float32 weights may meet bfloat16 activations, and vice versa."""
     dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
@@ -128,7 +128,11 @@ def _check(x, weights, spec, norm):
 def _fit_one_launch(x, weights):
     """Returns whether one kernel can read all weights."""
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in weights}
-    return kinds <= {"FP8", jnp.dtype(jnp.bfloat16)} and "FP8" in kinds and x.size <= MAX_QUANTIZED_TOKENS * x.shape[-1]
+    return (
+        kinds <= {"FP8", jnp.dtype(jnp.bfloat16)}
+        and "FP8" in kinds
+        and x.size <= kernels.MAX_QUANTIZED_TOKENS * x.shape[-1]
+    )
 
 
 def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
@@ -177,9 +181,9 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret):
         return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
     if not interpret and weight.shape[0] < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
-    if not interpret and x.size > MAX_BFLOAT16_TOKENS * x.shape[-1]:
-        raise PreferXla(f"the kernel is for up to {MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return bfloat16_linear(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
+    if not interpret and x.size > kernels.MAX_BFLOAT16_TOKENS * x.shape[-1]:
+        raise PreferXla(f"the kernel is for up to {kernels.MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    return kernels.bfloat16_linear(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
 
 
 def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
@@ -187,9 +191,9 @@ def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
     if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
         raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
     weights = tuple((one.codes, one.scale) if isinstance(one, QuantizedWeight) else one for one in weights)
-    if x.shape[0] <= MAX_NORMED_TOKENS:
-        return quantized_linear(x, weights, norm_weight, eps=eps, **options)
+    if x.shape[0] <= kernels.MAX_NORMED_TOKENS:
+        return kernels.quantized_linear(x, weights, norm_weight, eps=eps, **options)
     x = _rms_norm(x, norm_weight, eps)
-    if x.shape[0] <= MAX_QUANTIZED_TOKENS:
-        return quantized_linear(x, weights, **options)
-    return quantized_matmul(x, *weights[0], **options)
+    if x.shape[0] <= kernels.MAX_QUANTIZED_TOKENS:
+        return kernels.quantized_linear(x, weights, **options)
+    return kernels.quantized_matmul(x, *weights[0], **options)

@@ -10,25 +10,18 @@ from pallas_kernels.formats.exact_math import cos_sin, product
 
 
 def apply_rope(
-    x: Float[Array, "T ... D"],
-    positions: Int[Array, "T"],
-    inv_freq: Float[Array, "P"],
-    *,
-    inverse: bool = False,
+    x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"], *, inverse: bool = False
 ) -> Float[Array, "T ... D"]:
     """Rotates the last `2 * P` channels of `x` by `position * inv_freq`.
 
     Follows the released model (dsv4.md 2.2): pairs are `(x[2i], x[2i+1])`, the computation is in float32, and results
-    are rounded once.
+    are rounded once, to x's dtype.
 
     Args:
       x: [T, ..., D] rows, D >= 2 * P; channels before the last 2 * P pass through unchanged.
       positions: [T] absolute positions in tokens, not negative.
       inv_freq: [P] radians per token.
       inverse: rotate by the negative angle, which undoes a rotation at the same position.
-
-    Returns:
-      [T, ..., D] in `x.dtype`.
     """
     angle = _angles(x, positions, inv_freq)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -49,8 +49,8 @@ def router(
       token_ids: [T] int32, clipped to [0, V); required with a table.
       top_k: number of experts of a token.
       scaling_factor: sum of a token's weights.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret". The kernel takes up to 256 tokens in
-        bfloat16, D in multiples of 512 and E in multiples of 128.
+      implementation: None, "xla", "mosaic_gpu" or "interpret" (up to 256 tokens in bfloat16, D a multiple of 512 and E
+        of 128).
 
     Raises:
       ValueError: neither or both of bias and table are given, or a table without token ids.

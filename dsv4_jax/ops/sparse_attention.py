@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.context_parallel import all_entries, attend_to_shards
+from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.ops.context_parallel import attend_to_shards
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs, ring_of_call
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, window_rows
@@ -77,13 +78,12 @@ def sparse_attention(
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
       sinks: [H] float32 sink logits.
       kv: the rows to attend to.
-      slots: [T] request slots; -1 = padding.
-      positions: [T] absolute positions; -1 = padding.
+      slots, positions: [T] request slots and absolute positions; -1 = padding.
       inv_freq: [P] radians per token: the last 2 * P channels of results are rounded, rotated back by the token's
         position and rounded again (dsv4.md 2.2). None: no rotation.
       context_parallel: whether the entries are sharded over the axis "model"; q and sinks are then this device's heads.
       prefill: which calls use the prefill kernel.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret".
+      implementation: None, "xla", "mosaic_gpu" or "interpret".
 
     Returns:
       [T, H, D] in `q.dtype`; zeros for padding tokens.
@@ -130,11 +130,8 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
             rows, valid = (jnp.concatenate(pair, axis=1) for pair in zip((rows, valid), entries, strict=True))
         return attend_dense(q[0], rows[0], valid[0])
 
-    return jax.lax.map(
-        attend,
-        (q, slots, positions, tokens, run_bounds(slots)[0], kv.indices),
-        batch_size=min(QUERY_BLOCK, q.shape[0]),
-    )
+    inputs = q, slots, positions, tokens, run_bounds(slots)[0], kv.indices
+    return jax.lax.map(attend, inputs, batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
 def _attend_dense(q, rows, valid, sinks):
@@ -163,7 +160,8 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
-            rows = dataclasses.replace(rows, entries=all_entries(rows.entries))
+            # Each device has zeros for the entries of others.
+            rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
         padded = _pad_heads(q, HEADS), _pad_heads(sinks, HEADS, axis=0)
         out = prefill_attention(*padded, rows, kernel_freq, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)

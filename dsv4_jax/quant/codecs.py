@@ -7,7 +7,7 @@ below bfloat16 (dsv4.md 7.3).
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Stored KV rows, one per leading index.
+    """Stored KV rows, one per leading index; `pallas_kernels.formats.layouts.RowLayout` describes quantized ones.
 
     Attributes:
       nope: [..., N] dims without RoPE: E4M3 bits (uint8), or values in "plain".
       rope: [..., R] RoPE dims: bfloat16, or the dtype of "plain".
-      scale: [..., S] "v4": N // 64 E8M0 bytes, zero-padded to a multiple of 8; "per_entry": [..., 1] float32 inverse
-        scale; "plain": None.
+      scale: [..., S] "v4": E8M0 bits per 64 dims, padded; "per_entry": a float32 inverse scale; "plain": None.
     """
 
     nope: Any
@@ -50,6 +49,10 @@ class IndexRows:
     scale: Any
 
 
+def _structs(layout):
+    return [jax.ShapeDtypeStruct((width,), dtype) for _, dtype, width in layout.columns]
+
+
 # --- rows ---
 
 
@@ -66,7 +69,11 @@ class RowCodec(abc.ABC):
 
     nope_dim: int
     rope_dim: int
-    layout: ClassVar[RowLayout | None] = None  # for kernels; None if they do not take the rows
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """The layout of a row for kernels; None if they do not take it."""
+        return None
 
     @property
     def dim(self) -> int:
@@ -74,9 +81,9 @@ class RowCodec(abc.ABC):
         return self.nope_dim + self.rope_dim
 
     @property
-    @abc.abstractmethod
     def struct(self) -> Rows:
-        """The shapes and dtypes of one row, as Rows of jax.ShapeDtypeStruct."""
+        """The shapes and dtypes of one row, as Rows of jax.ShapeDtypeStruct; by default those of the layout."""
+        return Rows(*_structs(self.layout))
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
@@ -89,13 +96,6 @@ class RowCodec(abc.ABC):
     def fake_quantize(self, kv: Float[Array, "*rows D"], dtype: Any) -> Float[Array, "*rows D"]:
         """Encodes and decodes rows, as storing and reading them would, with the gradient of unquantized rows."""
         return straight_through(self.decode(self.encode(kv), dtype), kv)
-
-    def _struct(self, nope, rope, scale):
-        return Rows(
-            jax.ShapeDtypeStruct((self.nope_dim,), nope),
-            jax.ShapeDtypeStruct((self.rope_dim,), rope),
-            None if scale is None else jax.ShapeDtypeStruct(*scale),
-        )
 
     def _split(self, kv):
         kv = kv.astype(jnp.float32)
@@ -117,27 +117,19 @@ class BlockFP8Rows(RowCodec):
         _check_multiple("v4", "head_dim - qk_rope_head_dim", self.nope_dim, FP8_BLOCK)
 
     @property
-    def layout(self) -> RowLayout:  # pyrefly: ignore[bad-override]
+    def layout(self) -> RowLayout:
         return RowLayout(self.nope_dim, self.rope_dim, FP8_BLOCK)
-
-    @property
-    def struct(self) -> Rows:
-        return self._struct(jnp.uint8, jnp.bfloat16, ((self._stored_scales,), jnp.uint8))
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         nope, rope = self._split(kv)
         codes, scale = encode_fp8_block(nope)
-        padding = [(0, 0)] * (scale.ndim - 1) + [(0, self._stored_scales - scale.shape[-1])]
+        # Padded to a multiple of 8 as in FlashMLA's rows of 584 bytes (dsv4.md 6.3).
+        padding = [(0, 0)] * (scale.ndim - 1) + [(0, self.layout.scale_width - scale.shape[-1])]
         return Rows(codes, round_to(rope, jnp.bfloat16), jnp.pad(scale, padding))
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         scale = rows.scale[..., : self.nope_dim // FP8_BLOCK]
         return self._join(decode_fp8_block(rows.nope, scale), rows.rope, dtype)
-
-    @property
-    def _stored_scales(self):
-        """The number of scales, padded to a multiple of 8 as in FlashMLA's rows of 584 bytes (dsv4.md 6.3)."""
-        return -(-self.nope_dim // (8 * FP8_BLOCK)) * 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +144,8 @@ class EntryFP8Rows(RowCodec):
         _check_multiple("per_entry", "head_dim - qk_rope_head_dim", self.nope_dim, 1)
 
     @property
-    def layout(self) -> RowLayout:  # pyrefly: ignore[bad-override]
+    def layout(self) -> RowLayout:
         return RowLayout(self.nope_dim, self.rope_dim, None)
-
-    @property
-    def struct(self) -> Rows:
-        return self._struct(jnp.uint8, jnp.bfloat16, ((1,), jnp.float32))
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         nope, rope = self._split(kv)
@@ -180,7 +168,8 @@ class PlainRows(RowCodec):
 
     @property
     def struct(self) -> Rows:
-        return self._struct(self.dtype, self.dtype, None)
+        nope, rope = (jax.ShapeDtypeStruct((width,), self.dtype) for width in (self.nope_dim, self.rope_dim))
+        return Rows(nope, rope, None)
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         nope, rope = self._split(kv)
@@ -202,12 +191,16 @@ class KeyCodec(abc.ABC):
     """
 
     dim: int
-    layout: ClassVar[KeyLayout | None] = None
 
     @property
-    @abc.abstractmethod
+    def layout(self) -> KeyLayout | None:
+        """The layout of a key for kernels; None if they do not take it."""
+        return None
+
+    @property
     def struct(self) -> IndexRows:
-        """The shapes and dtypes of one key, as IndexRows of jax.ShapeDtypeStruct."""
+        """The shapes and dtypes of one key, as IndexRows of jax.ShapeDtypeStruct; by default those of the layout."""
+        return IndexRows(*_structs(self.layout))
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
@@ -232,10 +225,6 @@ class KeyCodec(abc.ABC):
         """Changes the basis to that of `decode`."""
         return keys
 
-    def _struct(self, codes, dtype, block=None):
-        scale = block and jax.ShapeDtypeStruct((self.dim // block,), jnp.uint8)
-        return IndexRows(jax.ShapeDtypeStruct((codes,), dtype), scale)
-
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4Keys(KeyCodec):
@@ -253,12 +242,8 @@ class MXFP4Keys(KeyCodec):
             raise ValueError(f'format "v4" needs index_head_dim to be a power of two (Hadamard), got {self.dim}')
 
     @property
-    def layout(self) -> KeyLayout:  # pyrefly: ignore[bad-override]
+    def layout(self) -> KeyLayout:
         return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", hadamard=True)
-
-    @property
-    def struct(self) -> IndexRows:
-        return self._struct(self.dim // 2, jnp.uint8, MXFP4_BLOCK)
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
         rotated = round_to(self._rotate(keys.astype(jnp.float32)), jnp.bfloat16)
@@ -288,12 +273,8 @@ class NVFP4Keys(KeyCodec):
         _check_multiple("per_entry", "index_head_dim", self.dim, NVFP4_GROUP)
 
     @property
-    def layout(self) -> KeyLayout:  # pyrefly: ignore[bad-override]
+    def layout(self) -> KeyLayout:
         return KeyLayout(self.dim, NVFP4_GROUP, "e4m3", hadamard=False, global_scale=self.global_scale)
-
-    @property
-    def struct(self) -> IndexRows:
-        return self._struct(self.dim // 2, jnp.uint8, NVFP4_GROUP)
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
         return IndexRows(*encode_nvfp4(keys.astype(jnp.float32), self.global_scale))
@@ -314,7 +295,7 @@ class PlainKeys(KeyCodec):
 
     @property
     def struct(self) -> IndexRows:
-        return self._struct(self.dim, self.dtype)
+        return IndexRows(jax.ShapeDtypeStruct((self.dim,), self.dtype), None)
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
         return IndexRows(round_to(keys.astype(jnp.float32), self.dtype), None)

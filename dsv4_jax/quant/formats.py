@@ -13,18 +13,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.quant.codecs import (
-    BlockFP8Rows,
-    EntryFP8Rows,
-    FakeQuantKeys,
-    FakeQuantRows,
-    KeyCodec,
-    MXFP4Keys,
-    NVFP4Keys,
-    PlainKeys,
-    PlainRows,
-    RowCodec,
-)
+from dsv4_jax.quant import codecs
+from dsv4_jax.quant.codecs import KeyCodec, RowCodec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +25,15 @@ class KVFormat(abc.ABC):
 
     @abc.abstractmethod
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        """The codec of compressed entries.
-
-        Raises:
-          ValueError: the format cannot hold rows of these widths; the message names the model's dim.
-        """
+        """Returns the codec of compressed entries; raises ValueError if the format cannot hold rows of these widths."""
 
     def window(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        """The codec of sliding-window rows, by default that of the entries."""
+        """Returns the codec of sliding-window rows, by default that of the entries."""
         return self.entries(nope_dim, rope_dim)
 
     @abc.abstractmethod
     def keys(self, index_dim: int) -> KeyCodec:
-        """The codec of indexer keys.
-
-        Raises:
-          ValueError: the format cannot hold keys of this width.
-        """
+        """Returns the codec of indexer keys; raises ValueError if the format cannot hold keys of this width."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +43,10 @@ class V4Format(KVFormat):
     name: ClassVar[str] = "v4"
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return BlockFP8Rows(nope_dim, rope_dim)
+        return codecs.BlockFP8Rows(nope_dim, rope_dim)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return MXFP4Keys(index_dim)
+        return codecs.MXFP4Keys(index_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +65,10 @@ class PerEntryFormat(KVFormat):
             raise ValueError(f"index_global_scale must be positive and finite, got {self.index_global_scale}")
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return EntryFP8Rows(nope_dim, rope_dim)
+        return codecs.EntryFP8Rows(nope_dim, rope_dim)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return NVFP4Keys(index_dim, self.index_global_scale)
+        return codecs.NVFP4Keys(index_dim, self.index_global_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +89,10 @@ class PlainFormat(KVFormat):
         object.__setattr__(self, "dtype", dtype)  # normalized, so that equal formats hash equal
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return PlainRows(nope_dim, rope_dim, self.dtype)
+        return codecs.PlainRows(nope_dim, rope_dim, self.dtype)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return PlainKeys(index_dim, self.dtype)
+        return codecs.PlainKeys(index_dim, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +107,13 @@ class FakeQuantFormat(KVFormat):
     format: KVFormat = V4Format()
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return FakeQuantRows(nope_dim, rope_dim, jnp.float32, self.format.entries(nope_dim, rope_dim))
+        return codecs.FakeQuantRows(nope_dim, rope_dim, jnp.float32, self.format.entries(nope_dim, rope_dim))
 
     def window(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return FakeQuantRows(nope_dim, rope_dim, jnp.float32, self.format.window(nope_dim, rope_dim))
+        return codecs.FakeQuantRows(nope_dim, rope_dim, jnp.float32, self.format.window(nope_dim, rope_dim))
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return FakeQuantKeys(index_dim, jnp.float32, self.format.keys(index_dim))
+        return codecs.FakeQuantKeys(index_dim, jnp.float32, self.format.keys(index_dim))
 
 
 FORMATS = {cls.name: cls for cls in (V4Format, PerEntryFormat, PlainFormat)}
@@ -141,7 +123,7 @@ def kv_format(name: str | KVFormat, dtype: Any = None) -> KVFormat:
     """Returns the format with a name.
 
     Args:
-      name: "v4", "per_entry" or "plain"; a KVFormat is returned as it is.
+      name: "v4", "per_entry" or "plain". A KVFormat is returned as it is.
       dtype: dtype that "plain" stores, float32 or bfloat16 (None: bfloat16). Other formats ignore it.
 
     Raises:

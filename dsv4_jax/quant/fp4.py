@@ -50,13 +50,8 @@ def unpack_fp4(packed: UInt8[Array, "*rows half"]) -> UInt8[Array, "*rows N"]:
 def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
     """Encodes MXFP4, with a power-of-two scale per 32 values (dsv4.md 7.2).
 
-    amax = max(max|x|, 6 * 2**-126); scale = 2**ceil(log2(amax * fp32(1/6))); code = e2m1(x / scale).
-
-    Args:
-      x: [..., N] float32, N a multiple of 32.
-
-    Returns:
-      (packed codes [..., N // 2], scales [..., N // 32] E8M0 bits).
+    amax = max(max|x|, 6 * 2**-126); scale = 2**ceil(log2(amax * fp32(1/6))); code = e2m1(x / scale). Takes x [..., N]
+    float32, N a multiple of 32, and returns (packed codes [..., N // 2], scales [..., N // 32] E8M0 bits).
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), E2M1_MAX * 2.0**-126)
@@ -67,8 +62,7 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
 
 def decode_mxfp4(packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
     """Decodes `encode_mxfp4` to [..., N] float32: code * scale, exact unless it overflows to infinity."""
-    blocks = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, MXFP4_BLOCK)
-    return (blocks * e8m0_value(scale)[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return _decode(packed, e8m0_value(scale), MXFP4_BLOCK)
 
 
 def encode_nvfp4(
@@ -77,14 +71,8 @@ def encode_nvfp4(
     """Encodes NVFP4, with an E4M3 scale per 16 values and a global scale, for the seeds' indexer keys.
 
     scale = e4m3(amax / (6 * global)), saturating; step = scale * global; code = e2m1(x / step), a signed zero where
-    step is 0. Divisions are products with a reciprocal, for the reason given at `encode_fp8_entry`.
-
-    Args:
-      x: [..., N] float32, N a multiple of 16.
-      global_scale: positive scale, the same as at decoding.
-
-    Returns:
-      (packed codes [..., N // 2], scales [..., N // 16] E4M3 bits).
+    step is 0. Divisions are products with a reciprocal, for the reason given at `encode_fp8_entry`. Takes x [..., N]
+    float32, N a multiple of 16, and returns (packed codes [..., N // 2], scales [..., N // 16] E4M3 bits).
     """
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // NVFP4_GROUP, NVFP4_GROUP)
     amax = jnp.max(jnp.abs(groups), axis=-1)
@@ -101,10 +89,12 @@ def decode_nvfp4(
     """Decodes results of `encode_nvfp4` to [..., N] float32: code * (scale * global_scale).
 
     Args:
-      packed: [..., N / 2] uint8, two E2M1 codes per byte.
-      scale: [..., N / 16] uint8, E4M3 bits.
-      global_scale: second-level scale.
+      packed, scale: as returned by `encode_nvfp4`.
+      global_scale: as given to it.
     """
-    groups = decode_e2m1(unpack_fp4(packed)).reshape(*scale.shape, NVFP4_GROUP)
-    step = decode_e4m3(scale) * jnp.float32(global_scale)
-    return (groups * step[..., None]).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return _decode(packed, decode_e4m3(scale) * jnp.float32(global_scale), NVFP4_GROUP)
+
+
+def _decode(packed, step, size):
+    values = decode_e2m1(unpack_fp4(packed))
+    return (values.reshape(*step.shape, size) * step[..., None]).reshape(values.shape)

@@ -39,14 +39,8 @@ def encode_fp8_block(
 ) -> tuple[UInt8[Array, "*rows N"], UInt8[Array, "*rows G"]]:
     """Encodes E4M3 with a power-of-two scale per block of the last axis (dsv4.md 7.1).
 
-    amax = max(max|x|, 1e-4); scale = 2**ceil(log2(amax * fp32(1/448))); code = e4m3(x / scale).
-
-    Args:
-      x: [..., N] float32, N a multiple of `block`.
-      block: number of values that share a scale.
-
-    Returns:
-      (codes [..., N] E4M3 bits, scales [..., N // block] E8M0 bits).
+    amax = max(max|x|, 1e-4); scale = 2**ceil(log2(amax * fp32(1/448))); code = e4m3(x / scale). Takes x [..., N]
+    float32, N a multiple of `block`, and returns (codes [..., N] E4M3 bits, scales [..., N // block] E8M0 bits).
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), 1e-4)
@@ -67,13 +61,8 @@ def encode_fp8_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows N"
     inverse scale = max(amax * fp32(1/448), 1e-12); code = e4m3(x * (1 / inverse scale)).
 
     Both divisions of the seeds' formula are products here, so that the bytes are the same everywhere. XLA rewrites a
-    division by a scalar to a product in some programs and not in others.
-
-    Args:
-      x: [..., N] float32.
-
-    Returns:
-      (codes [..., N] E4M3 bits, inverse scales [..., 1] float32).
+    division by a scalar to a product in some programs and not in others. Returns (codes [..., N] E4M3 bits, inverse
+    scales [..., 1] float32) of x [..., N] float32.
     """
     amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     inv_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)

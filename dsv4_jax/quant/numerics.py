@@ -49,14 +49,7 @@ def ordered_sum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
     """Multiplies the last axis by the Sylvester-ordered Hadamard matrix of size N, scaled by N**-0.5 (dsv4.md 3.1).
 
-    Args:
-      x: [..., N] float32, N a power of two.
-
-    Returns:
-      [..., N] float32: butterflies of adds and subtractions, then one product.
-
-    Raises:
-      ValueError: N is not a power of two.
+    Takes float32 and adds and subtracts butterflies, then multiplies once. Raises ValueError if N is no power of two.
     """
     n = x.shape[-1]
     if n & (n - 1) or n == 0:

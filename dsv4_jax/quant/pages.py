@@ -9,6 +9,7 @@ from jaxtyping import Array, UInt8
 
 from dsv4_jax.quant.codecs import Rows
 from dsv4_jax.quant.fp8 import FP8_BLOCK
+from pallas_kernels.formats.layouts import RowLayout
 
 
 NOPE_DIM = 448
@@ -25,17 +26,10 @@ def flashmla_page_bytes(entries: int) -> int:
 
 
 def to_flashmla_pages(rows: Rows) -> UInt8[Array, "blocks page_bytes"]:
-    """Lays out the blocks of one layer's pool as FlashMLA pages.
+    """Lays out one layer's pool, "v4" rows [blocks, entries, ..] of 448 + 64 dims, as FlashMLA pages.
 
-    Args:
-      rows: "v4" rows of 448 + 64 dims: nope [blocks, entries, 448] uint8, rope [blocks, entries, 64] bfloat16, scale
-        [blocks, entries, 8] uint8.
-
-    Returns:
-      [blocks, page_bytes] uint8, page_bytes = `flashmla_page_bytes(entries)`; unused scale bytes and padding are 0.
-
-    Raises:
-      ValueError: the rows have another format or width.
+    Returns [blocks, `flashmla_page_bytes(entries)`] uint8, in which unused scale bytes and padding are 0. Raises
+    ValueError for rows of another format or width.
     """
     _check_rows(rows)
     blocks, entries, _ = rows.nope.shape
@@ -47,17 +41,9 @@ def to_flashmla_pages(rows: Rows) -> UInt8[Array, "blocks page_bytes"]:
 
 
 def from_flashmla_pages(pages: UInt8[Array, "blocks page_bytes"], entries: int) -> Rows:
-    """Reads FlashMLA pages back into "v4" rows; the undefined eighth scale byte becomes 0.
+    """Reads FlashMLA pages of so many rows back into "v4" rows; the undefined eighth scale byte becomes 0.
 
-    Args:
-      pages: [blocks, flashmla_page_bytes(entries)] uint8.
-      entries: number of rows in a page.
-
-    Returns:
-      Rows as `to_flashmla_pages` takes them.
-
-    Raises:
-      ValueError: the pages are not as long as `entries` rows need.
+    Raises ValueError if the pages [blocks, bytes] uint8 are not `flashmla_page_bytes(entries)` long.
     """
     blocks, page_bytes = pages.shape
     if entries < 1 or page_bytes != flashmla_page_bytes(entries):
@@ -75,12 +61,11 @@ def from_flashmla_pages(pages: UInt8[Array, "blocks page_bytes"], entries: int) 
 
 
 def _check_rows(rows: Rows) -> None:
-    expected = {"nope": (NOPE_DIM, jnp.uint8), "rope": (ROPE_DIM, jnp.bfloat16), "scale": (SCALE_BYTES, jnp.uint8)}
-    for field, (width, dtype) in expected.items():
-        value = getattr(rows, field)
+    for name, dtype, width in RowLayout(NOPE_DIM, ROPE_DIM, FP8_BLOCK).columns:
+        value = getattr(rows, name)
         if value is None or value.dtype != dtype or value.ndim != 3 or value.shape[-1] != width:
             got = "None" if value is None else f"{value.dtype}{list(value.shape)}"
             raise ValueError(
-                f'FlashMLA pages hold "v4" rows of {NOPE_DIM} + {ROPE_DIM} dims: rows.{field} must be '
+                f'FlashMLA pages hold "v4" rows of {NOPE_DIM} + {ROPE_DIM} dims: rows.{name} must be '
                 f"{jnp.dtype(dtype).name}[blocks, entries, {width}], got {got}"
             )

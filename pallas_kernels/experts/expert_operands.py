@@ -14,7 +14,7 @@ class ExpertOperands(NamedTuple):
     """The weights of all experts."""
 
     layout: WeightLayout
-    number: int  # of experts
+    number: int  # number of experts
     inner: int  # channels between the two maps of an expert
     gate_up: tuple[Any, Any]  # [2 * number, inner, ..] codes or weights, [2 * number, .., at least 16] scales or None
     down: tuple[Any, Any]  # [number, D, ..] codes or weights, and scales or None

@@ -141,14 +141,14 @@ class RoutedPairs(NamedTuple):
 class ExpertsProblem:
     """Static description of a launch."""
 
-    layout: WeightLayout  # of the routed experts' weights
+    layout: WeightLayout  # storage of the routed experts' weights
     pairs: int  # pairs of a token and an expert
     top_k: int  # pairs of a token
     experts: int
     depth: int  # channels of a token
     inner: int  # channels between the two maps of an expert
     shared: int  # channels between the two maps of the shared expert; 0 if there is none
-    limit: float  # of SwiGLU
+    limit: float  # SwiGLU's limit
     maps: tuple[int, ...] = (GATE_UP, DOWN)
 
     @property

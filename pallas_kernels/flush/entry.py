@@ -11,52 +11,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.formats.exact_math import (
-    LOWEST,
-    SLICE,
-    cos_sin,
-    exp_negative,
-    inverse_sqrt,
-    reciprocal,
-    round_bfloat16,
-    tree_sum,
-)
+from pallas_kernels.formats import exact_math
+from pallas_kernels.formats.exact_math import round_bfloat16, vector_product
 from pallas_kernels.formats.layouts import RowLayout
-from pallas_kernels.formats.products import vector_product
 from pallas_kernels.formats.row_encoder import encode_key, encode_row
 from pallas_kernels.mgpu import vectors
 
 
 @dataclasses.dataclass(frozen=True)
 class FlushContext:
-    """A warpgroup's view of a compressor; the buffers in shared memory are its own.
+    """A warpgroup's view of a compressor; the buffers in shared memory are its own."""
 
-    Attributes:
-      c: compressor, for shapes and static options.
-      refs: references to its operands, see `CompressorOperands.in_place`.
-      slots: [T] int32 reference.
-      positions: [T] int32 reference.
-      max_in_call: maximum number of a window's rows that are in the call; the others are in the ring.
-      first: first channel of the warpgroup.
-      scratch: buffer for exchanges, one value for each channel of the warpgroup.
-      stage: [2 * rows * D] values and logits of a short window.
-      biases: [rows that can be in the call * D] position biases of a short window.
-    """
-
-    c: CompressorOperands
-    refs: CompressorOperands
-    slots: Any
-    positions: Any
-    max_in_call: int
-    first: Any = 0
-    scratch: Any = None
-    stage: Any = None
-    biases: Any = None
+    c: CompressorOperands  # compressor, for shapes and static options
+    gmem: CompressorOperands  # references to its operands, see `CompressorOperands.in_place`
+    slots_gmem: Any  # [T] int32
+    positions_gmem: Any  # [T] int32
+    max_in_call: int  # maximum number of a window's rows that are in the call; the others are in the ring
+    first: Any = 0  # first channel of the warpgroup
+    scratch_smem: Any = None  # buffer for exchanges, one value for each channel of the warpgroup
+    stage_smem: Any = None  # [2 * rows * D] values and logits of a short window
+    biases_smem: Any = None  # [rows that can be in the call * D] position biases of a short window
 
     def state_row(self, slot, position):
         """Returns the row of the states."""
         _, num_slots, ring, _ = self.c.state_kv.shape
-        return (self.refs.state_layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
+        return (self.gmem.state_layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
 
 
 def rows_in_call(ctx: FlushContext, token) -> Any:
@@ -65,99 +44,91 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
     if limit == 1:
         return jnp.int32(1)
     back = vectors.thread()
-    slots = vectors.take(ctx.slots, token - back)
+    slots = vectors.take(ctx.slots_gmem, token - back)
     # The tokens of a slot are adjacent.
-    is_row = (slots == ctx.slots[token]) & (back <= token) & (back < limit)
+    is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class EntryTarget:
-    """The destination of an entry, and operands of its norm and rotation for the warpgroup's channels.
+    """The place where an entry is stored, and what the warpgroup needs to finish its channels of the pooled vector."""
 
-    Attributes:
-      row: references to the entry's bytes in each pool.
-      keep: bool scalar, whether to store the entry.
-      norm: weights of the norm.
-      angle: angles of the rotation, arbitrary for channels that are not rotated.
-    """
-
-    row: Any
-    keep: Any
-    norm: jax.Array
-    angle: jax.Array
+    row_gmem: Any  # references to the entry's bytes in each pool
+    keep: Any  # bool scalar, False if the request has no block for the entry; then nothing is stored
+    norm: jax.Array  # weights of the norm, one for each channel
+    angle: jax.Array  # angles by which the channels are rotated, arbitrary for channels without RoPE
 
 
 def find_target(ctx: FlushContext, token) -> EntryTarget:
     """Returns the target of the window that closes at `token`."""
     c = ctx.c
-    slot, position = ctx.slots[token], ctx.positions[token]
+    slot, position = ctx.slots_gmem[token], ctx.positions_gmem[token]
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, jnp.int32(c.rate))
     logical = lax.div(entry, per_block)
-    block = ctx.refs.block_table[slot, jnp.minimum(logical, ctx.refs.block_table.shape[1] - 1)]
-    keep = (logical < ctx.refs.block_table.shape[1]) & (block >= 0)
-    row = [pool.at[ctx.refs.pool_layer[0], jnp.maximum(block, 0), lax.rem(entry, per_block)] for pool in ctx.refs.pools]
-    channel = vectors.channels(ctx.scratch.shape[0]) + ctx.first
-    norm = vectors.take(ctx.refs.norm_weight, channel)
+    block = ctx.gmem.block_table[slot, jnp.minimum(logical, ctx.gmem.block_table.shape[1] - 1)]
+    keep = (logical < ctx.gmem.block_table.shape[1]) & (block >= 0)
+    row_gmem = [
+        pool.at[ctx.gmem.pool_layer[0], jnp.maximum(block, 0), lax.rem(entry, per_block)] for pool in ctx.gmem.pools
+    ]
+    channel = vectors.channels(ctx.scratch_smem.shape[0]) + ctx.first
+    norm = vectors.take(ctx.gmem.norm_weight, channel)
     rotated = channel - (c.dim - 2 * c.inv_freq.shape[0])
-    frequency = vectors.take(ctx.refs.inv_freq, rotated >> 1)
+    frequency = vectors.take(ctx.gmem.inv_freq, rotated >> 1)
     first = position - (c.rate - 1)
-    return EntryTarget(row, keep, norm, frequency * first.astype(jnp.float32))
+    return EntryTarget(row_gmem, keep, norm, frequency * first.astype(jnp.float32))
 
 
 def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Array]:
     """Returns the cosine and sine of the angles, arbitrary for channels that are not rotated."""
-    held = ctx.scratch.shape[0] // vectors.THREADS
+    held = ctx.scratch_smem.shape[0] // vectors.THREADS
     last = ctx.first + (vectors.thread() + 1) * held - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
-    return lax.cond(rotated, lambda: cos_sin(target.angle, vector_product), lambda: (target.angle, target.angle))
+    return lax.cond(
+        rotated, lambda: exact_math.cos_sin(target.angle, vector_product), lambda: (target.angle, target.angle)
+    )
 
 
+@jax.named_scope("store_entry")
 def store_entry(
     ctx: FlushContext, target: EntryTarget, cos: jax.Array, sin: jax.Array, x: jax.Array, across: Callable
 ) -> None:
-    """Norms, rotates, quantizes and stores the pooled entry.
+    """Norms, rotates, quantizes and stores the pooled entry, of which x are the warpgroup's channels.
 
-    Args:
-      ctx: the warpgroup's context.
-      target: destination of the entry.
-      cos: cosines of the angles.
-      sin: sines of the angles.
-      x: the warpgroup's channels of the entry.
-      across: function of (combine, x) that combines x, equal within each slice of 64 channels, over all slices.
+    `across(combine, x)` combines x, equal within each slice of 64 channels, over all slices.
     """
 
     def over_channels(combine, x):
-        return across(combine, vectors.butterfly(combine, x, SLICE // 2, 1, ctx.scratch))
+        return across(combine, vectors.butterfly(combine, x, exact_math.SLICE // 2, 1, ctx.scratch_smem))
 
     x = _norm_and_rotate(ctx, target, cos, sin, x, over_channels)
     layout = ctx.c.layout
     if isinstance(layout, RowLayout):
         largest = functools.partial(over_channels, jnp.maximum)
-        encode_row(x, target.row, layout, largest, ctx.first, target.keep, ctx.scratch)
+        encode_row(x, target.row_gmem, layout, largest, ctx.first, target.keep, ctx.scratch_smem)
     else:
-        pl.when(target.keep)(functools.partial(encode_key, x, target.row, layout, ctx.scratch))
+        pl.when(target.keep)(functools.partial(encode_key, x, target.row_gmem, layout, ctx.scratch_smem))
 
 
 def max_logit(logits: list[jax.Array]) -> jax.Array:
     """Returns the largest logit, finite even if no row exists and all are -inf."""
-    return jnp.maximum(functools.reduce(jnp.maximum, logits), LOWEST)
+    return jnp.maximum(functools.reduce(jnp.maximum, logits), exact_math.LOWEST)
 
 
 def softmax_weights(logits: list[jax.Array], peak: jax.Array) -> list[jax.Array]:
     """Returns exp(logit - peak) of each logit."""
-    return [exp_negative(logit - peak, vector_product) for logit in logits]
+    return [exact_math.exp_negative(logit - peak, vector_product) for logit in logits]
 
 
 def weighted_sum(weights: list[jax.Array], values: list[jax.Array]) -> jax.Array:
     """Returns the sum of weight * value."""
-    return tree_sum([vector_product(w, x) for w, x in zip(weights, values, strict=True)])
+    return exact_math.tree_sum([vector_product(w, x) for w, x in zip(weights, values, strict=True)])
 
 
 def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
     """Returns the pooled entry, total / weight."""
-    return total * reciprocal(weight, vector_product)
+    return total * exact_math.reciprocal(weight, vector_product)
 
 
 def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
@@ -166,7 +137,7 @@ def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
     channel = vectors.channels(x.shape[0]) + ctx.first
     x = round_bfloat16(x)
     mean_square = product(over_channels(jnp.add, product(x, x)), 1 / c.dim)
-    x = round_bfloat16(target.norm * (x * inverse_sqrt(mean_square + c.eps, product)))
-    other = vectors.exchange(x, 1, ctx.scratch)
+    x = round_bfloat16(target.norm * (x * exact_math.inverse_sqrt(mean_square + c.eps, product)))
+    other = vectors.exchange(x, 1, ctx.scratch_smem)
     turned = product(x, cos) + product(other, jnp.where((channel & 1) == 0, -sin, sin))
     return jnp.where(channel < c.dim - 2 * c.inv_freq.shape[0], x, round_bfloat16(turned))

@@ -27,6 +27,8 @@ def flush(
 ) -> list[tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]]:
     """Feeds tokens to compressors and stores the entries of the windows that they close, in place.
 
+    Returns the updated (state_kv, state_gate, pools) of each.
+
     Args:
       compressors: one compressor, or several with windows of at most 16 rows, which share a launch.
       slots: [T] int32, -1 = padding. The tokens of a slot are adjacent and in order.
@@ -34,12 +36,6 @@ def flush(
       max_query_tokens: maximum number of tokens per slot, or None. If a ring has room for them, one launch is enough.
       config: tuning choices, or None for the measured ones.
       interpret: whether to run on the CPU, interpreted, with race detection.
-
-    Returns:
-      The updated (state_kv, state_gate, pools) of each compressor.
-
-    Raises:
-      NotImplementedError: a shape, dtype or layout is not supported, see `CompressorOperands`.
     """
     for c in compressors:
         c.check()
@@ -57,7 +53,7 @@ def flush(
     else:
         short_windows.store_entries(compressors, refs, call, with_states)
     if not with_states:
-        states.store_states(compressors, refs, call)
+        states.store_state_rows(compressors, refs, call)
     return [
         (
             jax.freeze(ref.state_kv).reshape(c.state_kv.shape),

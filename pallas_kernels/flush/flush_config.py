@@ -12,38 +12,23 @@ from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning choices of the flush kernels.
+    """Tuning choices of the flush kernels."""
 
-    Attributes:
-      cluster_sizes: pairs of a number of long windows that may close, and the blocks that share each if no more do.
-      long_blocks: number of blocks for long windows. All of them run at once, one per SM.
-      decode_warpgroups: number of warpgroups per block for long windows if few close; more take longer to start.
-      prefill_warpgroups: number of warpgroups per block for long windows if requests bring whole ones.
-      stages: number of chunks of a long window that a block copies at once, if it has room.
-      short_workers: number of warpgroups for short windows; nearly as many as run at once, and odd, see `_workers`.
-      state_workers: number of warpgroups for state rows; as many as run at once.
-    """
-
+    # Pairs of a number of long windows that may close, and the blocks that share each if no more do.
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
-    long_blocks: int = MULTIPROCESSORS
+    long_blocks: int = MULTIPROCESSORS  # number of blocks for long windows. All of them run at once, one per SM
+    # Number of warpgroups per block for long windows if few close; more take longer to start.
     decode_warpgroups: int = 2
-    prefill_warpgroups: int = 4
-    stages: int = 2
+    prefill_warpgroups: int = 4  # number of warpgroups per block for long windows if requests bring whole ones
+    stages: int = 2  # number of chunks of a long window that a block copies at once, if it has room
+    # Number of warpgroups for short windows; nearly as many as run at once, and odd, see `_workers`.
     short_workers: int = 513
-    state_workers: int = 8 * MULTIPROCESSORS
+    state_workers: int = 8 * MULTIPROCESSORS  # number of warpgroups for state rows; as many as run at once
 
 
 @dataclasses.dataclass(frozen=True)
 class FlushCall:
-    """The tokens of a call, and options of its launches.
-
-    Attributes:
-      slots: [T] int32.
-      positions: [T] int32.
-      max_tokens: maximum number of tokens of a slot.
-      config: tuning choices.
-      interpret: whether to run interpreted.
-    """
+    """The arguments of `flush` that its launches share; `max_tokens` is the maximum number of tokens of a slot."""
 
     slots: jax.Array
     positions: jax.Array
@@ -54,25 +39,15 @@ class FlushCall:
 
 @dataclasses.dataclass(frozen=True)
 class LongWindowPlan:
-    """The division of a call's work on long windows.
+    """The division of a call's work on long windows."""
 
-    Attributes:
-      c: compressor, for shapes.
-      max_in_call: maximum number of a window's rows that are in the call.
-      blocks: number of blocks in a cluster, which share each window.
-      warpgroups: number of warpgroups in a block, which share the channels.
-      workers: number of clusters.
-      share: number of consecutive tokens of a cluster.
-      stages: number of chunks that a block copies at once, a divisor of `chunks`.
-    """
-
-    c: CompressorOperands
-    max_in_call: int
-    blocks: int
-    warpgroups: int
-    workers: int
-    share: int
-    stages: int
+    c: CompressorOperands  # compressor, for shapes
+    max_in_call: int  # maximum number of a window's rows that are in the call
+    blocks: int  # number of blocks in a cluster, which share each window
+    warpgroups: int  # number of warpgroups in a block, which share the channels
+    workers: int  # number of clusters
+    share: int  # number of consecutive tokens of a cluster
+    stages: int  # number of chunks that a block copies at once, a divisor of `chunks`
 
     @classmethod
     def for_call(cls, config: Config, c: CompressorOperands, tokens: int, max_in_call: int) -> "LongWindowPlan":
@@ -115,8 +90,8 @@ class LongWindowPlan:
     def shared(self) -> dict[str, int]:
         """The number of float32 values in each buffer of shared memory.
 
-        Each warpgroup has its own share of `stages` and `scratch`. `partials` holds the largest logits, the sums of
-        weights and the weighted sums of every chunk.
+        Each warpgroup has its own share of the stages and of the scratch. The partials are the largest logits, the sums
+        of weights and the weighted sums of every chunk.
         """
-        stages = self.stages * self.stage_size * self.warpgroups
-        return dict(stages=stages, scratch=self.c.dim, sums=4 * self.c.dim, partials=3 * CHUNKS * self.c.dim)
+        stages, dim = self.stages * self.stage_size * self.warpgroups, self.c.dim
+        return dict(stages_smem=stages, scratch_smem=dim, sums_smem=4 * dim, partials_smem=3 * CHUNKS * dim)

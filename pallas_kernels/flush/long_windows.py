@@ -35,47 +35,29 @@ MAX_SCANS = 4  # scans of 32 tokens whose loads overlap
 
 
 class WindowLocation(NamedTuple):
-    """The location of a window's rows, int32 scalars.
+    """The location of a window's rows, int32 scalars."""
 
-    Attributes:
-      token: token that closes the window.
-      ring: row of the states that has the window's first row.
-      wrap: first row of the window past the end of the ring, which lies at its beginning.
-      new: first row of the window that is in the call.
-    """
-
-    token: Any
-    ring: Any
-    wrap: Any
-    new: Any
+    token: Any  # the token that closes the window
+    ring: Any  # the row of the states that has the window's first row
+    wrap: Any  # the first row of the window past the end of the ring, which lies at its beginning
+    new: Any  # the first row of the window that is in the call
 
 
 @dataclasses.dataclass(frozen=True)
 class LongWindowWorker:
-    """A warpgroup's view of its cluster.
+    """A warpgroup's view of its cluster."""
 
-    Attributes:
-      plan: division of the work.
-      ctx: context of the compressor.
-      block: int32 scalar, number of the block in the cluster.
-      stages: [stages * stage_size] float32, the warpgroup's stages.
-      sums: [4 * D] float32, the block's buffer for sums over channels.
-      partials: [3 * CHUNKS * D] float32, results of chunks, in the block; interpreted, in global memory.
-      chunks_full: [warpgroups, 2] int32, `transaction_barriers` of the block's partials; None for clusters of one
-        block and if interpreted.
-      block_barrier: barrier of the block's warpgroups, if interpreted.
-      cluster_barrier: barrier of the cluster's warpgroups, if interpreted.
-    """
-
-    plan: LongWindowPlan
-    ctx: FlushContext
-    block: Any
-    stages: Any
-    sums: Any
-    partials: Any
+    plan: LongWindowPlan  # division of the work
+    ctx: FlushContext  # context of the compressor
+    block: Any  # int32 scalar, number of the block in the cluster
+    stages_smem: Any  # [stages * stage_size] float32, the warpgroup's stages
+    sums_smem: Any  # [4 * D] float32, the block's buffer for sums over channels
+    partials_smem: Any  # [3 * CHUNKS * D] float32, results of chunks, in the block; interpreted, in global memory
+    # [warpgroups, 2] int32, `transaction_barriers` of the block's partials; None for clusters of one block and if
+    # interpreted.
     chunks_full: Any = None
-    block_barrier: Any = None
-    cluster_barrier: Any = None
+    block_barrier: Any = None  # barrier of the block's warpgroups, if interpreted
+    cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
         """Returns the first row of this block's chunk k."""
@@ -85,7 +67,7 @@ class LongWindowWorker:
         """Returns `rows` rows of chunk k's stage, which has logits, then biases, then values."""
         p = self.plan
         at = lax.rem(k, jnp.int32(p.stages)) * p.stage_size + begin * p.channels
-        return self.stages.at[pl.ds(at, rows * p.channels)]
+        return self.stages_smem.at[pl.ds(at, rows * p.channels)]
 
     def place(self, i: int, chunk):
         """Returns the place in partials of a chunk's largest logits (0), sums of weights (1) or weighted sums (2)."""
@@ -93,7 +75,7 @@ class LongWindowWorker:
 
     def received(self, i: int):
         """Loads `place(i, chunk)` of the partials for every chunk."""
-        return [vectors.load(self.partials.at[self.place(i, chunk)]) for chunk in range(CHUNKS)]
+        return [vectors.load(self.partials_smem.at[self.place(i, chunk)]) for chunk in range(CHUNKS)]
 
     def barrier(self):
         """Returns this warpgroup's barrier of `chunks_full`."""
@@ -122,26 +104,27 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
         # Interpreted blocks exchange partials through global memory.
         shared |= dict(block_barrier=plgpu.Barrier(num_arrivals=p.warpgroups))
         if p.blocks > 1:
-            del shared["partials"]
-            out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials"]), jnp.float32)]
+            del shared["partials_smem"]
+            out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials_smem"]), jnp.float32)]
             shared |= dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups))
 
-    def body(slots, positions, refs, *partials_gmem, stages, scratch, **shared):
+    def store_windows(slots_gmem, positions_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared):
         number, warpgroup, block = (lax.axis_index(name) for name in ("worker", "warpgroup", "block"))
 
         def mine(ref):
             size = ref.shape[0] // p.warpgroups
             return ref.at[pl.ds(warpgroup * size, size)]
 
-        ctx = FlushContext(c, refs, slots, positions, most, first=warpgroup * p.channels, scratch=mine(scratch))
+        operands = operands_gmem, slots_gmem, positions_gmem
+        ctx = FlushContext(c, *operands, most, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
         if partials_gmem:
-            shared |= dict(partials=partials_gmem[0].at[number])
-        worker = LongWindowWorker(p, ctx, block, mine(stages), **shared)
+            shared |= dict(partials_smem=partials_gmem[0].at[number])
+        worker = LongWindowWorker(p, ctx, block, mine(stages_smem), **shared)
         writer = block * p.warpgroups + warpgroup
         _run(worker, number * p.share, writer, with_states)
 
     run = kernel(
-        body,
+        store_windows,
         out_type=out,
         kernel_name="flush_long",
         grid={"worker": p.workers},
@@ -157,7 +140,7 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
 
 def _run(worker, first, writer, with_states):
     p, ctx = worker.plan, worker.ctx
-    end = jnp.minimum(first + p.share, ctx.slots.shape[0])
+    end = jnp.minimum(first + p.share, ctx.slots_gmem.shape[0])
     writers = p.blocks * p.warpgroups
     store = with_states and row_writer(ctx, first + writer, writers, -(-p.share // writers), end)
     window = _find_window(worker, first, end)
@@ -193,7 +176,7 @@ def _run(worker, first, writer, with_states):
 
 def _find_window(worker, first, end) -> WindowLocation:
     """Returns the first window that one of the tokens first, first + 1, ... closes, or one with token `end`."""
-    ctx, tokens = worker.ctx, worker.ctx.slots.shape[0]
+    ctx, tokens = worker.ctx, worker.ctx.slots_gmem.shape[0]
     c, ring = ctx.c, jnp.int32(ctx.c.state_kv.shape[2])
     scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
 
@@ -207,7 +190,7 @@ def _find_window(worker, first, end) -> WindowLocation:
 
     if worker.plan.share == 1:
         at = jnp.minimum(first, tokens - 1)
-        slot, position = ctx.slots[at], ctx.positions[at]
+        slot, position = ctx.slots_gmem[at], ctx.positions_gmem[at]
         token = jnp.where((first < end) & has_state(ctx, slot, position) & is_last(ctx, position), first, end)
     else:
         step = scans * SCAN
@@ -217,17 +200,18 @@ def _find_window(worker, first, end) -> WindowLocation:
             (first, search(first)),
         )
         at = jnp.minimum(token, tokens - 1)
-        slot, position = ctx.slots[at], ctx.positions[at]
+        slot, position = ctx.slots_gmem[at], ctx.positions_gmem[at]
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
     row = ctx.state_row(slot, position) - lax.rem(position, ring) + oldest
     return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(ctx, at))
 
 
+@jax.named_scope("start_rows")
 def _start_rows(worker, window, k, i):
     """Starts to copy the logits (i = 0) or the values (i = 1) of this block's chunk k."""
     p, ctx = worker.plan, worker.ctx
     c, row, ring = ctx.c, worker.row(k), ctx.c.state_kv.shape[2]
-    call, state = ((ctx.refs.gate, ctx.refs.state_gate), (ctx.refs.kv, ctx.refs.state_kv))[i]
+    call, state = ((ctx.gmem.gate, ctx.gmem.state_gate), (ctx.gmem.kv, ctx.gmem.state_kv))[i]
     pieces = [(state, window.ring + row, jnp.int32(0))]
     if ring % c.rows:
         pieces.append((state, window.ring + row - ring, window.wrap - row))
@@ -236,7 +220,7 @@ def _start_rows(worker, window, k, i):
     start(worker.staged(k, i * (p.chunk_rows + p.bias_rows), p.chunk_rows), pieces)
     if i == 0:
         target = worker.staged(k, p.chunk_rows, p.bias_rows)
-        biases = [(ctx.refs.position_bias, row + p.chunk_rows - p.bias_rows, jnp.int32(0))]
+        biases = [(ctx.gmem.position_bias, row + p.chunk_rows - p.bias_rows, jnp.int32(0))]
         pl.when(window.new < row + p.chunk_rows)(functools.partial(start, target, biases))
 
 
@@ -274,6 +258,7 @@ def _store_window(worker, window, following, end, count):
         pl.when(worker.block != 0)(worker.arrive)
 
 
+@jax.named_scope("finish_entry")
 def _finish_entry(worker, target, rotation, count):
     """Adds up the chunks of a window and stores its entry."""
     p = worker.plan
@@ -290,6 +275,7 @@ def _finish_entry(worker, target, rotation, count):
     entry.store_entry(worker.ctx, target, cos, sin, entry.normalize(weight, total), across)
 
 
+@jax.named_scope("pool_chunk")
 def _pool_chunk(worker, window, k, refill):
     """Sends the largest logits, the sums of weights and the weighted sums of chunk k to the first block."""
     p = worker.plan
@@ -323,7 +309,7 @@ def _pool_chunk(worker, window, k, refill):
 
 def _send(worker, k, i, x):
     """Sends x to the place of this block's chunk k in the first block's partials."""
-    target = worker.partials.at[worker.place(i, worker.block + worker.plan.blocks * k)]
+    target = worker.partials_smem.at[worker.place(i, worker.block + worker.plan.blocks * k)]
     if worker.chunks_full is None:
         target[...] = x
     else:
@@ -335,8 +321,8 @@ def _across(worker, count, uses, combine, x):
     p, ctx = worker.plan, worker.ctx
     # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
     base = (lax.rem(count, jnp.int32(2)) * 2 + next(uses)) * p.c.dim
-    worker.sums.at[pl.ds(base + ctx.first, p.channels)][...] = x
+    worker.sums_smem.at[pl.ds(base + ctx.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)
-    slices = (worker.sums.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
+    slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
     found = [vectors.load_repeated(x, p.channels) for x in slices]
     return tree_sum(found) if combine is jnp.add else functools.reduce(combine, found)

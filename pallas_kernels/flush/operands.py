@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.exact_math import MAX_SHORT
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
@@ -27,7 +27,7 @@ class CompressorOperands:
       pool_layer: int32 scalar, index on axis 0 of pools.
       state_kv: [layers, slots, ring, width] float32 values; ring >= rate, or 2 * rate with overlap.
       state_gate: [layers, slots, ring, width] float32 logits with position bias.
-      pools: [layers, blocks, entries, width], as the layout describes them: (nope, rope, scale) or (codes, scale).
+      pools: [layers, blocks, entries, ..] each, as the layout describes them: (nope, rope, scale) or (codes, scale).
       layout: format of the rows or indexer keys that entries are stored as.
       eps: epsilon of the RMS norm.
       overlap: whether an entry also pools the `rate` rows before its own.
@@ -87,8 +87,9 @@ class CompressorOperands:
                 f"entries of 128, 256 or 512 channels, got {dim}": dim in (128, 256, 512),
                 f"entries of {dim} channels, got a layout of {layout.dim}": layout.dim == dim,
                 f"windows of 4, 8, ... or 128 rows, got {self.rows}": self.rows in (4, 8, 16, 32, 64, 128),
-                f"overlapping windows of at most {MAX_SHORT} rows, got {self.rows}": not self.overlap
-                or not self.is_long,
+                f"overlapping windows of at most {MAX_SHORT} rows, got {self.rows}": not (
+                    self.overlap and self.is_long
+                ),
                 f"states of at least {self.rows} rows, got {ring}": ring >= self.rows,
                 f"a block table with columns, got {list(self.block_table.shape)}": self.block_table.shape[1] > 0,
             }
@@ -96,11 +97,7 @@ class CompressorOperands:
         check_array("kv", self.kv, jnp.float32, None, width)
         check_array("states", self.state_kv, jnp.float32, None, None, None, width)
         if isinstance(layout, RowLayout):
-            rules = {
-                f"a multiple of 64 channels without RoPE, got {layout.nope_dim}": layout.nope_dim % 64 == 0,
-                f"scale blocks of 64 or a row, got {layout.scale_block}": layout.scale_block in (None, 64),
-            }
+            check_row_layout(layout)
         else:
-            rules = {f"a scale for 16 or 32 channels, got {layout.scale_block}": layout.scale_block in (16, 32)}
-        check_rules(rules)
+            check_rules({f"a scale for 16 or 32 channels, got {layout.scale_block}": layout.scale_block in (16, 32)})
         check_pools(layout, self.pools)

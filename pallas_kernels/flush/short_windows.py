@@ -9,67 +9,30 @@ Grid: (compressor, block). Every warpgroup takes each n-th token of the call and
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.flush.flush_config import FlushCall
-from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.flush.states import SCAN, closing, row_writer
+from pallas_kernels.flush.states import SCAN, closing, row_writer, run_workers
 from pallas_kernels.formats.exact_math import SLICE, tree_sum
 from pallas_kernels.mgpu import copies, vectors
-from pallas_kernels.runtime.launch import kernel
 
 
-WARPGROUPS = 2  # warpgroups in a block
-
-
-def store_entries(
-    compressors: Sequence[CompressorOperands],
-    refs: Sequence[CompressorOperands],
-    call: FlushCall,
-    with_states: bool,
-) -> None:
+def store_entries(compressors, refs, call: FlushCall, with_states: bool) -> None:
     """Stores the entries of the windows that close, and with `with_states` the state rows."""
-    tokens, most = call.slots.shape[0], call.max_tokens
-    workers, share = _workers(tokens, most, call.config.short_workers)
-    sizes = dict(
-        stage=max(2 * c.rows * c.dim for c in compressors),
-        biases=max(min(c.rows, most) * c.dim for c in compressors),
-        scratch=max(c.dim for c in compressors),
-    )
+    most = call.max_tokens
+    workers, share = _workers(call.slots.shape[0], most, call.config.short_workers)
 
-    def body(slots, positions, refs, **shared):
-        warpgroup = lax.axis_index("warpgroup")
-        worker = lax.axis_index("block") * WARPGROUPS + warpgroup
-        # Surplus warpgroups get no token.
-        first = jnp.where(worker < workers, worker, tokens)
-        for j, c in enumerate(compressors):
-            own = {name: shared[name].at[pl.ds(warpgroup * size, size)] for name, size in sizes.items()}
-            own["scratch"] = shared["scratch"].at[pl.ds(warpgroup * sizes["scratch"], c.dim)]
-            ctx = FlushContext(c, refs[j], slots, positions, most, **own)
-            work = functools.partial(_run, ctx, first, workers, share, with_states)
-            pl.when(lax.axis_index("compressor") == j)(work)
+    def sizes(c):
+        return dict(stage_smem=2 * c.rows * c.dim, biases_smem=min(c.rows, most) * c.dim, scratch_smem=c.dim)
 
-    run = kernel(
-        body,
-        out_type=(),
-        kernel_name="flush_short",
-        # The last axis runs fastest, so the blocks of the first compressor, which takes longest, start first.
-        grid={"compressor": len(compressors), "block": -(-workers // WARPGROUPS)},
-        num_threads=WARPGROUPS,
-        scratch_types={name: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for name, size in sizes.items()},
-        # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=call.interpret,
-    )
-    run(call.slots, call.positions, refs)
+    work = functools.partial(_run, step=workers, share=share, with_states=with_states)
+    run_workers("flush_short", work, workers, compressors, refs, call, sizes)
 
 
 def _workers(tokens, most, limit):
@@ -82,7 +45,7 @@ def _workers(tokens, most, limit):
 
 def _run(ctx, first, step, share, with_states):
     """Processes tokens first, first + step, ..."""
-    tokens = ctx.slots.shape[0]
+    tokens = ctx.slots_gmem.shape[0]
     store = with_states and row_writer(ctx, first, step, share, tokens)
     found = _start_scan(ctx, first, step, 0)
     if store:
@@ -99,11 +62,12 @@ def _run(ctx, first, step, share, with_states):
 
 def _start_scan(ctx, first, step, scan):
     """Starts the first window of 32 tokens; returns `closing`'s bits and the number of its rows in the call."""
-    bits = closing(ctx, first, step, scan * SCAN, ctx.slots.shape[0])
+    bits = closing(ctx, first, step, scan * SCAN, ctx.slots_gmem.shape[0])
     token = first + (scan * SCAN + vectors.lowest_bit(bits)) * step
     return bits, _start_window(ctx, token, bits, _start_biases)
 
 
+@jax.named_scope("store_windows")
 def _store_windows(ctx, first, step, scan, share, bits, rows_in_call):
     """Stores the entries of the windows that `_start_scan` found."""
 
@@ -113,7 +77,7 @@ def _store_windows(ctx, first, step, scan, share, bits, rows_in_call):
         target = entry.find_target(ctx, token)
         copies.commit_copies()
         copies.wait_copies(0)
-        exists = ctx.positions[token] >= ctx.c.rate
+        exists = ctx.positions_gmem[token] >= ctx.c.rate
         logits, peak = _take_logits(ctx, exists, rows_in_call)
         weights = entry.softmax_weights(logits, peak)
         values = [_where_exists(ctx, exists, j, 0, 0.0) for j in range(ctx.c.rows)]
@@ -132,7 +96,7 @@ def _store_windows(ctx, first, step, scan, share, bits, rows_in_call):
 
 def _across(ctx, combine, x):
     """Combines x, equal within each slice, over all slices."""
-    return vectors.butterfly(combine, x, ctx.c.dim // 2, SLICE, ctx.scratch)
+    return vectors.butterfly(combine, x, ctx.c.dim // 2, SLICE, ctx.scratch_smem)
 
 
 def _start_window(ctx, token, bits, also=lambda ctx: None):
@@ -154,16 +118,17 @@ def _start_biases(ctx: FlushContext) -> None:
 
     def start_bias(j, _):
         row, column = place(j)
-        target = ctx.biases.at[pl.ds((j - first) * c.dim, c.dim)]
-        copies.start_copy(target, ctx.refs.position_bias, lax.rem(row, jnp.int32(c.rate)), column)
+        target = ctx.biases_smem.at[pl.ds((j - first) * c.dim, c.dim)]
+        copies.start_copy(target, ctx.gmem.position_bias, lax.rem(row, jnp.int32(c.rate)), column)
 
     lax.fori_loop(first, c.rows, start_bias, None)
 
 
+@jax.named_scope("start_rows")
 def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     """Starts to copy the rows of the window that closes at `token`."""
     c = ctx.c
-    slot, position = ctx.slots[token], ctx.positions[token]
+    slot, position = ctx.slots_gmem[token], ctx.positions_gmem[token]
     ring = jnp.int32(c.state_kv.shape[2])
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
@@ -177,7 +142,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     def start_row(j, _=None):
         row, column = place(j)
         number = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
-        for i, (new, old) in enumerate([(ctx.refs.kv, ctx.refs.state_kv), (ctx.refs.gate, ctx.refs.state_gate)]):
+        for i, (new, old) in enumerate([(ctx.gmem.kv, ctx.gmem.state_kv), (ctx.gmem.gate, ctx.gmem.state_gate)]):
             copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
 
     if ctx.max_in_call >= c.rows:
@@ -191,7 +156,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
         # If the ring has room for whole windows, their rows are adjacent: one address, and offsets.
         below = j % c.rate if c.state_kv.shape[2] % c.rate == 0 else 0
         row, column = place(jnp.int32(j - below))
-        for i, array in enumerate((ctx.refs.state_kv, ctx.refs.state_gate)):
+        for i, array in enumerate((ctx.gmem.state_kv, ctx.gmem.state_gate)):
             copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
 
 
@@ -203,7 +168,7 @@ def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Arra
         x = _where_exists(ctx, exists, j, 1, -jnp.inf)
         if j < first:
             return x
-        bias = vectors.load(ctx.biases.at[pl.ds((j - first) * c.dim, c.dim)])
+        bias = vectors.load(ctx.biases_smem.at[pl.ds((j - first) * c.dim, c.dim)])
         return x + jnp.where(jnp.broadcast_to(j >= c.rows - rows_in_call, x.shape), bias, 0.0)
 
     logits = [logit(j) for j in range(c.rows)]
@@ -233,4 +198,4 @@ def _may_be_in_call(ctx):
 
 def _staged(ctx, i, j):
     c = ctx.c
-    return ctx.stage.at[pl.ds((i * c.rows + j) * c.dim, c.dim)]
+    return ctx.stage_smem.at[pl.ds((i * c.rows + j) * c.dim, c.dim)]

@@ -1,6 +1,6 @@
-"""State rows: finding the tokens that have one, and storing them.
+"""Warpgroups that take a call's tokens in turn, and what they do for any window: find its tokens, store state rows.
 
-`store_states` is a kernel of its own with grid (compressor, block); its warpgroups take tokens in turn.
+The grid of `run_workers` is (compressor, block). `store_state_rows` is a launch of its own.
 """
 
 import functools
@@ -30,7 +30,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     at = jnp.where(token < end, token, -1)
-    slot, position = (vectors.take(x, at) for x in (ctx.slots, ctx.positions))
+    slot, position = (vectors.take(x, at) for x in (ctx.slots_gmem, ctx.positions_gmem))
     return token, (at >= 0) & has_state(ctx, slot, position), slot, position
 
 
@@ -61,26 +61,43 @@ def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable
     return lambda: lax.fori_loop(0, count, store, None)
 
 
-def store_states(compressors, refs, call: FlushCall) -> None:
+def store_state_rows(compressors, refs, call: FlushCall) -> None:
     """Stores the state rows of all tokens."""
     tokens = call.slots.shape[0]
     workers = min(tokens, call.config.state_workers)
-    share = -(-tokens // workers)
+    work = functools.partial(_store_rows, step=workers, share=-(-tokens // workers))
+    run_workers("flush_states", work, workers, compressors, refs, call)
 
-    def body(slots, positions, refs):
-        number = lax.axis_index("block") * WARPGROUPS + lax.axis_index("warpgroup")
-        # Surplus warpgroups get no token.
-        first = jnp.where(number < workers, number, tokens)
+
+def run_workers(
+    name: str, work: Callable, workers: int, compressors, refs, call: FlushCall, sizes: Callable = lambda c: {}
+) -> None:
+    """Launches a kernel in which each of a number of warpgroups runs `work(context, number)` for each compressor.
+
+    A surplus warpgroup of the last block gets the number of tokens as its number. `sizes(c)` has the number of float32
+    values in each of the warpgroup's buffers in shared memory.
+    """
+    tokens = call.slots.shape[0]
+    strides = {buffer: max(sizes(c)[buffer] for c in compressors) for buffer in sizes(compressors[0])}
+
+    def run_compressors(slots_gmem, positions_gmem, operands_gmem, **smem):
+        warpgroup = lax.axis_index("warpgroup")
+        worker = lax.axis_index("block") * WARPGROUPS + warpgroup
+        number = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
-            ctx = FlushContext(c, refs[j], slots, positions, call.max_tokens)
-            pl.when(lax.axis_index("compressor") == j)(functools.partial(_store_rows, ctx, first, workers, share))
+            own = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
+            ctx = FlushContext(c, operands_gmem[j], slots_gmem, positions_gmem, call.max_tokens, **own)
+            pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
 
     run = kernel(
-        body,
+        run_compressors,
         out_type=(),
-        kernel_name="flush_states",
+        kernel_name=name,
+        # The last axis runs fastest, so the blocks of the first compressor, which takes longest, start first.
         grid={"compressor": len(compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
+        scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
+        # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
@@ -88,12 +105,12 @@ def store_states(compressors, refs, call: FlushCall) -> None:
 
 
 def _store_rows(ctx, first, step, share):
-    tokens, ring = ctx.slots.shape[0], ctx.c.state_kv.shape[2]
+    tokens, ring = ctx.slots_gmem.shape[0], ctx.c.state_kv.shape[2]
 
     def store_rows(number, _):
         token, mine, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
         if ctx.max_in_call > ring:
-            later = vectors.take(ctx.slots, jnp.where(token + ring < tokens, token + ring, -1))
+            later = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
             mine &= (token + ring >= tokens) | (later != slot)
 
         def store(bits):
@@ -109,24 +126,23 @@ def _store_rows(ctx, first, step, share):
 def _read_row(ctx, token, end):
     """Reads a token's row; returns a function that stores it in the ring."""
     c = ctx.c
-    tokens, ring = ctx.slots.shape[0], c.state_kv.shape[2]
+    tokens, ring = ctx.slots_gmem.shape[0], c.state_kv.shape[2]
     safe, later = jnp.minimum(token, tokens - 1), jnp.minimum(token + ring, tokens - 1)
-    slot, position = ctx.slots[safe], ctx.positions[safe]
+    slot, position = ctx.slots_gmem[safe], ctx.positions_gmem[safe]
     mine = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
         # Skips a token whose row a later token of the call overwrites.
-        mine &= (token + ring >= tokens) | (ctx.slots[later] != slot)
+        mine &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), jnp.int32(c.rate))
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
-    rows = (ctx.refs.kv, safe), (ctx.refs.gate, safe), (ctx.refs.position_bias, phase)
+    rows = (ctx.gmem.kv, safe), (ctx.gmem.gate, safe), (ctx.gmem.position_bias, phase)
     values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]
 
+    @jax.named_scope("store_row")
     def store():
-        @pl.when(mine)
-        def _():
-            row = ctx.state_row(slot, position)
-            for half, (value, logit, bias) in zip(halves, values, strict=True):
-                ctx.refs.state_kv[row, half] = value
-                ctx.refs.state_gate[row, half] = logit + bias
+        row = ctx.state_row(slot, position)
+        for half, (value, logit, bias) in zip(halves, values, strict=True):
+            ctx.gmem.state_kv[row, half] = value
+            ctx.gmem.state_gate[row, half] = logit + bias
 
-    return store
+    return lambda: pl.when(mine)(store)

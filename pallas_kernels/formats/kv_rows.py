@@ -17,14 +17,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.formats.layouts import RowLayout, check_pools
-from pallas_kernels.formats.products import product_in
+from pallas_kernels.formats.exact_math import product_in
+from pallas_kernels.formats.layouts import GROUP as GROUP, RowLayout, check_pools, check_row_layout
 from pallas_kernels.mgpu import mlir
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
 
 
-GROUP = 64
 GROUPS = 8
 ROW_DIM = GROUPS * GROUP
 WARPS = 4  # warps of a warpgroup
@@ -49,29 +48,16 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 def check_row_pools(layout: RowLayout, nope: jax.Array, rope: jax.Array, scale: jax.Array) -> None:
     """Raises NotImplementedError unless these are pools [layers, a, b, width] of rows that the kernels take."""
-    check_rules(
-        {
-            f"rows of {ROW_DIM} values, got {layout.nope_dim} + {layout.rope_dim}": layout.dim == ROW_DIM,
-            f"a multiple of {GROUP} values without RoPE, got {layout.nope_dim}": layout.nope_dim % GROUP == 0,
-            f"scale blocks of {GROUP} or a row, got {layout.scale_block}": layout.scale_block in (None, GROUP),
-        }
-    )
+    check_rules({f"rows of {ROW_DIM} values, got {layout.nope_dim} + {layout.rope_dim}": layout.dim == ROW_DIM})
+    check_row_layout(layout)
     check_pools(layout, (nope, rope, scale))
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the ring row of each token, `position % ring` of its slot.
+    """Returns the row of each token [n], `position % ring` of its slot, in rings of a shape [layers, slots, ring, ..].
 
-    Args:
-      token: [n] int32 in layout PER_ROW, numbers of tokens; numbers from T on are ignored.
-      slots: [T] int32 in global memory; tokens of one slot are consecutive and in order.
-      positions: [T] int32 in global memory.
-      layer: [1] int32 in global memory.
-      shape: the rings' shape [layers, slots, ring, ..].
-
-    Returns:
-      [n] int32 row numbers. -1 for ignored tokens, for padding (slot or position -1), and for tokens whose row a later
-      token of the call overwrites.
+    The row is -1 for tokens from T on, for padding (slot or position -1), and for tokens whose row a later token of the
+    call overwrites. `slots`, `positions` [T] and `layer` [1] are int32 in global memory.
     """
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
@@ -93,8 +79,7 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
       ref: [R, C] or [R] in global memory.
       rows: [n] int32 in layout PER_ROW, each in 0 .. R - 1.
       shape: (n,) for the first value of each row; (n, C) for rows of per-group values; (n, 8, 64) for rows in groups.
-      first_group: the group at which the pool's C / 64 groups begin, for (n, 8, 64). Values of the other groups are
-        unspecified.
+      first_group: the group at which the pool's C / 64 groups begin; values of other groups are unspecified.
     """
     values = ref[...].reshape(-1, _width(ref))[rows]
     if len(shape) == 3:
@@ -125,13 +110,9 @@ def _load_rows_mosaic(ref, rows, shape, *, first_group=0):
 
 @primitive
 def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0) -> None:
-    """Stores rows of a pool by number; skips negative row numbers, and groups that the pool lacks.
+    """Stores rows of a pool by number, as `load_rows` loads them; a bool pool takes uint8 0 and 1.
 
-    Args:
-      ref: [R, C] or [R] in global memory.
-      rows: [n] int32 in layout PER_ROW.
-      values: [n], [n, C] or [n, 8, 64] of the pool's dtype, as `load_rows` returns them; uint8 0 and 1 for bool pools.
-      first_group: as in `load_rows`.
+    Skips negative row numbers, and groups that the pool lacks.
     """
     flat = values.reshape(values.shape[0], -1)[:, first_group * GROUP :][:, : _width(ref)].astype(ref.dtype)
     for i in range(values.shape[0]):
@@ -141,22 +122,19 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
             ref[rows[i]] = flat[i] if len(ref.shape) == 2 else flat[i, 0]
 
 
-@store_rows.mosaic
-def _store_rows_mosaic(ref, rows, values, *, first_group=0):
-    def emit(ref, rows, values):
-        for at, row, group, lane in _positions(values.layout, values.shape, rows):
-            inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
-            if len(values.shape) == 3:
-                # Compares unsigned numbers: groups before the first lie past the end.
-                group = arith.subi(group, mlir.index(first_group))
-                in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
-                inside = arith.andi(inside, in_pool)
-            with mgpu.utils.when(inside):
-                bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
-                value = vector.bitcast(bits, values.registers[at])
-                llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
-
-    mlir.inline(emit, ref, rows, values, layout=_layout)
+@mlir.emits(store_rows, layout=_layout)
+def _emit_store_rows(ref, rows, values, *, first_group=0):
+    for at, row, group, lane in _positions(values.layout, values.shape, rows):
+        inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
+        if len(values.shape) == 3:
+            # Compares unsigned numbers: groups before the first lie past the end.
+            group = arith.subi(group, mlir.index(first_group))
+            in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
+            inside = arith.andi(inside, in_pool)
+        with mgpu.utils.when(inside):
+            bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
+            value = vector.bitcast(bits, values.registers[at])
+            llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
 
 
 def _positions(layout, shape, rows):

@@ -4,8 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.runtime.checks import check_array, check_rules
+
+
+GROUP = 64  # channels of a row that share a scale, and the unit in which kernels move rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +19,8 @@ class RowLayout:
     Attributes:
       nope_dim: number of values stored as E4M3 codes, uint8.
       rope_dim: number of values stored in bfloat16, the last ones of the row.
-      scale_block: number of values that share an E8M0 scale; the scales are uint8, zero-padded to a multiple of 8. None
-        means one float32 inverse scale for the row.
+      scale_block: number of values that share an E8M0 scale, uint8, zero-padded to a multiple of 8 scales. None: one
+        float32 inverse scale for the row.
     """
 
     nope_dim: int
@@ -32,6 +36,13 @@ class RowLayout:
     def scale_width(self) -> int:
         """The number of scales in a row, padding included."""
         return 1 if self.scale_block is None else -(-self.nope_dim // self.scale_block // 8) * 8
+
+    @property
+    def columns(self) -> list[tuple[str, DTypeLike, int]]:
+        """The name, dtype and width of each array."""
+        scale = jnp.float32 if self.scale_block is None else jnp.uint8
+        widths = self.nope_dim, self.rope_dim, self.scale_width
+        return list(zip(("nope", "rope", "scale"), (jnp.uint8, jnp.bfloat16, scale), widths, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +63,11 @@ class KeyLayout:
     hadamard: bool
     global_scale: float = 1.0
 
+    @property
+    def columns(self) -> list[tuple[str, DTypeLike, int]]:
+        """The name, dtype and width of each array."""
+        return [("codes", jnp.uint8, self.dim // 2), ("scale", jnp.uint8, self.dim // self.scale_block)]
+
 
 def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
     """Returns the layout; raises NotImplementedError for None, which stands for an unquantized format."""
@@ -60,20 +76,18 @@ def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
     return layout
 
 
-def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> None:
-    """Raises NotImplementedError unless the pools [a, b, c, width] have this layout and are not empty.
+def check_row_layout(layout: RowLayout) -> None:
+    """Raises NotImplementedError unless the kernels take rows of this layout."""
+    check_rules(
+        {
+            f"a multiple of {GROUP} channels without RoPE, got {layout.nope_dim}": layout.nope_dim % GROUP == 0,
+            f"scale blocks of {GROUP} or a row, got {layout.scale_block}": layout.scale_block in (None, GROUP),
+        }
+    )
 
-    Args:
-      layout: the layout of rows or keys.
-      pools: for rows, nope [.., nope_dim] uint8, rope [.., rope_dim] bfloat16 and scale [.., scale_width] uint8 or
-        float32; for keys, codes [.., dim / 2] uint8 and scale [.., dim / scale_block] uint8.
-    """
-    if isinstance(layout, RowLayout):
-        scale = jnp.float32 if layout.scale_block is None else jnp.uint8
-        widths = {"nope": layout.nope_dim, "rope": layout.rope_dim, "scale": layout.scale_width}
-        dtypes = jnp.uint8, jnp.bfloat16, scale
-    else:
-        widths, dtypes = {"codes": layout.dim // 2, "scale": layout.dim // layout.scale_block}, (jnp.uint8, jnp.uint8)
-    for (name, width), dtype, pool in zip(widths.items(), dtypes, pools, strict=True):
+
+def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> None:
+    """Raises NotImplementedError unless the pools [a, b, c, width] have this layout and are not empty."""
+    for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
         check_array(name, pool, dtype, *pools[0].shape[:3], width)
     check_rules({f"pools that hold a row, got {list(pools[0].shape)}": pools[0].size > 0})

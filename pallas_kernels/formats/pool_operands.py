@@ -23,10 +23,9 @@ class Rings:
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
-      pools: (nope [layers, slots, ring, N] uint8, rope [.., R] bfloat16, scale [.., 8] uint8, an E8M0 scale for each 64
-        values of nope and zeros, or [.., 1] float32, an inverse scale).
+      pools: (nope, rope, scale), [layers, slots, ring, ..] each, see `RowLayout`.
       window: number of rows that a token sees, itself included; at most the ring.
-      layout: byte layout of a row; N + R = 512, both multiples of 64, a scale for 64 values or one for the row.
+      layout: byte layout of a row of 448 + 64 or as many values, with a scale for 64 values or one for the row.
       own_rows: [T] int32, for attention to more tokens than a ring has room for: row of each token in the ring of slot
         0, behind the rows of its window. None: the row of its position in its own slot's ring.
     """

@@ -66,13 +66,9 @@ def _(x, layout):
 
 
 def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
-    """Quantizes a row in each warp and stores it, the padding of E8M0 scales included.
+    """Quantizes rows x [4, 8, 64] float32, one in each warp, and stores them, the padding of E8M0 scales included.
 
-    Args:
-      x: [4, 8, 64] float32.
-      pools: references to nope, rope and scale, [R, ..] in global memory.
-      row: [4] int32 row numbers; -1 stores nothing.
-      layout: the rows' layout.
+    `pools` are references to nope, rope and scale, [R, ..] in global memory; row -1 [4] int32 stores nothing.
     """
     nope, rope, scale = pools
     nope_groups = layout.nope_dim // kv_rows.GROUP
@@ -98,7 +94,7 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       x: [size] float32.
       pools: references to the row's nope, rope and scale values; a scale is for 64 values or the row.
       layout: the row's layout.
-      largest: a function that returns the maximum of [size] float32 over all of the row's channels, whoever holds them.
+      largest: a function that returns the maximum of [size] float32 over the row's channels, whoever holds them.
       first: the first channel, a multiple of 64.
       keep: whether to store anything.
       scratch: as in `vectors.exchange`.
@@ -137,15 +133,9 @@ def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
 
 
 def quantize_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes consecutive keys of `layout.dim` channels.
+    """Quantizes consecutive keys of `layout.dim` channels, x [size] float32.
 
-    Args:
-      x: [size] float32.
-      layout: the keys' layout.
-      scratch: as in `vectors.exchange`.
-
-    Returns:
-      [size] each: E2M1 codes 0 to 15, int32; scale bits, uint8; steps whose multiples the values are, float32.
+    Returns E2M1 codes 0 to 15, int32; scale bits, uint8; and float32 steps, [size] each. Values are code * step.
     """
     if layout.hadamard:
         x = round_bfloat16(_hadamard(x, layout.dim, scratch))
@@ -157,10 +147,7 @@ def quantize_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, 
 def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the scale bits, uint8, the steps and the factors, float32, of blocks of E2M1 values.
 
-    Args:
-      amax: largest magnitudes, float32.
-      layout: the keys' layout.
-      registers: the register layout of `amax`.
+    `registers` is the register layout of `amax`, the blocks' largest magnitudes, float32.
     """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))

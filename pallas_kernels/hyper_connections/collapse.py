@@ -34,29 +34,20 @@ CHANNELS = 1024  # channels of a warpgroup
 STAGES = 2  # groups of tokens whose `pre` waits to be used
 WARPS = THREADS // WARP
 MAX_LOADS = 16  # chunks of sums that fit into registers at once
+_LANES = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
 _RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
-_FROM_LANE = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
 
 
 @dataclasses.dataclass(frozen=True)
 class CollapseProblem:
-    """Static description of a launch.
-
-    Attributes:
-      tokens: number of tokens.
-      width: channels of a stream.
-      rows: number of mixing weights of a token: 24, or 4 for the head.
-      slices: number of slices of channels whose sums are to be added up.
-      tokens_each: tokens of a group.
-      norm_eps, hc_eps, iterations: constants, see `hyper_connections`.
-    """
+    """Static description of a launch."""
 
     tokens: int
-    width: int
-    rows: int
-    slices: int
-    tokens_each: int
-    norm_eps: float
+    width: int  # channels of a stream
+    rows: int  # number of mixing weights of a token: 24, or 4 for the head
+    slices: int  # number of slices of channels whose sums are to be added up
+    tokens_each: int  # tokens of a group
+    norm_eps: float  # this and the others: see `hyper_connections`
     hc_eps: float
     iterations: int
 
@@ -79,22 +70,14 @@ class CollapseProblem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CollapseScratch:
-    """Scratch of the launch: the types to allocate, and within the kernel the references.
+    """Scratch of the launch: the types to allocate, and within the kernel the references."""
 
-    Attributes:
-      pre_empty, pre_full: one barrier for each stage of `pre_smem`.
-      norms_smem: [2, step, warps] float32 sums of squares, used in turns.
-      norms_full: barrier of the warpgroups that collapse.
-      pre_smem: [STAGES, 128] float32, the weights `pre` of a token in each warp.
-      exchange_smem: [128] float32.
-    """
-
-    pre_empty: Any
-    norms_smem: Any
-    norms_full: Any
-    pre_smem: Any
-    exchange_smem: Any
-    pre_full: Any
+    pre_empty: Any  # one barrier for each stage of `pre_smem`
+    norms_smem: Any  # [2, step, warps] float32 sums of squares, used in turns
+    norms_full: Any  # barrier of the warpgroups that collapse
+    pre_smem: Any  # [STAGES, 128] float32, the weights `pre` of a token in each warp
+    exchange_smem: Any  # [128] float32
+    pre_full: Any  # as `pre_empty`
 
 
 def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, interpret: bool):
@@ -102,9 +85,7 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
 
     `partials` is [T, slices * 32] float32 if a group has one token, otherwise [slices, T * 32].
     """
-    out_type = [jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16)]
-    if p.rows > STREAMS:
-        out_type.append(jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32))
+    mixing_type = jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32) if p.rows > STREAMS else None
     scratch = CollapseScratch(
         pre_empty=plgpu.Barrier(num_arrivals=p.workers, num_barriers=STAGES),
         norms_smem=plgpu.SMEM((2, p.step, p.workers * WARPS), jnp.float32),
@@ -115,7 +96,7 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
     )
     run = kernel(
         functools.partial(_body, p),
-        out_type=out_type,
+        out_type=(jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16), mixing_type),
         kernel_name="hyper_connections_collapse",
         grid={"block": min(3 if interpret else MULTIPROCESSORS, p.groups)},
         num_threads=p.workers + 1,
@@ -123,23 +104,17 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    x, *mixing = run(streams, partials, base, scale, weight)
-    return x, mixing[0] if mixing else None
+    return run(streams, partials, base, scale, weight)
 
 
-def _body(p, streams_gmem, partials_gmem, base_gmem, scale_gmem, weight_gmem, x_gmem, *mixing_gmem, scratch):
+def _body(p, streams_gmem, partials_gmem, base_gmem, scale_gmem, weight_gmem, x_gmem, mixing_gmem, scratch):
     block, blocks, warpgroup = lax.axis_index("block"), lax.axis_size("block"), lax.axis_index("warpgroup")
-    count = lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
+    groups = block, blocks, lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
 
-    @pl.when(warpgroup < p.workers)
-    @jax.named_scope("collapse_streams")
-    def _():
-        _collapse_streams(p, (block, blocks, count), warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
-
-    @pl.when(warpgroup == p.workers)
-    @jax.named_scope("compute_weights")
-    def _():
-        _compute_weights(p, (block, blocks, count), partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch)
+    collapse = functools.partial(_collapse_streams, p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
+    compute = functools.partial(_compute_weights, p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch)
+    pl.when(warpgroup < p.workers)(jax.named_scope("collapse_streams")(collapse))
+    pl.when(warpgroup == p.workers)(jax.named_scope("compute_weights")(compute))
 
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
@@ -197,10 +172,9 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         parts, chunks = [], range(p.slices * p.tokens_each // WARPS)
         for begin in chunks[::MAX_LOADS]:
             some = chunks[begin : begin + MAX_LOADS]
-            places: list[Any] = [(group, pl.ds(chunk * THREADS, THREADS)) for chunk in some]
-            if p.tokens_each > 1:
-                places = [(chunk, pl.ds(group * THREADS, THREADS)) for chunk in some]
-            parts.append(_pairwise_sum([vectors.load(partials_gmem.at[place]) for place in places]))
+            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in some]
+            loaded = [vectors.load(partials_gmem.at[row, pl.ds(i * THREADS, THREADS)]) for row, i in places]
+            parts.append(_pairwise_sum(loaded))
         sums = _pairwise_sum(parts)
         if p.tokens_each == 1:
             sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch.exchange_smem)
@@ -216,22 +190,23 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(scratch.pre_empty.at[stage]))
         scratch.pre_smem[stage] = weights
         plgpu.barrier_arrive(scratch.pre_full.at[stage])
-        if mixing_gmem:
-            weights = jnp.where(lane < 2 * STREAMS, weights, mixing_matrix(logits, p.iterations, p.hc_eps))
-            put_rows(mixing_gmem[0], weights, group * p.tokens_each, p.tokens_each)
+        if mixing_gmem is not None:
+            comb = mixing_matrix(logits, iterations=p.iterations, eps=p.hc_eps)
+            weights = jnp.where(lane < 2 * STREAMS, weights, comb)
+            put_rows(mixing_gmem, weights, group * p.tokens_each, rows=p.tokens_each)
 
     pl.loop(0, count)(visit_group)
     barriers.wait_for_last(scratch.pre_empty, count)
 
 
-def _pairwise_sum(terms):
+def _pairwise_sum(terms, add=jnp.add):
     while len(terms) > 1:
-        terms = [*map(jnp.add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
+        terms = [*map(add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
     return terms[0]
 
 
 @primitive
-def mixing_matrix(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
+def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
     """Computes each warp's comb from its logits: softmax of rows, then Sinkhorn, see `ops.hyper_connections`.
 
     Entry [j, k] of the logits, and of comb in the result, is in lane `8 + 4 * j + k` of [128] float32.
@@ -248,51 +223,38 @@ def mixing_matrix(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
     return logits.reshape(WARPS, WARP).at[:, lanes].set(comb.reshape(WARPS, -1)).reshape(-1)
 
 
-@mixing_matrix.mosaic
-def _mixing_matrix_mosaic(logits, iterations, eps):
-    def emit(logits):
-        f32, places = mlir.f32_type(), range(STREAMS)
+@mlir.emits(mixing_matrix, _LANES.layout, returns=_LANES)
+def _emit_mixing_matrix(logits, iterations, eps):
+    places = range(STREAMS)
 
-        def from_lane(number):
-            value = thread_ops.bits(mlir.scalar(logits))
-            return thread_ops.as_float(thread_ops.ptx(_FROM_LANE, value, number))
+    def total(terms, combine=arith.addf):
+        return combine(combine(*terms[:2]), combine(*terms[2:]))
 
-        def total(terms, combine=arith.addf):
-            return combine(combine(*terms[:2]), combine(*terms[2:]))
+    def softmax(row):
+        top = total(row, arith.maximumf)
+        scaled = [arith.mulf(arith.subf(x, top), mlir.f32(math.log2(math.e))) for x in row]
+        powers = [_approximate("ex2.approx.ftz.f32 $0, $1;", x) for x in scaled]
+        share = _approximate(_RECIPROCAL, total(powers))
+        return [thread_ops.fma(x, share, mlir.f32(eps)) for x in powers]
 
-        def approximate(code, x):
-            return mlir.ptx(code, x, results=f32, pure=True)
+    def rows(comb):
+        factors = [_approximate(_RECIPROCAL, arith.addf(total(row), mlir.f32(eps))) for row in comb]
+        return [[arith.mulf(x, factor) for x in row] for row, factor in zip(comb, factors, strict=True)]
 
-        def softmax(row):
-            top = total(row, arith.maximumf)
-            scaled = [arith.mulf(arith.subf(x, top), mlir.f32(math.log2(math.e))) for x in row]
-            powers = [approximate("ex2.approx.ftz.f32 $0, $1;", x) for x in scaled]
-            share = approximate(_RECIPROCAL, total(powers))
-            return [thread_ops.fma(x, share, mlir.f32(eps)) for x in powers]
+    def columns(comb):
+        return list(zip(*rows([*zip(*comb, strict=True)]), strict=True))
 
-        def rows(comb):
-            factors = [approximate(_RECIPROCAL, arith.addf(total(row), mlir.f32(eps))) for row in comb]
-            return [[arith.mulf(x, factor) for x in row] for row, factor in zip(comb, factors, strict=True)]
+    def iterate(_, *flat):
+        flat = [thread_ops.as_float(x) for x in flat]
+        comb = columns(rows([flat[STREAMS * j : STREAMS * (j + 1)] for j in places]))
+        return [thread_ops.bits(x) for row in comb for x in row]
 
-        def transposed(comb):
-            return [list(column) for column in zip(*comb, strict=True)]
-
-        def columns(comb):
-            return transposed(rows(transposed(comb)))
-
-        def iterate(_, *flat):
-            flat = [thread_ops.as_float(x) for x in flat]
-            comb = columns(rows([flat[STREAMS * j : STREAMS * (j + 1)] for j in places]))
-            return [thread_ops.bits(x) for row in comb for x in row]
-
-        comb = [softmax([from_lane((2 + j) * STREAMS + k) for k in places]) for j in places]
-        flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
-        found, lane = flat[0], thread_ops.lane()
-        for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
-            found = lane.equals(number).where(x, found)
-        return [thread_ops.as_float(found)]
-
-    return vectors.inline(emit, logits, returns=logits)
+    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k) for k in places]) for j in places]
+    flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
+    found, lane = flat[0], thread_ops.lane()
+    for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
+        found = lane.equals(number).where(x, found)
+    return [thread_ops.as_float(found)]
 
 
 @primitive
@@ -303,10 +265,11 @@ def reciprocal(x: jax.Array) -> jax.Array:
 
 @reciprocal.mosaic
 def _reciprocal_mosaic(x):
-    def emit(x):
-        return [mlir.ptx(_RECIPROCAL, mlir.scalar(x), results=mlir.f32_type(), pure=True)]
+    return vectors.inline(lambda x: [_approximate(_RECIPROCAL, mlir.scalar(x))], x, returns=x)
 
-    return vectors.inline(emit, x, returns=x)
+
+def _approximate(code, x):
+    return mlir.ptx(code, x, results=mlir.f32_type(), pure=True)
 
 
 @primitive
@@ -317,11 +280,12 @@ def from_lane(x: jax.Array, lane: int) -> jax.Array:
 
 @from_lane.mosaic
 def _from_lane_mosaic(x, lane):
-    def emit(x):
-        value = thread_ops.bits(mlir.scalar(x))
-        return [thread_ops.as_float(thread_ops.ptx(_FROM_LANE, value, lane))]
+    return vectors.inline(lambda x: [_emit_from_lane(x, lane)], x, returns=x)
 
-    return vectors.inline(emit, x, returns=x)
+
+def _emit_from_lane(x, lane):
+    code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return thread_ops.as_float(thread_ops.ptx(code, thread_ops.bits(mlir.scalar(x)), lane))
 
 
 @primitive
@@ -330,26 +294,17 @@ def warp_sums(x: jax.Array, target) -> None:
     target[...] = jnp.sum(x.reshape(WARPS, -1), axis=1)
 
 
-@warp_sums.mosaic
-def _warp_sums_mosaic(x, target):
-    def emit(x, target):
-        terms = mlir.values(x)
-        while len(terms) > 1:
-            terms = [arith.addf(*pair) for pair in zip(terms[::2], terms[1::2], strict=True)]
-        total = thread_ops.sum_lanes(terms[0])
-        thread = U32(mlir.thread())
-        with thread_ops.when((thread & (WARP - 1)).equals(0)):
-            thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
-
-    mlir.inline(emit, x, target, layout=lambda shape: plgpu.Layout.WG_STRIDED(shape, vec_size=8))
+@mlir.emits(warp_sums, plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8))
+def _emit_warp_sums(x, target):
+    total = thread_ops.sum_lanes(_pairwise_sum(mlir.values(x), arith.addf))
+    thread = U32(mlir.thread())
+    with thread_ops.when((thread & (WARP - 1)).equals(0)):
+        thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
 
 
 @primitive
-def put_rows(target, x: jax.Array, first: jax.Array, rows: int) -> None:
-    """Writes the first N lanes of the first `rows` warps of x [128] to rows `first` .. of `target` [T, N] float32.
-
-    Rows past the end are left out.
-    """
+def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
+    """Writes the first N lanes of `rows` warps of x [128] to rows `first` .. of `target` [T, N], up to its end."""
     count, width = target.shape
     for i in range(rows):
 
@@ -358,17 +313,13 @@ def put_rows(target, x: jax.Array, first: jax.Array, rows: int) -> None:
             target[first + i, :] = x[i * WARP : i * WARP + width]
 
 
-@put_rows.mosaic
-def _put_rows_mosaic(target, x, first, rows):
-    count, width = target.shape
-
-    def emit(target, x, first):
-        thread = U32(mlir.thread())
-        warp, lane = thread >> 5, thread & (WARP - 1)
-        row = U32(mlir.scalar(first)) + warp
-        inside = (warp < rows).value, (row < count).value, (lane < width).value
-        with thread_ops.when(U32(functools.reduce(arith.andi, inside))):
-            place = mlir.to_i64((row * width + lane).value)
-            llvm.store(mlir.scalar(x), mlir.at(mlir.global_pointer(target), place, mlir.f32_type()), alignment=4)
-
-    vectors.inline(emit, target, x, first)
+@mlir.emits(put_rows, None, _LANES.layout)
+def _emit_put_rows(target, x, first, rows):
+    count, width = target.type.shape
+    thread = U32(mlir.thread())
+    warp, lane = thread >> 5, thread & (WARP - 1)
+    row = U32(mlir.scalar(first)) + warp
+    inside = (warp < rows).value, (row < count).value, (lane < width).value
+    with thread_ops.when(U32(functools.reduce(arith.andi, inside))):
+        place = mlir.to_i64((row * width + lane).value)
+        llvm.store(mlir.scalar(x), mlir.at(mlir.global_pointer(target), place, mlir.f32_type()), alignment=4)

@@ -73,14 +73,16 @@ def hyper_connections(
     if table is not None and y is not None:
         mailbox.check_table(table, interpret=interpret)
         check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": fuses_all_reduce(*streams.shape)})
-    added = () if y is None or mixing is None else tuple(x for x in (y, mixing, table) if x is not None)
+    added, new_type = (None, None, None), None
+    if y is not None:
+        added, new_type = (y, mixing, table), jax.ShapeDtypeStruct(streams.shape, streams.dtype)
     # Interpreted, `wgmma` is tested with as few tokens as it takes.
     if tokens <= (streams_wgmma.TOKENS - 1 if interpret else MAX_MMA_TOKENS):
-        new, partials = _launch_slices(streams, fn, added, interpret)
-        slices, group = width // streams_fma.CHANNELS, 1
+        launch, channels, group = _launch_slices, streams_fma.CHANNELS, 1
     else:
-        new, partials = streams_wgmma.launch(streams, fn, added, interpret)
-        slices, group = width // streams_wgmma.CHANNELS, collapse.WARPS
+        launch, channels, group = streams_wgmma.launch, streams_wgmma.CHANNELS, collapse.WARPS
+    new, partials = launch(streams, fn, added, new_type, interpret)
+    new, slices = streams if y is None else new, width // channels
     problem = collapse.CollapseProblem(tokens, width, fn.shape[0], slices, group, norm_eps, hc_eps, iterations)
     x, mixing = collapse.collapse(problem, new, partials, base, scale, weight, interpret=interpret)
     return new, x, mixing
@@ -97,14 +99,11 @@ def _check_operands(streams, fn, base, scale, weight, y, mixing):
     if y is not None or mixing is not None:
         check_array("y", y, jnp.bfloat16, tokens, width)
         check_array("mixing", mixing, jnp.float32, tokens, MIXING)
-    multiple, max_tokens = collapse.CHANNELS, ((1 << 31) - 1) // (STREAMS * max(width, 1))
-    check_rules(
-        {
-            f"{MIXING} or {STREAMS} rows of fn, got {rows}": rows in (MIXING, STREAMS),
-            f"1024, 2048, .. or {MAX_WIDTH} channels, got {width}": 0 < width <= MAX_WIDTH and width % multiple == 0,
-            f"1 to {max_tokens} tokens of {width} channels, got {tokens}": 0 < tokens <= max_tokens,
-        }
-    )
+    widths = range(collapse.CHANNELS, MAX_WIDTH + 1, collapse.CHANNELS)
+    max_tokens = ((1 << 31) - 1) // (STREAMS * max(width, 1))
+    check_rules({f"{MIXING} or {STREAMS} rows of fn, got {rows}": rows in (MIXING, STREAMS)})
+    check_rules({f"1024, 2048, .. or {MAX_WIDTH} channels, got {width}": width in widths})
+    check_rules({f"1 to {max_tokens} tokens of {width} channels, got {tokens}": 0 < tokens <= max_tokens})
 
 
 def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
@@ -112,25 +111,22 @@ def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
     return tokens <= streams_fma.MAX_TOKENS and width <= streams_fma.CHANNELS * mailbox.BLOCKS
 
 
-def _launch_slices(streams, fn, added, interpret):
-    """Runs `streams_fma` or `streams_mma`; returns new streams and [T, slices * 32] partial sums."""
+def _launch_slices(streams, fn, added, new_type, interpret):
+    """Runs `streams_fma` or `streams_mma`; returns new streams, if there is y, and [T, slices * 32] partial sums."""
     (tokens, _, width), many = streams.shape, streams.shape[0] > streams_fma.MAX_TOKENS
     regime = streams_mma if many else streams_fma
 
-    def body(streams_gmem, fn_gmem, *others, **scratch):
-        added_gmem, (*new_gmem, partials_gmem) = others[: len(added)], others[len(added) :]
-        refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem, *new_gmem, *added_gmem)
+    def body(streams_gmem, fn_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
+        refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem, new_gmem, *added_gmem)
         regime.update_slice(lax.axis_index("slice"), lax.axis_index("tile"), refs, **scratch)
 
     slices = width // regime.CHANNELS
-    new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(
         body,
-        out_type=[*new, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)],
+        out_type=(new_type, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)),
         kernel_name="hyper_connections_few",
         grid={"slice": slices, "tile": -(-tokens // regime.TOKENS)},
-        scratch_types=regime.scratch_types(tokens, fn.shape[0], len(added) > 2),
+        scratch_types=regime.scratch_types(tokens, fn.shape[0], added[2] is not None),
         interpret=interpret,
     )
-    *new, partials = run(streams, fn, *added)
-    return new[0] if new else streams, partials
+    return run(streams, fn, added)

@@ -1,17 +1,18 @@
 """The arithmetic of residual streams that the first launches share, in jax.numpy and for one thread."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.thread_ops import U32, fma
+from pallas_kernels.mgpu.thread_ops import U32, element, fma
 
 
 STREAMS = 4
@@ -21,25 +22,15 @@ SQUARES = 31  # and at the end the sum of squares
 
 
 class StreamRefs(NamedTuple):
-    """References in global memory of the first launch.
+    """References in global memory of the first launch."""
 
-    Attributes:
-      streams: [T, 4, D] bfloat16 streams before the block.
-      fn: [R, 4 * D] float32.
-      partials: float32, 32 values for each token and slice; [T, slices * 32], with `wgmma` [slices, T, 32].
-      new: [T, 4, D] bfloat16 streams after the block; None without y.
-      y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
-      mixing: [T, 24] float32 mixing weights of the block.
-      table: table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`.
-    """
-
-    streams: Any
-    fn: Any
-    partials: Any
-    new: Any = None
-    y: Any = None
-    mixing: Any = None
-    table: Any = None
+    streams: Any  # [T, 4, D] bfloat16 streams before the block
+    fn: Any  # [R, 4 * D] float32
+    partials: Any  # float32, 32 values for each token and slice; [T, slices * 32], with `wgmma` [slices, T, 32]
+    new: Any = None  # [T, 4, D] bfloat16 streams after the block; None without y
+    y: Any = None  # [T, D] bfloat16 output of the block; None: the streams stay as they are
+    mixing: Any = None  # [T, 24] float32 mixing weights of the block
+    table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`
 
 
 def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Array:
@@ -64,13 +55,34 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
     refs.partials[:, pl.ds(first + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
 
 
+def load_streams(streams: Any, y: Any, token: U32, channel: U32) -> list[list[U32]]:
+    """Loads 8 channels of each of a token's streams, and of y if there is one, four words each."""
+    width = ir.MemRefType(streams.type).shape[2]
+    first = element(streams, token * (STREAMS * width) + channel, 2)
+    fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+    return fours if y is None else [*fours, words.load_four(element(y, token * width + channel, 2))]
+
+
+def store_streams(new: Any, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
+    """Stores 8 channels of each of a token's new streams."""
+    width = ir.MemRefType(new.type).shape[2]
+    first = element(new, token * (STREAMS * width) + channel, 2)
+    for k in range(STREAMS):
+        words.store_four(mlir.at(first, 2 * width * k), fours[k])
+
+
 def load_factors(pointer: Any) -> list[list[Any]]:
     """Loads a token's post [4] and comb [4][4] from its mixing weights in global memory, as MLIR float32."""
     fours = [words.load_four(mlir.at(pointer, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
     return [[thread_ops.as_float(x) for x in four] for four in fours]
 
 
-def mixed_words(streams_and_y: Sequence[U32], factors: Sequence[Sequence[Any]]) -> Iterator[U32]:
+def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]) -> list[Sequence[U32]]:
+    """Returns words of each new stream, from those of each old one and of y."""
+    return list(zip(*(_mix_word(words, factors) for words in zip(*streams_and_y, strict=True)), strict=True))
+
+
+def _mix_word(streams_and_y, factors):
     """Yields a word of each new stream, from a word of each old one and of y."""
     *streams, y = [words.unpack(word) for word in streams_and_y]
     for k in range(STREAMS):
@@ -87,7 +99,7 @@ def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]) -
     """Stores four words of each stream to shared memory; returns the sum of their values' squares, an MLIR float32."""
     sums = [mlir.f32(0.0), mlir.f32(0.0)]
     for four, address in zip(fours, addresses, strict=True):
-        words.store_shared(address, four)
+        thread_ops.store_vector(address, four)
         for word in four:
             sums = [fma(x, x, total) for x, total in zip(words.unpack(word), sums, strict=True)]
     return arith.addf(*sums)

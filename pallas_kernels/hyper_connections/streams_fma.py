@@ -12,7 +12,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs, add_channels
+from pallas_kernels.hyper_connections import mixing
+from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs
 from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir, thread_ops
 from pallas_kernels.mgpu.mailbox import UNIT
 from pallas_kernels.mgpu.mlir import WARP
@@ -36,7 +37,7 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem, total_smem=None) -> None:
     """Writes a slice of the new streams, and its sums, for all tokens; `tile` is 0."""
-    add_channels(refs, index, CHANNELS)
+    mixing.add_channels(refs, index, CHANNELS)
 
 
 @update_slice.mosaic
@@ -104,7 +105,7 @@ class _Thread:
         unit = mailbox.Unit(
             active=self.thread < tokens * units,
             load=lambda: words.load_four(self.address(mlir.global_pointer(self.refs.y), first, self.bf16)),
-            store=lambda four: words.store_shared(thread_ops.shared(self.total) + (self.thread << 4), four),
+            store=lambda four: thread_ops.store_vector(thread_ops.shared(self.total) + (self.thread << 4), four),
         )
         table = self.refs.table
         mailbox.exchange(self.index, table, [unit], ranks=ir.MemRefType(table.type).shape[0] // 2 - mailbox.PEERS)
@@ -112,9 +113,8 @@ class _Thread:
 
     def load_y(self, token):
         if self.total is None:
-            return self.load_bf16(
-                self.address(mlir.global_pointer(self.refs.y), token * self.width + self.column, self.bf16)
-            )
+            place = token * self.width + self.column
+            return self.load_bf16(self.address(mlir.global_pointer(self.refs.y), place, self.bf16))
         word = thread_ops.load(thread_ops.shared(self.total) + ((token * CHANNELS + self.lane) >> 1 << 2))
         return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
 

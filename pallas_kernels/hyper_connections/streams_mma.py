@@ -14,17 +14,8 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.hyper_connections.mixing import (
-    MIXING,
-    SQUARES,
-    STREAMS,
-    SUMS,
-    StreamRefs,
-    add_channels,
-    load_factors,
-    mixed_words,
-    store_and_square,
-)
+from pallas_kernels.hyper_connections import mixing
+from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
 from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32, element
@@ -50,7 +41,7 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_smem, sums_smem) -> None:
     """Writes a slice of the new streams, and its sums, for a tile of tokens."""
     # Tests that are interpreted have few tokens: this is all tiles at once.
-    pl.when(tile == 0)(lambda: add_channels(refs, index, CHANNELS))
+    pl.when(tile == 0)(lambda: mixing.add_channels(refs, index, CHANNELS))
 
 
 @update_slice.mosaic
@@ -67,15 +58,15 @@ def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
         # Clamped: the last token may be written several times, with the same values.
         row, eight = thread >> 2, thread & 3
         token, own = (tile + row).minimum(tokens - 1), index * CHANNELS + eight * 8
-        loaded, factors = _load_streams(refs, token, own, width)
+        loaded, factors = mixing.load_streams(refs.streams, refs.y, token, own), []
+        if refs.y is not None:
+            factors = mixing.load_factors(element(refs.mixing, token * MIXING, 4))
         weights = _load_fn(refs.fn, warp * width + index * CHANNELS, rows, width)
         if refs.y is not None:
-            loaded = list(zip(*(mixed_words(four, factors) for four in zip(*loaded, strict=True)), strict=True))
-            first = token * (STREAMS * width) + own
-            for k in range(STREAMS):
-                words.store_four(mlir.at(element(refs.new, first, 2), 2 * width * k), loaded[k])
+            loaded = mixing.mix(loaded, factors)
+            mixing.store_streams(refs.new, token, own, loaded)
         addresses = (_address(values, U32(k), row, eight) for k in range(STREAMS))
-        squares = thread_ops.sum_lanes(store_and_square(loaded[:STREAMS], addresses), 4)
+        squares = thread_ops.sum_lanes(mixing.store_and_square(loaded[:STREAMS], addresses), 4)
         with thread_ops.when(eight.equals(0)):
             llvm.store(squares, element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
         mgpu.utils.warpgroup_barrier()
@@ -84,12 +75,12 @@ def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
         count = HALVES * groups
         for (half, group), acc in _multiply(values, warp, weights, groups).items():
             number = (warp * count + half * groups + group) * WARP + lane
-            words.store_shared(sums + (number << 4), [thread_ops.bits(x) for x in acc])
+            thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
         mgpu.utils.warpgroup_barrier()
 
         def store_sums(number):
             terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
-            totals = [_tree([thread_ops.as_float(x) for x in four]) for four in zip(*terms, strict=True)]
+            totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
             lane, part = number & 31, number >> 5
             token, logit = tile + (part // groups) * 16 + (lane >> 2), (part % groups) * 8 + (lane & 3) * 2
             for i in range(2):
@@ -100,16 +91,6 @@ def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
         thread_ops.for_each(count * WARP, store_sums)
 
     mlir.inline(emit, index, tile, values_smem, sums_smem, *(ref for ref in refs if ref is not None))
-
-
-def _load_streams(refs, token, own, width):
-    """Returns 8 channels of a token's streams and of y, four words each, and the factors to mix them."""
-    first = element(refs.streams, token * (STREAMS * width) + own, 2)
-    loaded = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
-    if refs.y is None:
-        return loaded, []
-    loaded.append(words.load_four(element(refs.y, token * width + own, 2)))
-    return loaded, load_factors(element(refs.mixing, token * MIXING, 4))
 
 
 def _load_fn(fn, column, rows, width):
@@ -149,6 +130,5 @@ def _address(values, stream, row, eight):
     return values + ((stream * TOKENS + row) << 6) + ((eight ^ (row & 2)) << 4)
 
 
-def _tree(terms):
-    low, high = (arith.addf(*pair) for pair in (terms[:2], terms[2:]))
-    return arith.addf(low, high)
+def _sum_four(first, second, third, fourth):
+    return arith.addf(arith.addf(first, second), arith.addf(third, fourth))

@@ -19,19 +19,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import round_bfloat16
+from pallas_kernels.hyper_connections import mixing
 from pallas_kernels.hyper_connections.collapse import WARPS
-from pallas_kernels.hyper_connections.mixing import (
-    MIXING,
-    SQUARES,
-    STREAMS,
-    SUMS,
-    StreamRefs,
-    load_factors,
-    mixed_streams,
-    mixed_words,
-    store_and_square,
-)
-from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
+from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs, mixed_streams
+from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors, wgmma
 from pallas_kernels.mgpu.bfloat16_words import PARTS
 from pallas_kernels.mgpu.mlir import THREADS
 from pallas_kernels.mgpu.thread_ops import U32, element
@@ -49,27 +40,25 @@ ROWS = 4  # rows of a tile that a thread computes
 AHEAD = 2  # rows that it loads ahead
 
 
-def launch(streams, fn, added, interpret):
-    """Returns the new streams and [slices, T * 32] partial sums; `added` is () or (y, mixing)."""
+def launch(streams, fn, added, new_type, interpret):
+    """Returns the new streams, if there is y, and [slices, T * 32] partial sums; `added` is (y, mixing, None)."""
     tokens, _, width = streams.shape
     slices, tiles = width // CHANNELS, -(-tokens // TOKENS)
     warpgroups, columns = 1 if interpret else WARPGROUPS, PARTS * (-(-fn.shape[0] // 8) * 8)
     groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
 
-    def body(streams_gmem, fn_gmem, *others, operand_smem, weights_smem, weights_ready):
-        added_gmem, (*new_gmem, partials_gmem) = others[: len(added)], others[len(added) :]
+    def body(streams_gmem, fn_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
         index, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
-        refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], *new_gmem, *added_gmem)
-        _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_ready)
+        refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
+        _body(index, group, warpgroup, refs, **scratch)
 
     # The second launch takes groups of four tokens; sums beyond the last token are never written.
     padded = -(-tokens // WARPS) * WARPS
     weights = (CHUNKS * STREAMS, columns, CHUNK)
     operand = (warpgroups, STREAMS, TOKENS, CHUNK)
-    new = [jax.ShapeDtypeStruct(streams.shape, streams.dtype)] if added else []
     run = kernel(
         body,
-        out_type=[*new, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)],
+        out_type=(new_type, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)),
         kernel_name="hyper_connections_many",
         grid={"slice": slices, "group": groups},
         num_threads=warpgroups,
@@ -80,8 +69,8 @@ def launch(streams, fn, added, interpret):
         ),
         interpret=interpret,
     )
-    *new, partials = run(streams, fn, *added)
-    return new[0] if new else streams, partials.reshape(slices, -1)
+    new, partials = run(streams, fn, added)
+    return new, partials.reshape(slices, -1)
 
 
 def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_ready):
@@ -101,12 +90,12 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
     def visit_tile(i, ahead):
         def visit_chunk(chunk, carry):
             acc, squares, ahead = carry
-            own = operand_smem.at[again(warpgroup)]
+            own = operand_smem.at[vectors.opaque(warpgroup)]
             places = chunk_at(i, chunk), chunk_at(i, chunk + 1)
             found, ahead = mix_chunk(own, ahead, *places, refs)
             return multiply_add(acc, own, weights_smem, chunk), squares + found, ahead
 
-        acc = plgpu.layout_cast(jnp.zeros((TOKENS, weights_smem.shape[1]), jnp.float32), plgpu.Layout.WGMMA)
+        acc = wgmma.zeros((TOKENS, weights_smem.shape[1]))
         squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
         acc, squares, ahead = lax.fori_loop(0, CHUNKS, visit_chunk, (acc, squares, ahead))
         store_sums(refs.partials, chunk_at(i, jnp.int32(0))[0], acc, squares)
@@ -138,36 +127,32 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
                     target[chunk * STREAMS + j, pl.ds(i * padded, padded)] = piece
 
 
-@split_weight.mosaic
-def _split_weight_mosaic(target, fn, index, warpgroup):
-    rows, width = fn.shape[0], fn.shape[1] // STREAMS
-    padded = target.shape[1] // PARTS
+@mlir.emits(split_weight, plgpu.RefType(TRANSFORMS))
+def _emit_split_weight(target, fn, index, warpgroup):
+    rows, columns = ir.MemRefType(fn.type).shape
+    width, padded = columns // STREAMS, -(-rows // 8) * 8
     eights = CHANNELS // 8  # of a row and stream
     units = padded * STREAMS * eights
+    thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * THREADS
+    base = thread_ops.shared(target)
+    column = U32(mlir.scalar(index)) * CHANNELS
 
-    def emit(target, fn, index, warpgroup):
-        thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * THREADS
-        base = thread_ops.shared(target)
-        column = U32(mlir.scalar(index)) * CHANNELS
+    def visit(unit):
+        row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
+        own = row.minimum(rows - 1)
+        start = element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
+        values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
+        chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
+        halves = [words.split(values[n : n + 4]) for n in (0, 4)]
+        for i, (low, high) in enumerate(zip(*halves, strict=True)):
+            line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
+            thread_ops.store_vector(_swizzled(base, line, inner), [*low, *high])
 
-        def visit(unit):
-            row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
-            own = row.minimum(rows - 1)
-            start = element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
-            values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
-            chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
-            halves = [words.split(values[n : n + 4]) for n in (0, 4)]
-            for i, (low, high) in enumerate(zip(*halves, strict=True)):
-                line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
-                words.store_shared(_swizzled(base, line, inner), [*low, *high])
-
-        share = WARPGROUPS * THREADS
-        for first in range(0, units, share):
-            with thread_ops.when(thread + first < units):
-                visit(thread + first)
-        mlir.ptx("fence.proxy.async.shared::cta;")
-
-    mlir.inline(emit, (target, plgpu.RefType(TRANSFORMS)), fn, index, warpgroup)
+    share = WARPGROUPS * THREADS
+    for first in range(0, units, share):
+        with thread_ops.when(thread + first < units):
+            visit(thread + first)
+    mlir.ptx("fence.proxy.async.shared::cta;")
 
 
 @primitive
@@ -191,19 +176,12 @@ def _load_rows_mosaic(start, column, refs):
 
 
 @primitive
-def mix_chunk(
-    operand, ahead: jax.Array, here: tuple, following: tuple, refs: StreamRefs
-) -> tuple[jax.Array, jax.Array]:
+def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> tuple[jax.Array, jax.Array]:
     """Writes new streams of 64 tokens and 64 channels to global memory and to `operand`, which `wgmma` reads next.
 
-    Args:
-      operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, this warpgroup's own.
-      ahead: rows of this chunk from `load_rows` or the chunk before.
-      here, following: (first token, first channel) of this chunk, and of the one whose rows are loaded ahead.
-      refs: references in global memory.
-
-    Returns:
-      [128] float32 sums of squares over these channels, for `store_sums`; `ahead` of the following chunk.
+    `operand` [4, 64, 64] has TRANSFORMS and is this warpgroup's own. `here` and `following` are (first token, first
+    channel) of this chunk, whose rows `ahead` are from `load_rows` or the chunk before, and of the next. Returns [128]
+    float32 sums of squares over these channels, for `store_sums`, and the rows `ahead` of the next chunk.
     """
     tokens, columns = pl.ds(here[0], TOKENS), pl.ds(here[1], CHUNK)
     values = refs.streams[tokens, :, columns].astype(jnp.float32)
@@ -218,10 +196,8 @@ def mix_chunk(
 
 @mix_chunk.mosaic
 def _mix_chunk_mosaic(operand, ahead, here, following, refs):
-    width = refs.streams.shape[2]
-
     def emit(operand, ahead, start, column, next_start, next_column, streams, *added):
-        new, y, mixing = added or (None, None, None)
+        new, y, weights = added or (None, None, None)
         eight = U32(mlir.thread()) & 7
         base = thread_ops.shared(operand)
         start, column, next_start, next_column = (U32(mlir.scalar(x)) for x in (start, column, next_start, next_column))
@@ -231,19 +207,17 @@ def _mix_chunk_mosaic(operand, ahead, here, following, refs):
         def mix_row(i, squares, *loaded):
             token, factors = start + _row_of(i), None
             if y is not None:
-                factors = load_factors(element(mixing, token * MIXING, 4))
+                factors = mixing.load_factors(element(weights, token * MIXING, 4))
             inside = i < ROWS - AHEAD
             token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
             last = _load(token_ahead, inside.where(column, next_column), streams, y)
             loaded, later = loaded[: len(last)], loaded[len(last) :]
             out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
-                out = list(zip(*(mixed_words(four, factors) for four in zip(*out, strict=True)), strict=True))
-                place = element(new, token * (STREAMS * width) + column + eight * 8, 2)
-                for k in range(STREAMS):
-                    words.store_four(mlir.at(place, 2 * width * k), out[k])
+                out = mixing.mix(out, factors)
+                mixing.store_streams(new, token, column + eight * 8, out)
             addresses = (_swizzled(base, _row_of(i) + k * TOKENS, eight) for k in range(STREAMS))
-            total = thread_ops.sum_lanes(store_and_square(out, addresses), 8)
+            total = thread_ops.sum_lanes(mixing.store_and_square(out, addresses), 8)
             return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
 
         squares, *rows = thread_ops.loop(ROWS, mix_row, U32(0), *map(U32, mlir.values(ahead)))
@@ -256,20 +230,6 @@ def _mix_chunk_mosaic(operand, ahead, here, following, refs):
     operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, layout), *here, *following, refs.streams, *added
     squares = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
     return mlir.inline(emit, *operands, returns=(squares, plgpu.ShapeDtypeStruct(ahead.shape, jnp.int32, layout)))
-
-
-@primitive
-def again(x: jax.Array) -> jax.Array:
-    """Returns the int32 scalar x, but keeps values computed from it within a loop out of registers across the loop."""
-    return x
-
-
-@again.mosaic
-def _(x):
-    def emit(x):
-        return thread_ops.ptx("mov.b32 $0, $1;", U32(mlir.scalar(x))).value
-
-    return mlir.inline(emit, x, returns=x)
 
 
 def _ahead_shape(refs):
@@ -288,12 +248,7 @@ def _row_of(i):
 
 def _load(token, column, streams, y):
     """Loads 16 bytes of each stream, and of y, as words."""
-    width = ir.MemRefType(streams.type).shape[2]
-    own = column + ((U32(mlir.thread()) & 7) << 3)
-    first = element(streams, token * (STREAMS * width) + own, 2)
-    fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
-    if y is not None:
-        fours.append(words.load_four(element(y, token * width + own, 2)))
+    fours = mixing.load_streams(streams, y, token, column + ((U32(mlir.thread()) & 7) << 3))
     return [word for four in fours for word in four]
 
 
@@ -326,29 +281,26 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
     partials[tokens, pl.ds(SQUARES, 1)] = found
 
 
-@store_sums.mosaic
-def _store_sums_mosaic(partials, start, acc, squares):
-    def emit(partials, start, acc, squares):
-        thread = U32(mlir.thread())
-        warp, lane = thread >> 5, thread & 31
-        first = U32(mlir.scalar(start)) + (warp << 4)
-        base = mlir.global_pointer(partials)
+@mlir.emits(store_sums, None, None, plgpu.Layout.WGMMA, vectors.layout(THREADS))
+def _emit_store_sums(partials, start, acc, squares):
+    thread = U32(mlir.thread())
+    warp, lane = thread >> 5, thread & 31
+    first = U32(mlir.scalar(start)) + (warp << 4)
+    base = mlir.global_pointer(partials)
 
-        def place(row, column):
-            return mlir.at(base, mlir.to_i64(((row << 5) + column).value), mlir.f32_type())
+    def place(row, column):
+        return mlir.at(base, mlir.to_i64(((row << 5) + column).value), mlir.f32_type())
 
-        # A thread has two of each 8 columns in row lane // 4, and two in the row 8 further on.
-        registers = list(acc.registers.flat)
-        share = len(registers) // PARTS
-        for i in range(share):
-            total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
-            row = first + (lane >> 2) + 8 * (i % 2)
-            llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
-        with thread_ops.when((lane & 7) < ROWS):
-            row = first + ((lane & 7) << 2) + (lane >> 3)
-            llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
-
-    mlir.inline(emit, partials, start, (acc, plgpu.Layout.WGMMA), (squares, vectors.layout(THREADS)))
+    # A thread has two of each 8 columns in row lane // 4, and two in the row 8 further on.
+    registers = list(acc.registers.flat)
+    share = len(registers) // PARTS
+    for i in range(share):
+        total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
+        row = first + (lane >> 2) + 8 * (i % 2)
+        llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
+    with thread_ops.when((lane & 7) < ROWS):
+        row = first + ((lane & 7) << 2) + (lane >> 3)
+        llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
 
 
 def _swizzled(base, line, eight):

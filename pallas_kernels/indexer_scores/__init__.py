@@ -1,5 +1,5 @@
 """The lightning indexer's scores."""
 
-from pallas_kernels.indexer_scores.indexer_keys import IndexerKeys
 from pallas_kernels.indexer_scores.indexer_scores import indexer_scores
+from pallas_kernels.indexer_scores.key_tiles import IndexerKeys
 from pallas_kernels.indexer_scores.round_index_query import round_index_query

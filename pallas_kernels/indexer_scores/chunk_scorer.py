@@ -11,52 +11,55 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.indexer_keys import IndexerKeys
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
-from pallas_kernels.indexer_scores.scores_config import Config
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 
 
 FLAGS = 32  # tiles whose flags fit into a word
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning choices of `indexer_scores`."""
+
+    blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
+    warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
+    stages: int = 4  # number of tiles of a warpgroup that are being copied or read
+    chunk_tokens: int = 8  # maximum number of tokens in a chunk, whose queries fit into shared memory
+    plan_in_xla: bool = False  # whether XLA computes the blocks' shares; otherwise each block searches for its own
+
+    @classmethod
+    def for_tokens(cls, tokens: int, interpret: bool = False) -> "Config":
+        """Chooses the configuration for a number of tokens."""
+        # Four warpgroups leave 128 registers to a thread. Interpreted, warpgroups that wait for each other would
+        # block the CPU's few threads.
+        blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
+        # The search of a block takes 0.2 ms for 8,192 tokens.
+        return cls(blocks, warpgroups, chunk_tokens=min(8, tokens), plan_in_xla=tokens > 256)
+
+
 class Chunk(NamedTuple):
-    """Work of a block on one chunk, int32 scalars.
+    """Work of a block on one chunk, int32 scalars."""
 
-    Attributes:
-      token: first token.
-      count: number of tokens.
-      slot: row of the block table.
-      first_tile: first tile of keys.
-      end_tile: end of the tiles of keys.
-    """
-
-    token: Any
-    count: Any
-    slot: Any
-    first_tile: Any
-    end_tile: Any
+    token: Any  # the first token
+    count: Any  # number of tokens
+    slot: Any  # row of the block table
+    first_tile: Any  # first tile of keys
+    end_tile: Any  # end of the tiles of keys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """The shared memory and barriers of a block.
+    """The shared memory and barriers of a block."""
 
-    Attributes:
-      queries_full: barriers, one for each token of a chunk whose query and head weights were copied.
-      queries_empty: barrier at which every warpgroup arrives when it no longer reads the queries.
-      queries_smem: [chunk_tokens * 64, 128] queries of the chunk.
-      weights_smem: [chunk_tokens, 64] float32 head weights of the chunk.
-      tiles_smem: [tiles, 64, 64] codes and [tiles, 64, 4 or 8] scales of `config.stages` tiles per warpgroup.
-    """
-
-    queries_full: Any
-    queries_empty: Any
-    queries_smem: Any
-    weights_smem: Any
-    tiles_smem: Any
+    queries_full: Any  # barriers, one for each token of a chunk whose query and head weights were copied
+    queries_empty: Any  # barrier at which every warpgroup arrives when it no longer reads the queries
+    queries_smem: Any  # [chunk_tokens * 64, 128] queries of the chunk
+    weights_smem: Any  # [chunk_tokens, 64] float32 head weights of the chunk
+    tiles_smem: Any  # [tiles, 64, 64] codes and [tiles, 64, 4 or 8] scales of `config.stages` tiles per warpgroup
 
     @classmethod
     def types(cls, config: Config, q_dtype: Any, scale_width: int) -> "Scratch":
@@ -73,26 +76,15 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkScorer:
-    """A warpgroup's view of a chunk; `i` numbers the warpgroup's tiles.
-
-    Attributes:
-      config: tuning choices.
-      chunk: the work.
-      warpgroup: int32 scalar, number of the warpgroup.
-      q_gmem: [T, 64, 128] rounded queries.
-      weights_gmem: [T, 64] float32 head weights.
-      keys: references to the keys; `layer` is a scalar.
-      out_gmem: [T, E] float32 scores.
-      scratch: the block's shared memory and barriers.
-    """
+    """A warpgroup's view of a chunk; `i` numbers the warpgroup's tiles."""
 
     config: Config
     chunk: Chunk
-    warpgroup: Any
-    q_gmem: Any
-    weights_gmem: Any
-    keys: IndexerKeys
-    out_gmem: Any
+    warpgroup: Any  # int32 scalar, number of the warpgroup
+    q_gmem: Any  # [T, 64, 128] rounded queries
+    weights_gmem: Any  # [T, 64] float32 head weights
+    keys: key_tiles.IndexerKeys  # references, with `layer` a scalar
+    out_gmem: Any  # [T, E] float32 scores
     scratch: Scratch
 
     def run(self) -> None:
@@ -100,22 +92,16 @@ class ChunkScorer:
         # Orders reads of shared memory before the bulk copies that overwrite it.
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.queries_empty)
-        with jax.named_scope("load_queries"):
-            pl.when(self.warpgroup == 0)(self._load_queries)
+        pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
         *started, block_ids = (self._load_block_ids(jnp.int32(i)) for i in range(self.config.stages))
         missing = plgpu.layout_cast(jnp.zeros((4,), jnp.int32), PER_WARP)
         for i, ids in enumerate(started):
             self._start_copy(jnp.int32(i), ids)
             missing = _push_sign(missing, ids)
         for i in range(self.config.chunk_tokens):
-
-            @pl.when(i < self.chunk.count)
-            def _(i=i):
-                plgpu.barrier_wait(self.scratch.queries_full.at[i])
-
-        _, _, _, first, end = self.chunk
-        warpgroups = self.config.warpgroups
-        own = lax.div(jnp.maximum(end - first - self.warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
+            pl.when(i < self.chunk.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
+        tiles, warpgroups = self.chunk.end_tile - self.chunk.first_tile, self.config.warpgroups
+        own = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
         with jax.named_scope("score_tiles"):
             runs = lax.div(own + (FLAGS - 1), jnp.int32(FLAGS))
             lax.fori_loop(0, runs, functools.partial(self._score_run, own), (block_ids, missing))
@@ -159,8 +145,7 @@ class ChunkScorer:
 
     def _start_copy(self, i, block_ids):
         """Starts to copy a tile; past the last tile there is nothing to copy, and no thread waits for it."""
-        stage, rows = self._stage(i), self._first_rows(i, block_ids)
-        is_wanted = self._tile(i) < self.chunk.end_tile
+        stage, rows, is_wanted = self._stage(i), self._first_rows(i, block_ids), self._tile(i) < self.chunk.end_tile
         key_tiles.start_tile(self.scratch.tiles_smem, stage, (self.keys.codes, self.keys.scales), rows, is_wanted)
         commit_copies()
 
@@ -198,8 +183,7 @@ class ChunkScorer:
             keys = key_tiles.unpack_nvfp4(tile)
 
         def score_token(j, _):
-            row = self.chunk.token + j
-            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
+            score(keys, token=j, row=self.chunk.token + j, **self._operands(i, missing << (32 - stages)))
 
         lax.fori_loop(0, self.chunk.count, score_token, None)
         return next_block_ids, missing, far
@@ -211,17 +195,14 @@ class ChunkScorer:
 
     def _operands(self, i, block_ids):
         """Returns the operands of `score` and `score_far` that do not depend on the token."""
-        if self.keys.is_mxfp4:
-            factor = 2.0 ** (-2 * key_tiles.TOP)
-        else:
-            factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
+        nvfp4_factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
         return dict(
             queries=self.scratch.queries_smem,
             weights=self.scratch.weights_smem,
             out=self.out_gmem,
             first=self._tile(i) * KEYS,
             block=block_ids,
-            factor=factor,
+            factor=2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
         )
 
 

@@ -18,20 +18,13 @@ class Chunks:
 
     A chunk has consecutive tokens of one request, in groups of `size` from the request's first token on. Its cost is
     the number of tiles that it sees times the number of its tokens.
-
-    Attributes:
-      slots: [T] int32 array, or a reference to it within a kernel.
-      positions: [T] int32 array, or a reference to it within a kernel.
-      size: maximum number of tokens in a chunk.
-      compress_rate: number of tokens per key.
-      max_keys: maximum number of keys of a request.
     """
 
-    slots: Any
-    positions: Any
-    size: int
-    compress_rate: int
-    max_keys: int
+    slots: Any  # [T] int32 array, or within a kernel a reference to it
+    positions: Any  # [T] int32 array, or within a kernel a reference to it
+    size: int  # maximum number of tokens in a chunk
+    compress_rate: int  # number of tokens per key
+    max_keys: int  # maximum number of keys of a request
 
     def num_tiles(self, position: jax.Array) -> jax.Array:
         """Returns the number of tiles that hold the keys visible at a position."""
@@ -50,36 +43,30 @@ class Chunks:
         return jnp.where(slots >= 0, count * self.num_tiles(last), 0)
 
     def costs_of_lanes(self, first: jax.Array, run: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the costs of the chunks that start at 32 tokens, and the run that reaches past them.
+        """Returns `costs` of the tokens first .. first + 31, one for each lane, [32] int32 in layout LANES.
 
-        Args:
-          first: int32 scalar, the first of the tokens.
-          run: int32 scalar, first token of the run of equal slots that reaches into token `first`.
-
-        Returns:
-          [32] int32 in layout LANES, and the first token of the run of the last token.
+        A run is the adjacent tokens of a request. `run` is the first token of the run that token `first - 1` is in;
+        the second result is that of the run that token `first + 31` is in, for the next call.
         """
         tokens = self.slots.shape[0]
+
+        def load(ref, token):
+            return load_words(ref, jnp.clip(token, 0, tokens - 1), LANES)
+
         token = first + plgpu.broadcasted_iota(jnp.int32, (32,), 0, layout=LANES)
-        slot = self._load(self.slots, token)
-        is_first = (token == 0) | (slot != self._load(self.slots, token - 1))
+        slot = load(self.slots, token)
+        is_first = (token == 0) | (slot != load(self.slots, token - 1))
         start, run = latest_start(jnp.where(is_first, token, -1), run)
         starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, jnp.int32(self.size)) == 0)
         count, same = jnp.ones_like(token), starts
         for i in range(1, self.size):
-            same = same & (token + i < tokens) & (self._load(self.slots, token + i) == slot)
+            same = same & (token + i < tokens) & (load(self.slots, token + i) == slot)
             count = jnp.where(same, i + 1, count)
-        return jnp.where(starts, count * self.num_tiles(self._load(self.positions, token + count - 1)), 0), run
-
-    def _load(self, ref, token):
-        """Loads the values of tokens; past the last token it repeats the last value."""
-        return load_words(ref, jnp.clip(token, 0, self.slots.shape[0] - 1), LANES)
+        return jnp.where(starts, count * self.num_tiles(load(self.positions, token + count - 1)), 0), run
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the slot, the number of tokens and the number of tiles of the chunk that starts at a token."""
-        tokens = self.slots.shape[0]
-        slot = self.slots[token]
-        count, same = jnp.int32(1), True
+        tokens, slot, count, same = self.slots.shape[0], self.slots[token], jnp.int32(1), True
         for i in range(1, self.size):
             same &= (token + i < tokens) & (self.slots[jnp.minimum(token + i, tokens - 1)] == slot)
             count = jnp.where(same, i + 1, count)

@@ -21,11 +21,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_scores.chunk_scorer import Chunk, ChunkScorer, Scratch
+from pallas_kernels.indexer_scores.chunk_scorer import Chunk, ChunkScorer, Config, Scratch
 from pallas_kernels.indexer_scores.chunks import Chunks
-from pallas_kernels.indexer_scores.indexer_keys import IndexerKeys
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS
-from pallas_kernels.indexer_scores.scores_config import Config
+from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, IndexerKeys
 from pallas_kernels.indexer_scores.work_partition import my_share, planned_shares
 from pallas_kernels.runtime.checks import check_array
 from pallas_kernels.runtime.launch import kernel

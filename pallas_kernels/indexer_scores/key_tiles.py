@@ -14,6 +14,7 @@ warp's 16 keys has scales farther apart, the warp scores all of them again as bf
 after the Hadamard rotation values are about normal, and 1 of 4 million keys of normal values had such scales.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,11 +26,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.formats.layouts import KeyLayout
+from pallas_kernels.formats.layouts import KeyLayout, check_pools
 from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_pairs, e2m1_value, multiply
-from pallas_kernels.runtime.checks import check_rules
+from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -44,18 +45,13 @@ SHIFT = 10
 # The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale: 6 becomes 384.
 TOP, NEAR = 6, 2
 
-PER_WARP = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS,), (1,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
-)
+_WARP_TILING, _ALL_LANES = plgpu.Tiling(((WARPS,), (1,))), plgpu.Replicated(32)
+PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
 CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8; 4 per thread and key
-SCALES = plgpu.ShapeDtypeStruct(
-    (KEYS, 4),
-    jnp.int32,
-    plgpu.Layout.TILED(
-        plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
-    ),
-)
+_SCALE_TILING = plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,)))
+_SCALE_LAYOUT = plgpu.Layout.TILED(_SCALE_TILING, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+SCALES = plgpu.ShapeDtypeStruct((KEYS, 4), jnp.int32, _SCALE_LAYOUT)
 E4M3_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 4), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 4
 BF16_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
 
@@ -64,6 +60,50 @@ def check_layout(layout: KeyLayout) -> None:
     """Raises NotImplementedError for keys that a tile cannot hold."""
     rule = f"keys of {DIM} dims with an E8M0 scale for 32 or an E4M3 scale for 16, got {layout}"
     check_rules({rule: layout.dim == DIM and SCALE_BLOCKS.get(layout.scale) == layout.scale_block})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexerKeys:
+    """The paged indexer keys of a layer, or references to them within a kernel.
+
+    Attributes:
+      layer: int32 scalar, index on axis 0 of the pools.
+      block_table: [slots, max_blocks] int32 block ids; -1 = none.
+      codes: [layers, blocks, keys per block, 64] uint8, pairs of E2M1 codes; a multiple of 16 keys per block.
+      scales: [layers, blocks, keys per block, 4 or 8] uint8, as the layout says.
+      compress_rate: number of tokens per key; token t sees the first `(positions[t] + 1) // compress_rate` keys.
+      layout: format of the keys, either MXFP4 (E8M0 scales of 32 dims) or NVFP4 (E4M3 scales of 16 dims).
+    """
+
+    layer: Any
+    block_table: Any
+    codes: Any
+    scales: Any
+    compress_rate: int = dataclasses.field(metadata=dict(static=True))
+    layout: KeyLayout = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.layout.scale == "e8m0"
+
+    @property
+    def per_block(self) -> int:
+        """The number of keys in a block."""
+        return self.codes.shape[2]
+
+    @property
+    def max_keys(self) -> int:
+        """The number of keys that a row of the block table can hold."""
+        return self.block_table.shape[1] * self.per_block
+
+    def check(self) -> None:
+        """Raises NotImplementedError naming the rule that a shape, dtype or layout breaks."""
+        check_layout(self.layout)
+        check_array("block_table", self.block_table, jnp.int32, None, None)
+        check_pools(self.layout, (self.codes, self.scales))
+        per_block = self.per_block
+        check_rules({f"blocks of a multiple of {WARP_KEYS} keys, got {per_block}": per_block % WARP_KEYS == 0})
 
 
 def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
@@ -85,13 +125,7 @@ def transforms(dtype) -> tuple:
 
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
-    """Loads elements of an int32 array in global memory, whose axes are merged.
-
-    Args:
-      ref: the array.
-      index: [n] int32 in `layout`, one value per thread.
-      layout: layout of the index and the result.
-    """
+    """Loads elements of an int32 array in global memory, axes merged; `index` has one value per thread in `layout`."""
     return ref[...].reshape(-1)[index]
 
 
@@ -107,42 +141,32 @@ def _load_words_mosaic(ref, index, layout):
 
 @primitive
 def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: jax.Array) -> None:
-    """Starts to copy a tile's codes and scales to shared memory; each thread copies the bytes that it reads later.
+    """Starts to copy a tile, if `is_wanted`; each thread copies the bytes that it reads later.
 
-    Args:
-      tiles_smem: ([stages, 64, 64], [stages, 64, 4 or 8]) uint8 in shared memory.
-      stage: int32 scalar, index of the tile in `tiles_smem`.
-      pools: codes [.., 64] and scales [.., 4 or 8] uint8 in global memory.
-      rows: [4] int32 in layout PER_WARP, the pool row of each warp's first key, leading axes merged; a warp's 16 keys
-        are adjacent.
-      is_wanted: bool scalar; if False, nothing is copied.
+    The codes and scales of `pools` go to `tiles_smem`, ([stages, 64, 64], [stages, 64, 4 or 8]) uint8. `rows` [4] in
+    layout PER_WARP has the pool row of each warp's first key, leading axes merged; a warp's 16 keys are adjacent.
     """
     rows = (jnp.where(is_wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     for target, pool in zip(tiles_smem, pools, strict=True):
         target[stage] = jnp.where(is_wanted, pool[...].reshape(-1, pool.shape[-1])[rows], target[stage])
 
 
-@start_tile.mosaic
-def _start_tile_mosaic(tiles_smem, stage, pools, rows, is_wanted):
-    width = pools[1].shape[-1]
-
-    def emit(codes_smem, scales_smem, stage, codes_gmem, scales_gmem, rows, is_wanted):
-        key, dims = _own_key()
-        row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
-        key = U32(mlir.scalar(stage)) * KEYS + key
-        code, operands = [], []
-        all_codes, all_scales = (codes_smem, codes_gmem, DIM // 2, dims * 16), (scales_smem, scales_gmem, width, U32(0))
-        for target, source, size, offset in (all_codes, all_scales):
-            operands.append(mlir.at(mlir.shared_pointer(target), (key * size + offset).value))
-            operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value))))
-            held = min(size, 16)
-            copy = f"@p cp.async.{'cg' if held == 16 else 'ca'}.shared.global"
-            at = len(operands) - 2
-            code += [f"{copy} [${at} + {below}], [${at + 1} + {below}], {held};" for below in (0, 8 * size)]
-        is_wanted = arith.extui(mlir.int_type(), mlir.scalar(is_wanted))
-        mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
-
-    mlir.inline(emit, *tiles_smem, stage, *pools, (rows, PER_WARP), is_wanted)
+@mlir.emits(start_tile, None, None, None, None, None, PER_WARP)
+def _emit_start_tile(codes_smem, scales_smem, stage, codes_gmem, scales_gmem, rows, is_wanted):
+    key, dims = _own_key()
+    row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
+    key = U32(mlir.scalar(stage)) * KEYS + key
+    code, operands, width = [], [], scales_gmem.type.shape[-1]
+    all_codes, all_scales = (codes_smem, codes_gmem, DIM // 2, dims * 16), (scales_smem, scales_gmem, width, U32(0))
+    for target, source, size, offset in (all_codes, all_scales):
+        operands.append(mlir.at(mlir.shared_pointer(target), (key * size + offset).value))
+        operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value))))
+        held = min(size, 16)
+        copy = f"@p cp.async.{'cg' if held == 16 else 'ca'}.shared.global"
+        at = len(operands) - 2
+        code += [f"{copy} [${at} + {below}], [${at + 1} + {below}], {held};" for below in (0, 8 * size)]
+    is_wanted = arith.extui(mlir.int_type(), mlir.scalar(is_wanted))
+    mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
 
 
 @primitive
@@ -159,13 +183,10 @@ def _pack_bytes(words, factors):
     return jnp.sum(words << shifts, axis=2), jnp.sum(factors << shifts[..., :groups], axis=2)
 
 
-@read_tile.mosaic
-def _read_tile_mosaic(tiles_smem, stage):
-    def emit(words, factors, stage):
-        key = mlir.to_i64((U32(mlir.scalar(stage)) * KEYS + _own_key()[0]).value)
-        return _words(mlir.shared_pointer(words), mlir.shared_pointer(factors), key, factors.type.shape[-1])
-
-    return mlir.inline(emit, *tiles_smem, stage, returns=(CODES, SCALES))
+@mlir.emits(read_tile, returns=(CODES, SCALES))
+def _emit_read_tile(words, factors, stage):
+    key = mlir.to_i64((U32(mlir.scalar(stage)) * KEYS + _own_key()[0]).value)
+    return _words(mlir.shared_pointer(words), mlir.shared_pointer(factors), key, factors.type.shape[-1])
 
 
 @primitive
@@ -175,14 +196,11 @@ def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _pack_bytes(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
 
 
-@load_tile.mosaic
-def _load_tile_mosaic(pools, rows):
-    def emit(codes, scales, rows):
-        key, _ = _own_key()
-        row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
-        return _words(mlir.global_pointer(codes), mlir.global_pointer(scales), row, scales.type.shape[-1])
-
-    return mlir.inline(emit, *pools, (rows, PER_WARP), returns=(CODES, SCALES))
+@mlir.emits(load_tile, None, None, PER_WARP, returns=(CODES, SCALES))
+def _emit_load_tile(codes, scales, rows):
+    key, _ = _own_key()
+    row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
+    return _words(mlir.global_pointer(codes), mlir.global_pointer(scales), row, scales.type.shape[-1])
 
 
 def _words(codes, scales, row, width):
@@ -209,8 +227,7 @@ def _own_key():
 def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Unpacks NVFP4 keys to the product's left operand, without the layout's `global_scale`.
 
-    Returns:
-      The keys times 2**-SHIFT, exact, as two halves [64, 64] bfloat16 of the permuted dims.
+    Returns the keys times 2**-SHIFT, exact, as two halves [64, 64] bfloat16 of the permuted dims.
     """
     words, scales = tile
     bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
@@ -220,19 +237,26 @@ def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Arra
     return keys[:, : DIM // 2], keys[:, DIM // 2 :]
 
 
-@unpack_nvfp4.mosaic
-def _unpack_nvfp4_mosaic(tile):
-    words, scales = tile
-    return mlir.inline(_bf16_keys, (words, CODES.layout), (scales, SCALES.layout), returns=(BF16_KEYS, BF16_KEYS))
+@mlir.emits(unpack_nvfp4, CODES.layout, SCALES.layout, returns=(BF16_KEYS, BF16_KEYS))
+def _emit_unpack_nvfp4(words, scales):
+    halves: list[list[Any]] = [[None] * 16, [None] * 16]
+    pair_type = mlir.vector_type(2, ir.BF16Type.get())
+    for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
+        # E4M3's bits, moved, are a bfloat16 2**120 smaller; unpacked codes are 2**126 smaller.
+        exact = [multiply((U32(scale) >> 8 * i & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
+        factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
+        for i, word in enumerate(mlir.values(quad)):
+            for pair, bits in enumerate(e2m1_pairs(U32(word))):
+                # Place of the register in the operand of one of 8 steps of 16 dims.
+                step, column = 2 * i + pair // 2, pair % 2
+                value = multiply(bits, factors[i // 2])
+                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
+    return halves
 
 
 @primitive
 def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Unpacks MXFP4 keys to the product's left operand, and flags keys with scales far apart.
-
-    Args:
-      tile: a copied tile.
-      far: [128] int32, flags of the tiles before.
+    """Unpacks MXFP4 keys to the product's left operand; adds a flag for scales far apart to `far`, [128] int32.
 
     Returns:
       values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, 2**TOP times the values in units of the key's
@@ -250,18 +274,13 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax
     return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | one.astype(jnp.int32)
 
 
-@unpack_mxfp4.mosaic
-def _unpack_mxfp4_mosaic(tile, far):
-    def emit(words, scales, far):
-        scales = mlir.values(scales)
-        largest = largest_scales(scales)
-        below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-        more = (U32(mlir.scalar(far)) << 1) | ((U32(NEAR) - below[0].maximum(below[1])) >> 31)
-        return e4m3_keys(mlir.values(words), below), [x.value for x in largest], [more.value]
-
-    words, scales = tile
-    operands = (words, CODES.layout), (scales, SCALES.layout), (far, PER_THREAD.layout)
-    return mlir.inline(emit, *operands, returns=(E4M3_KEYS, SCALES, PER_THREAD))
+@mlir.emits(unpack_mxfp4, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
+def _emit_unpack_mxfp4(words, scales, far):
+    scales = mlir.values(scales)
+    largest = largest_scales(scales)
+    below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
+    more = (U32(mlir.scalar(far)) << 1) | ((U32(NEAR) - below[0].maximum(below[1])) >> 31)
+    return e4m3_keys(mlir.values(words), below), [x.value for x in largest], [more.value]
 
 
 @primitive
@@ -270,19 +289,13 @@ def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.any(words & bits != 0)
 
 
-@any_set.mosaic
-def _any_set_mosaic(words, bits):
-    def emit(words, bits):
-        code = (
-            "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
-            # A vote tells the compiler that the result is uniform in the warp; the line above does not.
-            "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
-        )
-        barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
-        return (thread_ops.ptx(code, U32(mlir.scalar(words)) & U32(mlir.scalar(bits)), barrier) > 0).value
-
-    operands = (words, PER_THREAD.layout), bits
-    return mlir.inline(emit, *operands, returns=jax.ShapeDtypeStruct((), jnp.bool_))
+@mlir.emits(any_set, PER_THREAD.layout, returns=jax.ShapeDtypeStruct((), jnp.bool_))
+def _emit_any_set(words, bits):
+    code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
+    # A vote tells the compiler that the result is uniform in the warp; the line above does not.
+    code += "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+    barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
+    return (thread_ops.ptx(code, U32(mlir.scalar(words)) & U32(mlir.scalar(bits)), barrier) > 0).value
 
 
 def code_values(words):
@@ -300,30 +313,12 @@ def largest_scales(scales):
     return both & 0xFFFF, both >> 16
 
 
-def _bf16_keys(words, scales):
-    halves: list[list[Any]] = [[None] * 16, [None] * 16]
-    pair_type = mlir.vector_type(2, ir.BF16Type.get())
-    for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-        # E4M3's bits, moved, are a bfloat16 2**120 smaller; unpacked codes are 2**126 smaller.
-        exact = [multiply((U32(scale) >> 8 * i & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
-        factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
-        for i, word in enumerate(mlir.values(quad)):
-            for pair, bits in enumerate(e2m1_pairs(U32(word))):
-                # Place of the register in the operand of one of 8 steps of 16 dims.
-                step, column = 2 * i + pair // 2, pair % 2
-                value = multiply(bits, factors[i // 2])
-                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
-    return halves
-
-
 def e4m3_keys(words, below):
     """Emits E4M3 keys times 2**(TOP - below), in the order of the product's operand.
 
     A byte permutation looks up four magnitudes in a table that includes the scale; the signs are added to them.
-
-    Args:
-      words: words of codes of a thread's first key, then as many of its second key.
-      below: binades by which the scales of the two keys are smaller than the largest.
+    `words` are codes of a thread's first key, then as many of its second; `below` has for each of the two keys the
+    binades by which its scale is smaller than the largest.
     """
     held: list[Any] = [None] * (2 * len(words))
     for at, word in enumerate(map(U32, words)):

@@ -16,7 +16,8 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from pallas_kernels.formats.exact_math import product, round_bfloat16
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 from pallas_kernels.mgpu import mlir, thread_ops
-from pallas_kernels.mgpu.unpack import e2m1_value, halves, multiply
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value, halves, multiply, pack, unpack
+from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -28,9 +29,8 @@ ANGLES = mlir.THREADS * 2
 
 
 def _layout(held):
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((HEADS, LANES, held), (8, LANES, 8))), warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1
-    )
+    tiling = plgpu.Tiling(((HEADS, LANES, held), (8, LANES, 8)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 VALUES = _layout(HELD)
@@ -40,13 +40,9 @@ _PAIRS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 2), jnp.float32, _layout(
 _WORDS = plgpu.ShapeDtypeStruct(_PAIRS.shape, jnp.int32, _PAIRS.layout)
 _E4M3_WORDS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 4), jnp.int32, _layout(HELD // 4))
 # A value for each head, in all of its lanes.
-_PER_HEAD = plgpu.ShapeDtypeStruct(
-    (HEADS, LANES),
-    jnp.int32,
-    plgpu.Layout.TILED(
-        plgpu.Tiling(((HEADS, LANES), (8, LANES), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-    ),
-)
+_HEAD_TILING = plgpu.Tiling(((HEADS, LANES), (8, LANES), (1,)))
+_HEAD_LAYOUT = plgpu.Layout.TILED(_HEAD_TILING, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+_PER_HEAD = plgpu.ShapeDtypeStruct((HEADS, LANES), jnp.int32, _HEAD_LAYOUT)
 
 
 @primitive
@@ -55,17 +51,14 @@ def load_heads(ref, head: jax.Array) -> jax.Array:
     return ref[pl.ds(head, HEADS)].astype(jnp.float32).reshape(_TILE.shape)
 
 
-@load_heads.mosaic
-def _load_heads_mosaic(ref, head):
-    def emit(ref, head):
-        start = (thread_ops.U32(mlir.scalar(head)) * LANES + thread_ops.thread() % mlir.THREADS).value
-        pointer = mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(start), mlir.i64(2 * HELD)))
-        for i in range(HELD // 8):
-            words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
-            for word in mlir.values(words):
-                yield from _unpack(word)
-
-    return mlir.inline(emit, ref, head, returns=_TILE)
+@mlir.emits(load_heads, returns=_TILE)
+def _emit_load_heads(ref, head):
+    start = U32(mlir.scalar(head)) * LANES + thread_ops.thread() % mlir.THREADS
+    pointer = thread_ops.element(ref, start, 2 * HELD)
+    for i in range(HELD // 8):
+        words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
+        for word in mlir.values(words):
+            yield from unpack(U32(word))
 
 
 @primitive
@@ -74,47 +67,37 @@ def spread_angles(x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x[: DIM // 2].reshape(1, LANES, HELD // 2), _PAIRS.shape)
 
 
-@spread_angles.mosaic
-def _spread_angles_mosaic(x):
-    def emit(x):
-        pair = [thread_ops.U32(mgpu.utils.bitcast(value, mlir.int_type())) for value in mlir.values(x)]
-        first = (thread_ops.lane() & 3) * (HELD // 4)
-        for i in range(HELD // 2):
-            code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-            moved = mlir.ptx(code, pair[i % 2].value, (first + i // 2).value, results=mlir.int_type())
-            yield arith.bitcast(mlir.f32_type(), moved)
-
-    return mlir.inline(emit, (x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=2)), returns=_PAIRS)
+@mlir.emits(spread_angles, plgpu.Layout.WG_STRIDED((ANGLES,), vec_size=2), returns=_PAIRS)
+def _emit_spread_angles(x):
+    pair = [thread_ops.bits(value) for value in mlir.values(x)]
+    first = (thread_ops.lane() & 3) * (HELD // 4)
+    for i in range(HELD // 2):
+        code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        yield thread_ops.as_float(thread_ops.ptx(code, pair[i % 2], first + i // 2))
 
 
 @primitive
-def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Array:
+def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, *, first: int) -> jax.Array:
     """Rotates a tile's interleaved pairs from channel `first` on and rounds them to bfloat16."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
     return jnp.where(_channels() >= first, round_bfloat16(turned.reshape(x.shape)), x)
 
 
-@turn.mosaic
-def _turn_mosaic(x, cos, sin, first):
+@mlir.emits(turn, VALUES, _PAIRS.layout, _PAIRS.layout, returns=_TILE)
+def _emit_turn(x, cos, sin, first):
     def times(x, y):
         # PTX is never contracted to an FMA with an addition.
         return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
-    def emit(x, cos, sin):
-        x, channel = mlir.values(x), (thread_ops.lane() & 3) * HELD
-        for i, (cosine, sine) in enumerate(zip(mlir.values(cos), mlir.values(sin), strict=True)):
-            even, odd = x[2 * i : 2 * i + 2]
-            turned = (
-                arith.subf(times(even, cosine), times(odd, sine)),
-                arith.addf(times(odd, cosine), times(even, sine)),
-            )
-            here = channel + 2 * i >= first
-            for new, old in zip(_rounded(*turned), (even, odd), strict=True):
-                yield arith.select(here.value, new, old)
-
-    operands = (x, VALUES), *((angle, _PAIRS.layout) for angle in (cos, sin))
-    return mlir.inline(emit, *operands, returns=_TILE)
+    x, channel = mlir.values(x), (thread_ops.lane() & 3) * HELD
+    for i, (cosine, sine) in enumerate(zip(mlir.values(cos), mlir.values(sin), strict=True)):
+        even, odd = x[2 * i : 2 * i + 2]
+        turned_even = arith.subf(times(even, cosine), times(odd, sine))
+        turned_odd = arith.addf(times(odd, cosine), times(even, sine))
+        here = channel + 2 * i >= first
+        for new, old in zip(unpack(pack(turned_even, turned_odd)), (even, odd), strict=True):
+            yield arith.select(here.value, new, old)
 
 
 @primitive
@@ -129,44 +112,38 @@ def hadamard(x: jax.Array) -> jax.Array:
     return (x * DIM**-0.5).reshape(shape)
 
 
-@hadamard.mosaic
-def _hadamard_mosaic(x):
-    def emit(x):
-        x, lane, step = mlir.values(x), thread_ops.lane(), 1
-        while step < HELD:
-            for i in range(HELD):
-                if not i & step:
-                    low, high = x[i], x[i + step]
-                    x[i], x[i + step] = arith.addf(low, high), arith.subf(low, high)
-            step *= 2
-        for distance in (1, 2):
-            # The product with 1 or -1 is exact.
-            upper = ((lane & distance) > 0).value
-            sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
-            x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
-        return [arith.mulf(value, mlir.f32(DIM**-0.5)) for value in x]
-
-    return mlir.inline(emit, (x, VALUES), returns=_TILE)
+@mlir.emits(hadamard, VALUES, returns=_TILE)
+def _emit_hadamard(x):
+    x, lane, step = mlir.values(x), thread_ops.lane(), 1
+    while step < HELD:
+        for i in range(HELD):
+            if not i & step:
+                low, high = x[i], x[i + step]
+                x[i], x[i + step] = arith.addf(low, high), arith.subf(low, high)
+        step *= 2
+    for distance in (1, 2):
+        # The product with 1 or -1 is exact.
+        upper = ((lane & distance) > 0).value
+        sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
+        x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
+    return [arith.mulf(value, mlir.f32(DIM**-0.5)) for value in x]
 
 
 @primitive
-def block_largest(x: jax.Array, block: int) -> jax.Array:
+def block_largest(x: jax.Array, *, block: int) -> jax.Array:
     """Returns the largest magnitude in each value's block of 16 or 32 dims."""
     blocks = jnp.abs(x).reshape(HEADS, -1, block)
     return jnp.broadcast_to(jnp.max(blocks, axis=2, keepdims=True), blocks.shape).reshape(x.shape)
 
 
-@block_largest.mosaic
-def _block_largest_mosaic(x, block):
-    def emit(x):
-        x = [math.absf(value) for value in mlir.values(x)]
-        for start in range(0, HELD, block):
-            largest = x[start : start + block]
-            while len(largest) > 1:
-                largest = [arith.maxnumf(*largest[i : i + 2]) for i in range(0, len(largest), 2)]
-            yield from largest * block
-
-    return mlir.inline(emit, (x, VALUES), returns=_TILE)
+@mlir.emits(block_largest, VALUES, returns=_TILE)
+def _emit_block_largest(x, block):
+    x = [math.absf(value) for value in mlir.values(x)]
+    for start in range(0, HELD, block):
+        largest = x[start : start + block]
+        while len(largest) > 1:
+            largest = [arith.maxnumf(*largest[i : i + 2]) for i in range(0, len(largest), 2)]
+        yield from largest * block
 
 
 @primitive
@@ -178,19 +155,16 @@ def round_e2m1(x: jax.Array, codes) -> jax.Array:
 @round_e2m1.mosaic
 def _round_e2m1_mosaic(x, codes):
     def one(value):
-        bits = thread_ops.U32(arith.bitcast(mlir.int_type(), value))
+        bits = thread_ops.bits(value)
         # E2M1's steps are half the value's power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 times the power
         # rounds to whole steps.
         power = (bits & 0x7F800000).maximum(0x3F800000)
-        large = arith.bitcast(mlir.f32_type(), (power + (22 << 23 | 1 << 22)).value)
-        rounded = arith.bitcast(mlir.int_type(), arith.subf(arith.addf(value, large), large))
+        large = thread_ops.as_float(power + (22 << 23 | 1 << 22))
+        rounded = thread_ops.bits(arith.subf(arith.addf(value, large), large))
         # Values that round to zero keep their sign.
-        return arith.bitcast(mlir.f32_type(), (thread_ops.U32(rounded) | (bits & 0x80000000)).value)
+        return thread_ops.as_float(rounded | (bits & 0x80000000))
 
-    def emit(x):
-        return map(one, mlir.values(x))
-
-    return mlir.inline(emit, (x, VALUES), returns=_TILE)
+    return mlir.inline(lambda x: map(one, mlir.values(x)), (x, VALUES), returns=_TILE)
 
 
 @primitive
@@ -203,20 +177,15 @@ def pack_words(x: jax.Array) -> jax.Array:
 
 @pack_words.mosaic
 def _pack_words_mosaic(x):
-    def emit(x):
-        return [word.value for word in _words(mlir.values(x))]
-
-    return mlir.inline(emit, (x, VALUES), returns=_WORDS)
+    return mlir.inline(lambda x: [word.value for word in _words(x)], (x, VALUES), returns=_WORDS)
 
 
 @primitive
-def mxfp4_words(x: jax.Array, scales, codes) -> tuple[jax.Array, jax.Array]:
+def mxfp4_words(x: jax.Array, *, scales, codes) -> tuple[jax.Array, jax.Array]:
     """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32, and writes the values as E4M3.
 
-    Args:
-      x: [32, 4, 32] float32 tile.
-      scales: function from a block's largest magnitude to its E8M0 bits, its scale and the reciprocal of the scale.
-      codes: function from values to E2M1 codes.
+    `scales` is a function from a block's largest magnitude to its E8M0 bits, its scale and the reciprocal of the scale,
+    and `codes` one from values to E2M1 codes.
 
     Returns:
       words: [32, 4, 8] int32, E4M3 values of channels 4 w .. 4 w + 3 in units of 2**-TOP times the head's largest
@@ -234,45 +203,38 @@ def mxfp4_words(x: jax.Array, scales, codes) -> tuple[jax.Array, jax.Array]:
     return words, largest[:, :, 0]
 
 
-@mxfp4_words.mosaic
-def _mxfp4_words_mosaic(x, scales, codes):
+@mlir.emits(mxfp4_words, VALUES, returns=(_E4M3_WORDS, _PER_HEAD))
+def _emit_mxfp4_words(x, scales, codes):
     def pair(name, x, y):
         return thread_ops.pure(f"{name} $0, $1, $2;", x, y)
 
-    def emit(x):
-        words = _words(mlir.values(x))
-        largest = [word & 0x7FFF7FFF for word in words]
-        while len(largest) > 1:
-            largest = [pair("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
-        amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
-        amax = arith.maxnumf(arith.bitcast(mlir.f32_type(), amax.value), mlir.f32(6 * 2.0**-126))
-        scaled = arith.mulf(amax, mlir.f32(1 / 6))
-        bits = thread_ops.U32(arith.bitcast(mlir.int_type(), scaled)) + 0x7FFFFF >> 23
-        top = bits
-        for distance in (1, 2):
-            top = top.maximum(thread_ops.U32(mgpu.utils.shfl_bfly(top.value, distance)))
-        # Powers of two, as bfloat16: 2**(127 - bits) and 2**(bits - top).
-        factor, step = (
-            (x << 7) * 0x00010001 for x in (thread_ops.U32(254) - bits, thread_ops.U32(127) - (top - bits).minimum(30))
-        )
-        held = []
-        for word in words:
-            value = multiply(word, factor)
-            # The rounding of `round_e2m1` in bfloat16, which has 16 bits less.
-            power = pair("max.u16x2", value & 0x7F807F80, thread_ops.U32(0x3F803F80))
-            large = power + (6 << 7 | 1 << 6) * 0x00010001
-            rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
-            # A bfloat16 times 2**(TOP - 120) has the bits of E4M3, also if it is subnormal.
-            value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
-            held.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
-        found = []
-        for first in range(0, len(held), 4):
-            # Converts pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
-            low, high = (held[first + i] | held[first + i + 1] << 8 for i in (0, 2))
-            found += [halves(low, high, i).value for i in range(2)]
-        return found, [top.value]
-
-    return mlir.inline(emit, (x, VALUES), returns=(_E4M3_WORDS, _PER_HEAD))
+    words = _words(x)
+    largest = [word & 0x7FFF7FFF for word in words]
+    while len(largest) > 1:
+        largest = [pair("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
+    amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
+    amax = arith.maxnumf(thread_ops.as_float(amax), mlir.f32(6 * 2.0**-126))
+    top = bits = thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF >> 23
+    for distance in (1, 2):
+        top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
+    # Powers of two, as bfloat16: 2**(127 - bits) and 2**(bits - top).
+    factor, step = ((x << 7) * 0x00010001 for x in (U32(254) - bits, U32(127) - (top - bits).minimum(30)))
+    held = []
+    for word in words:
+        value = multiply(word, factor)
+        # The rounding of `round_e2m1` in bfloat16, which has 16 bits less.
+        power = pair("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
+        large = power + (6 << 7 | 1 << 6) * 0x00010001
+        rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
+        # A bfloat16 times 2**(TOP - 120) has the bits of E4M3, also if it is subnormal.
+        value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
+        held.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
+    found = []
+    for first in range(0, len(held), 4):
+        # Converts pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
+        low, high = (held[first + i] | held[first + i + 1] << 8 for i in (0, 2))
+        found += [halves(low, high, i).value for i in range(2)]
+    return found, [top.value]
 
 
 @primitive
@@ -281,14 +243,9 @@ def load_weights(ref, head: jax.Array) -> jax.Array:
     return jnp.broadcast_to(ref[pl.ds(head, HEADS)][:, None], _PER_HEAD.shape)
 
 
-@load_weights.mosaic
-def _load_weights_mosaic(ref, head):
-    def emit(ref, head):
-        place = _own_head(head)
-        return [llvm.load(mlir.f32_type(), mlir.at(mlir.global_pointer(ref), mlir.to_i64(place), mlir.f32_type()))]
-
-    returns = plgpu.ShapeDtypeStruct(_PER_HEAD.shape, jnp.float32, _PER_HEAD.layout)
-    return mlir.inline(emit, ref, head, returns=returns)
+@mlir.emits(load_weights, returns=plgpu.ShapeDtypeStruct((HEADS, LANES), jnp.float32, _HEAD_LAYOUT))
+def _emit_load_weights(ref, head):
+    return [llvm.load(mlir.f32_type(), _own_weight(ref, head))]
 
 
 @primitive
@@ -297,29 +254,27 @@ def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) ->
     ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
 
 
-@store_weights.mosaic
-def _store_weights_mosaic(ref, head, weights, scale):
-    def emit(ref, head, weights, scale):
-        factor = mgpu.utils.bitcast((thread_ops.U32(mlir.scalar(scale)) << 23).value, mlir.f32_type())
-        with thread_ops.when((thread_ops.lane() & (LANES - 1)).equals(0)):
-            place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(_own_head(head)), mlir.f32_type())
-            llvm.store(arith.mulf(mlir.scalar(weights), factor), place)
-
-    mlir.inline(emit, ref, head, *((x, _PER_HEAD.layout) for x in (weights, scale)))
+@mlir.emits(store_weights, None, None, _HEAD_LAYOUT, _HEAD_LAYOUT)
+def _emit_store_weights(ref, head, weights, scale):
+    factor = thread_ops.as_float(U32(mlir.scalar(scale)) << 23)
+    with thread_ops.when((thread_ops.lane() & (LANES - 1)).equals(0)):
+        place = _own_weight(ref, head)
+        llvm.store(arith.mulf(mlir.scalar(weights), factor), place)
 
 
 def _own_head(head):
-    return (thread_ops.U32(mlir.scalar(head)) + (thread_ops.thread() % mlir.THREADS >> 2)).value
+    return U32(mlir.scalar(head)) + (thread_ops.thread() % mlir.THREADS >> 2)
+
+
+def _own_weight(ref, head):
+    return mlir.at(mlir.global_pointer(ref), mlir.to_i64(_own_head(head).value), mlir.f32_type())
 
 
 @primitive
 def store_words(ref, head: jax.Array, words: jax.Array) -> None:
-    """Stores a packed tile in the order of `permute_dims`.
+    """Stores a packed tile in the order of `permute_dims` to rows head .. head + 31 of `ref` [n, 128].
 
-    Args:
-      ref: [n, 128] in global memory, bfloat16 or float8_e4m3fn.
-      head: int32 scalar, first of the 32 rows.
-      words: packed tile, from `pack_words` for bfloat16 or from `mxfp4_words` for float8_e4m3fn.
+    `words` are from `pack_words` if `ref` is bfloat16, or from `mxfp4_words` if it is float8_e4m3fn.
     """
     if ref.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(words, jnp.float8_e4m3fn).reshape(HEADS, DIM)
@@ -337,10 +292,9 @@ def _store_words_mosaic(ref, head, words):
 
     def emit(ref, head, words):
         lane = thread_ops.lane()
-        words = [thread_ops.U32(word) for word in mlir.values(words)]
-        row = arith.muli(mlir.to_i64(_own_head(head)), mlir.i64(size * DIM))
-        row = arith.addi(row, mlir.to_i64(((lane & 3) << 4).value))
-        pointer = mlir.at(mlir.global_pointer(ref), row)
+        words = [U32(word) for word in mlir.values(words)]
+        row = arith.muli(mlir.to_i64(_own_head(head).value), mlir.i64(size * DIM))
+        pointer = mlir.at(mlir.global_pointer(ref), arith.addi(row, mlir.to_i64(((lane & 3) << 4).value)))
         for first in range(0, len(words), LANES):
             # Each lane of a head has one word of every 16 bytes in the order of `permute_dims`: a 4 x 4 transpose.
             four = words[first : first + LANES]
@@ -349,7 +303,7 @@ def _store_words_mosaic(ref, head, words):
                 for i in range(LANES):
                     if not i & distance:
                         low, high = four[i], four[i + distance]
-                        other = thread_ops.U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
+                        other = U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
                         four[i], four[i + distance] = upper.where(other, low), upper.where(high, other)
             llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * first), alignment=16)
 
@@ -357,25 +311,10 @@ def _store_words_mosaic(ref, head, words):
 
 
 def _words(x):
-    return [_packed(x[8 * i + j], x[8 * i + j + 4]) for i in range(HELD // 8) for j in range(4)]
+    x = mlir.values(x)
+    return [pack(x[8 * i + j], x[8 * i + j + 4]) for i in range(HELD // 8) for j in range(4)]
 
 
 def _channels():
     """Returns the dim of each value, for interpreted kernels."""
     return HELD * lax.broadcasted_iota(jnp.int32, _TILE.shape, 1) + lax.broadcasted_iota(jnp.int32, _TILE.shape, 2)
-
-
-def _packed(low, high):
-    """Emits two float32 rounded to a word of bfloat16."""
-    word = mlir.ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, results=mlir.int_type(), pure=True)
-    return thread_ops.U32(word)
-
-
-def _unpack(word):
-    """Emits the float32 values of a word of two bfloat16."""
-    word = thread_ops.U32(word)
-    return [arith.bitcast(mlir.f32_type(), bits.value) for bits in (word << 16, word & 0xFFFF0000)]
-
-
-def _rounded(low, high):
-    return _unpack(_packed(low, high))

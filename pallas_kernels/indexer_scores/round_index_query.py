@@ -75,7 +75,7 @@ def round_index_query(
             head = token * heads + (split * (tiles // splits) + i) * query_tiles.HEADS
             x = query_tiles.load_heads(q_gmem, head)
             if angles is not None:
-                x = query_tiles.turn(x, *angles, first)
+                x = query_tiles.turn(x, *angles, first=first)
             x = query_tiles.hadamard(x) if layout.hadamard else x
             round_tile = _round_mxfp4 if mxfp4 else _round_nvfp4
             words = round_tile(x, layout, head, weights_gmem, scaled_gmem)
@@ -118,7 +118,7 @@ def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
     """Returns the tile's words in E4M3 and stores the weights of its heads times their largest scales."""
     weight = query_tiles.load_weights(weights_gmem, head)
     scales = functools.partial(key_scales, layout=layout, registers=query_tiles.VALUES)
-    words, scale = query_tiles.mxfp4_words(x, scales, e2m1_codes)
+    words, scale = query_tiles.mxfp4_words(x, scales=scales, codes=e2m1_codes)
     query_tiles.store_weights(scaled_gmem, head, weight, scale)
     return words
 
@@ -126,7 +126,7 @@ def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
 def _round_nvfp4(x, layout, *_):
     """Returns the tile's words in bfloat16, quantized and dequantized."""
     x = round_bfloat16(x) if layout.hadamard else x
-    largest = query_tiles.block_largest(x, layout.scale_block)
+    largest = query_tiles.block_largest(x, block=layout.scale_block)
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
     # E4M3 scales are rounded to nearest, so values may exceed the largest code; E8M0 scales are rounded up.
     scaled = jnp.minimum(jnp.maximum(x * factor, -E2M1_MAX), E2M1_MAX)

@@ -10,22 +10,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import (
-    BF16_KEYS,
-    DIM,
-    E4M3_KEYS,
-    HEADS,
-    KEYS,
-    NEAR,
-    PER_WARP,
-    SCALES,
-    TOP,
-    WARP_KEYS,
-    transforms,
-)
-from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, NEAR, PER_WARP, TOP, WARP_KEYS, transforms
+from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -34,18 +22,7 @@ MAX_BELOW = 126
 
 
 @primitive
-def score(
-    keys: tuple[jax.Array, jax.Array],
-    *,
-    queries,
-    weights,
-    token: jax.Array,
-    out,
-    row: jax.Array,
-    first: jax.Array,
-    block: jax.Array,
-    factor: float,
-) -> None:
+def score(keys: tuple[jax.Array, jax.Array], *, queries, weights, token, out, row, first, block, factor: float) -> None:
     """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
 
     Args:
@@ -54,8 +31,7 @@ def score(
       weights: [tokens, 64] float32 head weights in shared memory.
       token: int32 scalar, number of the token in the chunk.
       out: [T, E] float32 in global memory; entries past E are not written.
-      row: int32 scalar, row of `out`.
-      first: int32 scalar, column of `out` of the tile's first key.
+      row, first: int32 scalars, row of `out` and column of the tile's first key.
       block: [4] int32 in layout PER_WARP, negative if the warp's keys do not exist; their score is -inf.
       factor: positive factor.
     """
@@ -70,7 +46,7 @@ def score(
 @score.mosaic
 def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, factor):
     mxfp4 = queries.dtype == jnp.float8_e4m3fn
-    layouts = (E4M3_KEYS, SCALES) if mxfp4 else (BF16_KEYS, BF16_KEYS)
+    layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if mxfp4 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
 
     def emit(one, other, queries, weights, token, out, row, first, block):
         token, row, first, block = map(mlir.scalar, (token, row, first, block))
@@ -85,21 +61,10 @@ def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, fact
 
 
 @primitive
-def score_far(
-    tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens: jax.Array, out, row, first, block, factor
-) -> None:
+def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, out, row, first, block, factor) -> None:
     """Scores the keys of warps with scales far apart again, as bfloat16 with float32 sums, for all tokens of a chunk.
 
-    Args:
-      tile: the tile, from `load_tile`.
-      queries: as in `score`.
-      weights: as in `score`.
-      tokens: int32 scalar, number of tokens.
-      out: as in `score`.
-      row: int32 scalar, row of `out` of the first token.
-      first: as in `score`.
-      block: as in `score`.
-      factor: as in `score`.
+    The tile is from `load_tile`, and `row` is the first token's; the other arguments are those of `score`.
     """
     words, scales = tile
     largest = jnp.max(scales, axis=1, keepdims=True)
@@ -108,11 +73,10 @@ def score_far(
     keys = key_tiles.permute_dims(keys, jnp.float8_e4m3fn)
     far = jnp.any((largest - scales > NEAR).reshape(KEYS // WARP_KEYS, -1), axis=1)
 
-    def again(j, _):
+    @pl.loop(0, tokens)
+    def _(j):
         total = _totals(keys, largest, queries, weights, j) * (factor * 2.0**TOP)
         _put(total, out, row + j, first, block, only=far)
-
-    lax.fori_loop(0, tokens, again, None)
 
 
 @score_far.mosaic
@@ -135,7 +99,7 @@ def _score_far_mosaic(tile, *, queries, weights, tokens, out, row, first, block,
             keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
             thread_ops.loop(U32(tokens), again)
 
-    pairs = ((x, kind.layout) for x, kind in zip(tile, (key_tiles.CODES, SCALES), strict=True))
+    pairs = ((x, kind.layout) for x, kind in zip(tile, (key_tiles.CODES, key_tiles.SCALES), strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
     mlir.inline(emit, *pairs, queries, weights, tokens, out, row, first, (block, PER_WARP))
 
@@ -160,15 +124,11 @@ def _put(total, out, row, first, block, only=None):
 
 def _far_sums(keys, queries, weights, token):
     """Emits the sums of `_add_up` for a thread's two keys, whose 8 words have four pairs of dims each."""
-    lane, f32, zero = thread_ops.lane(), mlir.f32_type(), U32(mlir.f32(0.0))
+    lane, zero = thread_ops.lane(), U32(mlir.f32(0.0))
     head = lane >> 2
     start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
-    product = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
 
-    def of_heads(i, *sums):
+    def add_heads(i, *sums):
         dots = [zero.value] * 4
         for word in range(4):
             lines = [start + i * (8 * DIM) + ((head ^ 2 * word + half) << 4) for half in range(2)]
@@ -177,13 +137,12 @@ def _far_sums(keys, queries, weights, token):
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
-                operands = (x.value for x in (*a, *q[pair : pair + 2]))
-                dots = mlir.ptx(product, *operands, *dots, results=[f32] * 4)
+                dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
         return [U32(x) for x in _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums])]
 
     # The compiler does not unroll a loop of unknown length, whose operands then fit into registers.
     count = thread_ops.ptx("mov.b32 $0, $1;", U32(HEADS // 8))
-    return [x.value for x in thread_ops.loop(count, of_heads, zero, zero)]
+    return [x.value for x in thread_ops.loop(count, add_heads, zero, zero)]
 
 
 def _add_up(dots, weights, head, sums):

@@ -12,29 +12,20 @@ from pallas_kernels.runtime.launch import primitive
 
 
 # Layout of [32], one value per lane, the same in every warp.
-LANES = plgpu.Layout.TILED(
-    plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-)
+_TILING, _ALL_WARPS = plgpu.Tiling(((32,), (1,))), plgpu.Replicated(4)
+LANES = plgpu.Layout.TILED(_TILING, warp_dims=(_ALL_WARPS,), lane_dims=(-2,), vector_dim=-1)
 _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
-def my_share(
-    cost: Callable, items: int, share: jax.Array, num_shares: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def my_share(cost: Callable, items: int, share: jax.Array, num_shares: int) -> tuple[jax.Array, ...]:
     """Finds one of several equal shares of the work, whose units are numbered through the costs of all items.
 
-    Args:
-      cost: function of (int32 scalar first, state) that returns the costs of items first .. first + 31, [32] int32 in
-        layout LANES, 0 past the last item, and the next state. The state starts as 0.
-      items: number of items.
-      share: int32 scalar, number of the share.
-      num_shares: number of shares.
+    `cost(first, state)` returns the costs of items first .. first + 31, [32] int32 in layout LANES, 0 past the last
+    item, and the next state. The state starts as 0.
 
     Returns:
-      begin: int32 scalar, first unit of the share.
-      end: int32 scalar, end of its units.
-      item: int32 scalar, the item that unit `begin` belongs to.
-      before: int32 scalar, sum of the costs before that item.
+      int32 scalars: the first unit of the share, the end of its units, the item that the first unit belongs to, and
+      the sum of the costs before that item.
     """
     zero = jnp.int32(0)
 
@@ -53,10 +44,11 @@ def my_share(
         lane, before = find_share(costs, begin - before, before)
         return first + 32, first + lane, before, state
 
-    # The lane is 32 if the item is not among these.
-    _, item, before, _ = lax.while_loop(
-        lambda carry: (carry[0] < items) & (carry[0] == carry[1]), search, (zero, zero, zero, zero)
-    )
+    def is_unfinished(carry):
+        # The lane is 32 if the item was not among the last ones.
+        return (carry[0] < items) & (carry[0] == carry[1])
+
+    _, item, before, _ = lax.while_loop(is_unfinished, search, (zero, zero, zero, zero))
     return begin, begin + units + (share < extra).astype(jnp.int32), item, before
 
 
@@ -77,24 +69,17 @@ def sum_lanes(x: jax.Array) -> jax.Array:
     return jnp.sum(x)
 
 
-@sum_lanes.mosaic
-def _sum_lanes_mosaic(x):
-    def emit(x):
-        return mlir.ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", mlir.scalar(x), results=mlir.int_type())
-
-    return mlir.inline(emit, (x, LANES), returns=_SCALAR)
+@mlir.emits(sum_lanes, LANES, returns=_SCALAR)
+def _(x):
+    return mlir.ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", mlir.scalar(x), results=mlir.int_type())
 
 
 @primitive
 def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds the start of each lane's run.
+    """Finds the start of each lane's run; returns [32] int32 in layout LANES, and the value of lane 31.
 
-    Args:
-      starts: [32] int32 in layout LANES, ascending, the start of a run that starts in the lane, or -1 if none does.
-      earlier: int32 scalar, start of the run that reaches into lane 0.
-
-    Returns:
-      [32] int32 in layout LANES, and the value of lane 31.
+    `starts` has the start of a run in the lane in which it starts, and -1 in the others; `earlier` is the start of the
+    run that reaches into lane 0.
     """
     lane = lax.iota(jnp.int32, 32)
     found = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
@@ -102,8 +87,8 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
     return found, found[31]
 
 
-@latest_start.mosaic
-def _latest_start_mosaic(starts, earlier):
+@mlir.emits(latest_start, LANES, returns=(plgpu.ShapeDtypeStruct((32,), jnp.int32, LANES), _SCALAR))
+def _emit_latest_start(starts, earlier):
     lines = [
         "{ .reg .pred p; .reg .b32 m, v; setp.ge.s32 p, $2, 0; vote.sync.ballot.b32 m, p, 0xffffffff;",
         "mov.u32 v, %lanemask_le; and.b32 m, m, v; bfind.u32 v, m;",
@@ -111,22 +96,15 @@ def _latest_start_mosaic(starts, earlier):
         "shfl.sync.idx.b32 $1, $0, 31, 31, 0xffffffff; }",
     ]
 
-    def emit(starts, earlier):
-        found, last = _ptx_pair(lines, starts, earlier)
-        return [found], last
-
-    returns = plgpu.ShapeDtypeStruct((32,), jnp.int32, LANES), _SCALAR
-    return mlir.inline(emit, (starts, LANES), earlier, returns=returns)
+    found, last = _ptx_pair(lines, starts, earlier)
+    return [found], last
 
 
 @primitive
 def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Finds the lane of the item that has unit `begin`, or 32 if none has; also returns `base` + the costs before it.
 
-    Args:
-      x: [32] int32 >= 0 in layout LANES, costs of the items.
-      begin: int32 scalar >= 0, number of a unit.
-      base: int32 scalar.
+    The items' costs x are [32] int32 >= 0 in layout LANES, the others int32 scalars.
     """
     lane = lax.iota(jnp.int32, 32)
     # In cumsum the interpreter's threads can block each other.
@@ -135,15 +113,14 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
     return jnp.sum(before.astype(jnp.int32)), base + jnp.max(jnp.where(before, ends, 0))
 
 
-@find_share.mosaic
-def _find_share_mosaic(x, begin, base):
+@mlir.emits(find_share, LANES, returns=(_SCALAR, _SCALAR))
+def _emit_find_share(*args):
     lines = ["{ .reg .pred p; .reg .s32 n, other; .reg .b32 votes; mov.s32 n, $2;"]
     for distance in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 other|p, n, {distance}, 0, 0xffffffff; @p add.s32 n, n, other;")
     lines.append("setp.le.s32 p, n, $3; vote.sync.ballot.b32 votes, p, 0xffffffff; popc.b32 $0, votes;")
     lines.append("selp.s32 n, n, 0, p; redux.sync.max.s32 n, n, 0xffffffff; add.s32 $1, n, $4; }")
-    operands = (x, LANES), begin, base
-    return mlir.inline(lambda *args: _ptx_pair(lines, *args), *operands, returns=(_SCALAR, _SCALAR))
+    return _ptx_pair(lines, *args)
 
 
 def _ptx_pair(lines, *args):

@@ -22,17 +22,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_topk.radix_plan import (
-    FIRST_KEY,
-    MAX_K,
-    SHARED_BYTES,
-    SHIFTS,
-    VECTOR,
-    CandidateList,
-    RadixPlan,
-)
+from pallas_kernels.indexer_topk.radix_plan import FIRST_KEY, MAX_K, SHIFTS, VECTOR, CandidateList, RadixPlan
 from pallas_kernels.indexer_topk.radix_select import RadixSelect
 from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -62,43 +55,23 @@ def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bo
     tokens, entries = scores.shape
     check_array("scores", scores, jnp.float32, None, None)
     check_array("lengths", lengths, jnp.int32, tokens)
-    check_rules(
-        {
-            f"k of 1 to {MAX_K}, got {k}": 1 <= k <= MAX_K,
-            f"rows of a multiple of 4 scores, got {entries}": entries % 4 == 0,
-        }
-    )
+    check_rules({f"k of 1 to {MAX_K}, got {k}": 1 <= k <= MAX_K})
+    check_rules({f"rows of a multiple of 4 scores, got {entries}": entries % 4 == 0})
     if scores.size == 0:
         return jnp.full((tokens, k), -1, jnp.int32)
     return select(scores, lengths, RadixPlan.for_rows(tokens, entries, k))
 
 
-def select(
-    scores: jax.Array,
-    lengths: jax.Array,
-    plan: RadixPlan,
-    *,
-    algorithm: type[RadixSelect] = RadixSelect,
-    interpret: bool = False,
-) -> jax.Array:
-    """`indexer_topk` with a given plan.
+def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret: bool = False) -> jax.Array:
+    """Runs `indexer_topk` with a given plan.
 
-    Args:
-      scores: [T, E] float32.
-      lengths: [T] int32.
-      plan: division of a row among blocks and threads.
-      algorithm: implementation of the steps; tests pass one in jnp.
-      interpret: whether to run in the interpreter, which takes an algorithm in jnp only.
+    Tests pass an implementation of `RadixSelect` in jnp as `algorithm`, the only kind that the interpreter takes.
     """
     tokens = scores.shape[0]
     rule = f"rows whose marks fit shared memory, got rows of {scores.shape[1]}"
     check_rules({rule: plan.shared_bytes <= SHARED_BYTES})
-
-    def body(*refs, **scratch):
-        _select_row(algorithm(plan, *refs, **scratch))
-
     run = kernel(
-        body,
+        lambda *refs, **scratch: _select_row(algorithm(plan, *refs, **scratch)),
         out_type=algorithm.out_types(plan, tokens),
         scratch_types=algorithm.scratch_types(plan),
         kernel_name="indexer_topk",
@@ -114,18 +87,12 @@ class _Search(NamedTuple):
     """State of the search for the k-th largest key, int32 scalars.
 
     The k-th largest key is the `rank`-th largest of the keys low .. low + width - 1, which all larger keys exceed.
-
-    Attributes:
-      low: smallest key of the interval.
-      width: number of keys in the interval; 0 if all scores are selected.
-      rank: rank of the k-th largest key in the interval, from 1 on.
-      spare: number of scores in the interval that are not selected.
     """
 
-    low: Any
-    width: Any
-    rank: Any
-    spare: Any
+    low: Any  # the smallest key of the interval
+    width: Any  # number of keys in the interval; 0 if all scores are selected
+    rank: Any  # rank of the k-th largest key in the interval, from 1 on
+    spare: Any  # number of scores in the interval that are not selected
 
 
 def _select_row(radix: RadixSelect) -> None:
@@ -190,11 +157,7 @@ def _list_candidates(radix, scores, low, chunks):
     if radix.plan.chunks == 1:
         return radix.collect(scores, low, first), jnp.bool(False)
     counts = radix.append(radix.no_candidates(), scores, low, first)
-
-    def append(chunk, counts):
-        return radix.append(counts, radix.load(chunk), low, chunk)
-
-    counts = lax.fori_loop(1, chunks, append, counts)
+    counts = lax.fori_loop(1, chunks, lambda i, counts: radix.append(counts, radix.load(i), low, i), counts)
     return CandidateList(counts, None), radix.overflowed()
 
 

@@ -29,20 +29,13 @@ class RadixPlan:
 
     A warp owns a contiguous stretch of `steps` loads of 128 entries. The row's length determines `steps`, which is at
     most `chunks * values / 4`.
-
-    Attributes:
-      k: number of entries to select.
-      blocks: number of blocks in the cluster that shares a row.
-      warpgroups: number of warpgroups in a block.
-      values: number of scores that a thread holds at a time; a multiple of 4, at most 32.
-      chunks: number of times that a thread loads `values` scores to see all of the longest row.
     """
 
-    k: int
-    blocks: int
-    warpgroups: int
-    values: int
-    chunks: int = 1
+    k: int  # number of entries to select
+    blocks: int  # number of blocks in the cluster that shares a row
+    warpgroups: int  # number of warpgroups in a block
+    values: int  # number of scores that a thread holds at a time; a multiple of 4, at most 32
+    chunks: int = 1  # number of times that a thread loads `values` scores to see all of the longest row
 
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
@@ -129,12 +122,7 @@ class RadixPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CandidateList:
-    """Scores that each thread has listed as candidates, from one chunk or from all.
+    """Scores that each thread has listed as candidates, from one chunk or from all."""
 
-    Attributes:
-      mask_or_count: [128] int32, a bit for each score of one chunk, or the number of candidates from all chunks.
-      chunk: int32 scalar, number of the chunk, or None for all chunks.
-    """
-
-    mask_or_count: jax.Array
-    chunk: jax.Array | None
+    mask_or_count: jax.Array  # [128] int32, a bit for each score of one chunk, or the number from all chunks
+    chunk: jax.Array | None  # int32 scalar, number of the chunk, or None for all chunks

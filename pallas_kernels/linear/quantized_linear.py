@@ -171,7 +171,7 @@ class QuantizedLinearProblem:
     tokens: int
     num_groups: int  # groups of tiles, which have inputs of their own
     outputs: Outputs
-    limit: float | None  # of SwiGLU
+    limit: float | None  # SwiGLU's limit
     eps: float
     config: Config = Config()
 

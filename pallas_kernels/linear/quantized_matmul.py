@@ -113,11 +113,11 @@ class QuantizedMatmulProblem:
 
     gemm: DequantGemm
     tokens: int
-    rows: int  # of W
+    rows: int  # rows of W
     row_tiles: int
     num_groups: int  # groups of rows, which have inputs of their own
     outputs: Outputs
-    limit: float | None  # of SwiGLU
+    limit: float | None  # SwiGLU's limit
     batch_tiles: int  # see `Config`
 
     @property

@@ -75,7 +75,7 @@ class DequantScratch(NamedTuple):
     stage_empty: Any
     stage_full: Any
     inputs_smem: Any
-    scales_empty: Any  # these three for FP4 alone, else None
+    scales_empty: Any  # barriers and places of the ring of FP4's scales; otherwise these three are None
     scales_full: Any
     scales_smem: Any
     staging_smem: Any  # memory in which `epilogue.store_many` transposes sums, for each warpgroup

@@ -14,8 +14,8 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import e2m1_value
 
 
 ROWS = 64  # of a tile
@@ -31,7 +31,7 @@ SCALE_BYTES = 16
 class WeightLayout:
     """The storage of a matrix [out, in]."""
 
-    bits: int  # of a weight: 8 of FP8, 4 of FP4, whose even columns are the low nibbles, 16 of bfloat16
+    bits: int  # bits of a weight: 8 in FP8, 4 in FP4, whose even columns are the low nibbles, 16 in bfloat16
 
     @property
     def segment(self) -> int:

@@ -74,7 +74,7 @@ class SkinnyScratch(NamedTuple):
     codes_smem: Any  # stages of weights, one array for each dtype
     weights_empty: Any
     weights_full: Any
-    inputs_smem: Any  # in the order of `skinny_prologue`
+    inputs_smem: Any  # inputs, in the order of `skinny_prologue`
     sums_full: Any
     inputs_ready: Any
     scales_smem: Any  # stages of FP4's scales, or None
@@ -95,11 +95,11 @@ class SkinnyScratch(NamedTuple):
 class SkinnyGemm:
     """Static description of a skinny GEMM."""
 
-    matrices: tuple[tuple[WeightLayout, int], ...]  # with their numbers of columns; FP4 cannot be beside bfloat16
+    matrices: tuple[tuple[WeightLayout, int], ...]  # and numbers of columns; FP4 cannot be beside bfloat16
     tokens: int  # number of inputs, a multiple of 8
     segments: int  # segments of a stage: 4, 2 or 1
-    places: int = MULTIPLIERS  # for the sums of a tile: 4, one for each multiplying warpgroup, or 1 to save memory
-    max_stages: int = MAX_STAGES  # of weights in shared memory
+    places: int = MULTIPLIERS  # places for a tile's sums: 4, one for each multiplying warpgroup, or 1 to save memory
+    max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
 
     @property
     def depth(self) -> int:

@@ -12,8 +12,8 @@ from jaxlib.mlir.dialects import arith
 from pallas_kernels.matmul.quantized_weights import WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
+from pallas_kernels.mgpu.bfloat16_words import fp8_pairs, halves
 from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.mgpu.unpack import fp8_pairs, halves
 from pallas_kernels.runtime.launch import primitive
 
 

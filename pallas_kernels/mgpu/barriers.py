@@ -32,9 +32,7 @@ def sync_warpgroup() -> None:
     """Waits for the warpgroup's other threads."""
 
 
-@sync_warpgroup.mosaic
-def _():
-    mlir.inline(mgpu.utils.warpgroup_barrier)
+sync_warpgroup.mosaic(lambda: mlir.inline(mgpu.utils.warpgroup_barrier))
 
 
 @primitive
@@ -54,9 +52,7 @@ def arrive_cluster(barrier) -> None:
         plgpu.barrier_arrive(barrier)
 
 
-@arrive_cluster.mosaic
-def _(barrier):
-    mlir.inline(lambda: nvvm.cluster_arrive(aligned=True))
+arrive_cluster.mosaic(lambda barrier: mlir.inline(lambda: nvvm.cluster_arrive(aligned=True)))
 
 
 @primitive
@@ -66,6 +62,4 @@ def wait_cluster(barrier) -> None:
         plgpu.barrier_wait(barrier)
 
 
-@wait_cluster.mosaic
-def _(barrier):
-    mlir.inline(lambda: nvvm.cluster_wait(aligned=True))
+wait_cluster.mosaic(lambda barrier: mlir.inline(lambda: nvvm.cluster_wait(aligned=True)))

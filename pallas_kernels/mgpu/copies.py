@@ -27,7 +27,7 @@ def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int 
       row: int32 scalar.
       column: [128] int32, the first of the `size / 128` consecutive columns that each thread copies.
       below: added to the row.
-      other: optional array like `source`. If given, a negative `row` means row `-1 - row` of it, and `below` is 0.
+      other: optional array like `source`, of which a negative `row` means row `-1 - row`; then `below` is 0.
     """
     held = target.shape[0] // THREADS
     columns = jnp.repeat(column, held) + jnp.tile(lax.iota(jnp.int32, held), THREADS)
@@ -70,7 +70,7 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
       target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
       pieces: (array [.., width] float32 in global memory, row, begin), with int32 scalars. From target row `begin` to
         the next piece's `begin`, target row r is row `row + r` of the array.
-      column: int32 scalar, the first column.
+      column: int32 scalar, the first of `size` columns.
       size: number of columns.
     """
 
@@ -128,9 +128,7 @@ def wait_copies(pending: int) -> None:
     """Waits for all groups of copies of this thread but the last `pending` ones."""
 
 
-@wait_copies.mosaic
-def _(pending):
-    mlir.inline(lambda: nvvm.cp_async_wait_group(pending))
+wait_copies.mosaic(lambda pending: mlir.inline(lambda: nvvm.cp_async_wait_group(pending)))
 
 
 @primitive

@@ -38,29 +38,18 @@ MAX_POLLS = 1 << 25  # half a minute; then another GPU has failed, and this one 
 
 
 class Unit(NamedTuple):
-    """Eight values that a thread exchanges.
+    """Eight values that a thread exchanges."""
 
-    Attributes:
-      active: whether the thread takes part.
-      load: returns the thread's values, four words of two bfloat16.
-      store: takes the four words of the sum.
-    """
-
-    active: U32
-    load: Callable[[], list[U32]]
-    store: Callable[[list[U32]], None]
+    active: U32  # whether the thread takes part
+    load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
+    store: Callable[[list[U32]], None]  # takes the four words of the sum
 
 
 def check_table(table: jax.Array, *, interpret: bool) -> int:
-    """Returns the number of GPUs in a table of mailboxes.
+    """Returns the number of GPUs in a table of mailboxes; refuses interpreted kernels and other numbers than 2 to 8.
 
-    Args:
-      table: [2 * (2 + GPUs)] uint32, the low and high halves of this GPU's rank, of the address of its mailbox, and of
-        the addresses of all mailboxes by rank.
-      interpret: whether the kernel is interpreted.
-
-    Raises:
-      NotImplementedError: the kernel is interpreted, or the number of GPUs is not 2 to 8.
+    The table [2 * (2 + GPUs)] uint32 has the low and high halves of this GPU's rank, of the address of its mailbox, and
+    of the addresses of all mailboxes by rank.
     """
     check_array("table", table, jnp.uint32, None)
     ranks = num_ranks(table)
@@ -90,17 +79,17 @@ def mailbox_bytes(ranks: int) -> int:
 
 
 def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) -> None:
-    """Emits code of one thread that replaces each unit by its sum over the GPUs.
+    """Emits code of one thread that replaces each of up to `ROUNDS` units by its sum over the GPUs.
 
-    Sums are float32, in the order of ranks, and rounded once.
-
-    Args:
-      block: number of the thread block, below `BLOCKS`.
-      table_gmem: [2 * (2 + ranks)] uint32, see `check_table`.
-      units: at most `ROUNDS` units.
-      ranks: number of GPUs.
+    Sums are float32, in the order of ranks, and rounded once. `block` is the number of the thread block, below
+    `BLOCKS`; `table_gmem` is described at `check_table`.
     """
-    addresses = [_load_address(mlir.at(mlir.global_pointer(table_gmem), 8 * i)) for i in range(PEERS + ranks)]
+
+    def load_address(i):
+        pointer = mlir.at(mlir.global_pointer(table_gmem), 8 * i)
+        return mlir.ptx("ld.global.nc.b64 $0, [$1];", pointer, results=mlir.int_type(64))
+
+    addresses = [load_address(i) for i in range(PEERS + ranks)]
     rank, own, peers = U32(arith.trunci(mlir.int_type(), addresses[0])), addresses[OWN], addresses[PEERS:]
     thread = U32(mlir.thread())
     counter = _add_offset(own, counter_offset(block, ranks=ranks))
@@ -125,10 +114,6 @@ def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) 
             values = [[x for word in four for x in words.unpack(word)] for four in received]
             total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
             unit.store([words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)])
-
-
-def _load_address(pointer):
-    return mlir.ptx("ld.global.nc.b64 $0, [$1];", pointer, results=mlir.int_type(64))
 
 
 def _add_offset(address, offset):

@@ -5,6 +5,8 @@ Pallas has no operation for some instructions (shuffles, loads with a cache hint
 functions are called within such code.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -58,6 +60,30 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
     return results if several or returns is None else results[0]
 
 
+def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = None, returns: Any = None) -> Callable:
+    """Registers code for one thread, such as `inline` takes, as a primitive's implementation for the GPU.
+
+    Args:
+      primitive: the primitive. Its static arguments are keywords, and the code gets them as they are. The elements of
+        its arguments that are tuples are arguments of the code.
+      layouts: layouts of the code's first arguments, None for the default.
+      layout: as in `inline`.
+      returns: as in `inline`, or a function of the primitive's arguments.
+    """
+
+    def register(emit):
+        def run(*args, **static):
+            flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
+            pairs = [x if kind is None else (x, kind) for x, kind in itertools.zip_longest(flat, layouts)]
+            kinds = returns(*args, **static) if callable(returns) else returns
+            return inline(functools.partial(emit, **static), *pairs, layout=layout, returns=kinds)
+
+        primitive.mosaic(run)
+        return emit
+
+    return register
+
+
 def _array(parts, kind):
     """Returns the `FragmentedArray` of the values that a thread holds."""
     signed = mgpu.utils.is_signed(kind.dtype)
@@ -95,13 +121,10 @@ def ptx(
       An MLIR value, or a list of values if `results` is a sequence.
     """
     types = [results] if isinstance(results, ir.Type) else list(results)
-    match types:
-        case []:
-            packed = ir.Type.parse("!llvm.void")
-        case [packed]:
-            pass
-        case _:
-            packed = llvm.StructType.get_literal(types)
+    if not types:
+        packed = ir.Type.parse("!llvm.void")
+    else:
+        packed = types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
     constraints = [f"={_constraint(kind)}" for kind in types] + [_constraint(x.type) for x in operands]
     constraints += [str(i) for i in range(len(in_out))]
     convergent = not pure if convergent is None else convergent
@@ -119,12 +142,13 @@ def _constraint(kind):
     return {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f"}[str(kind)]
 
 
+f32_type = ir.F32Type.get
+constant = mgpu.utils.c  # (number, MLIR type)
+shared_pointer = mgpu.utils.memref_ptr  # of a reference to shared memory
+
+
 def int_type(bits: int = 32) -> Any:
     return ir.IntegerType.get_signless(bits)
-
-
-def f32_type() -> Any:
-    return ir.F32Type.get()
 
 
 def vector_type(length: int, element: Any) -> Any:
@@ -148,11 +172,6 @@ def f32(value: float) -> Any:
 def index(value: int) -> Any:
     """Returns a constant of MLIR's index type."""
     return constant(value, ir.IndexType.get())
-
-
-def constant(value: int | float, kind: Any) -> Any:
-    """Returns a constant of an MLIR type."""
-    return mgpu.utils.c(value, kind)
 
 
 def to_i64(x: Any) -> Any:
@@ -191,11 +210,6 @@ def thread(bits: int = 32) -> Any:
 def global_pointer(ref: Any) -> Any:
     """Returns a pointer to a reference to global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), shared_pointer(ref))
-
-
-def shared_pointer(ref: Any) -> Any:
-    """Returns a pointer to a reference to shared memory."""
-    return mgpu.utils.memref_ptr(ref)
 
 
 def at(pointer: Any, offset: Any, element: Any = None) -> Any:

@@ -6,6 +6,7 @@ blocks. `inline` puts such code into a kernel.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +54,8 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
       emit: a function of a memref for each reference, a U32 for each scalar and array [128], and a list of this
         thread's MLIR values for each other array. It returns None, a U32, or such a list.
       args: references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
-      returns: shape and dtype of the result: int32[128] for a U32. The order in which the values of a list lie in the
-        array is unspecified, but a thread that gets the array as an argument finds its own values in the list's order.
+      returns: shape and dtype of the result, int32[128] for a U32. The values of a list lie in no order that one may
+        rely on, but a thread that gets the array as an argument finds its own in the list's order.
     """
 
     def unpacked(arg):
@@ -76,14 +77,12 @@ def vector_layout(shape: tuple[int, ...]) -> Any:
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 
-def ptx(code: str, *args: U32 | int) -> U32:
-    """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; they may read memory."""
-    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type()))
+def ptx(code: str, *args: U32 | int, pure: bool = False) -> U32:
+    """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; pure ones read no memory."""
+    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=pure))
 
 
-def pure(code: str, *args: U32 | int) -> U32:
-    """Returns the result of instructions, as `ptx` does, that depends on `args` alone."""
-    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=True))
+pure = partial(ptx, pure=True)
 
 
 def ptx_effect(code: str, *args: U32 | int) -> None:
@@ -150,18 +149,10 @@ def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Seque
     return list(branch.results)
 
 
-def sync() -> None:
-    """Waits for all threads of the block; orders their accesses to shared memory."""
-    ptx_effect("bar.sync 0;")
-
-
-def cluster_arrive() -> None:
-    ptx_effect("barrier.cluster.arrive.release.aligned;")
-
-
-def cluster_wait() -> None:
-    """Waits for all threads of the cluster to arrive; orders their accesses to the shared memory of all blocks."""
-    ptx_effect("barrier.cluster.wait.acquire.aligned;")
+sync = partial(ptx_effect, "bar.sync 0;")  # the block's threads; orders their accesses to shared memory
+cluster_arrive = partial(ptx_effect, "barrier.cluster.arrive.release.aligned;")
+# The cluster's threads have arrived; orders their accesses to the shared memory of all blocks.
+cluster_wait = partial(ptx_effect, "barrier.cluster.wait.acquire.aligned;")
 
 
 # --- memory; addresses count bytes ---
@@ -173,13 +164,16 @@ def shared(ref: Any, offset: U32 | int = 0) -> U32:
     return base + (offset << 2)
 
 
-def peer(address: U32, block: U32 | int) -> U32:
-    """Returns the address of the same place in the shared memory of another block of the cluster."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, block)
-
-
-def load(address: U32) -> U32:
-    return ptx("ld.shared.u32 $0, [$1];", address)
+# (address, block) -> address of the same place in the shared memory of another block of the cluster.
+peer = partial(ptx, "mapa.shared::cluster.u32 $0, $1, $2;")
+load = partial(ptx, "ld.shared.u32 $0, [$1];")
+# (address, value). `fetch_add`, `add` and `set_bits` are atomic; `fetch_add` returns the value before.
+store = partial(ptx_effect, "st.shared.u32 [$0], $1;")
+store_peer = partial(ptx_effect, "st.shared::cluster.u32 [$0], $1;")
+fetch_add = partial(ptx, "atom.shared.add.u32 $0, [$1], $2;")
+add = partial(ptx_effect, "red.shared.add.u32 [$0], $1;")
+add_peer = partial(ptx_effect, "red.relaxed.cluster.shared::cluster.add.u32 [$0], $1;")
+set_bits = partial(ptx_effect, "red.shared.or.b32 [$0], $1;")
 
 
 def load_vector(address: U32) -> list[U32]:
@@ -188,35 +182,9 @@ def load_vector(address: U32) -> list[U32]:
     return [U32(x) for x in mlir.ptx(code, address.value, results=[mlir.int_type()] * 4)]
 
 
-def store(address: U32, value: U32 | int) -> None:
-    ptx_effect("st.shared.u32 [$0], $1;", address, value)
-
-
 def store_vector(address: U32, values: Sequence[U32]) -> None:
     """Stores four values, from a multiple of 16 bytes on."""
     ptx_effect("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
-
-
-def store_peer(address: U32, value: U32) -> None:
-    ptx_effect("st.shared::cluster.u32 [$0], $1;", address, value)
-
-
-def fetch_add(address: U32, value: U32 | int) -> U32:
-    """Adds atomically; returns the value before."""
-    return ptx("atom.shared.add.u32 $0, [$1], $2;", address, value)
-
-
-def add(address: U32, value: U32 | int) -> None:
-    """Adds atomically."""
-    ptx_effect("red.shared.add.u32 [$0], $1;", address, value)
-
-
-def add_peer(address: U32, value: U32) -> None:
-    ptx_effect("red.relaxed.cluster.shared::cluster.add.u32 [$0], $1;", address, value)
-
-
-def set_bits(address: U32, bits: U32) -> None:
-    ptx_effect("red.shared.or.b32 [$0], $1;", address, bits)
 
 
 def element(ref: Any, index: U32, size: int) -> Any:
@@ -240,33 +208,15 @@ def store_global(ref: Any, index: U32, value: U32) -> None:
 # --- bits and warps ---
 
 
-def count_bits(x: U32) -> U32:
-    return ptx("popc.b32 $0, $1;", x)
-
-
-def lowest_bit(x: U32) -> U32:
-    """Returns the number of the lowest bit that is set, or 32 if none is."""
-    return ptx("{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", x)
-
-
-def highest_bit(x: U32) -> U32:
-    """Clears all bits of x but the highest one that is set."""
-    return ptx("{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }", x)
-
-
-def warp_sum(x: U32) -> U32:
-    """Returns the sum over the lanes of the warp."""
-    return ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", x)
-
-
-def warp_min(x: U32) -> U32:
-    """Returns the minimum over the lanes of the warp."""
-    return ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", x)
-
-
-def warp_max(x: U32) -> U32:
-    """Returns the maximum over the lanes of the warp."""
-    return ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", x)
+count_bits = partial(ptx, "popc.b32 $0, $1;")
+# The number of the lowest bit that is set, or 32 if none is.
+lowest_bit = partial(ptx, "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
+# The number without its bits, but for the highest one that is set.
+highest_bit = partial(ptx, "{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }")
+# Over the lanes of the warp.
+warp_sum = partial(ptx, "redux.sync.add.u32 $0, $1, 0xffffffff;")
+warp_min = partial(ptx, "redux.sync.min.u32 $0, $1, 0xffffffff;")
+warp_max = partial(ptx, "redux.sync.max.u32 $0, $1, 0xffffffff;")
 
 
 def warp_prefix_sum(x: U32) -> U32:
@@ -279,12 +229,9 @@ def warp_prefix_sum(x: U32) -> U32:
 
 
 def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
-    """Returns the sum over the threads before this one, and the sum over all; synchronizes the block.
+    """Returns the sum of x over the threads before this one, and over all; synchronizes the block of up to 32 warps.
 
-    Args:
-      x: this thread's term.
-      scratch: address of 32 bits for each warp, which no thread accesses until the next synchronization.
-      warps: number of warps of the block, at most 32.
+    `scratch` is the address of 32 bits for each warp, which no thread accesses until the next synchronization.
     """
     up_to, own_warp = warp_prefix_sum(x), warp()
     with when(lane().equals(31)):

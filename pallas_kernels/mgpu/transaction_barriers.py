@@ -41,12 +41,7 @@ def start(barriers) -> None:
 
 def arrive(barrier, expected: jax.Array | int) -> None:
     """Arrives at a barrier [2] int32 and announces `expected` bytes for each thread of the warpgroup."""
-    code = "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;"
-
-    def emit(barrier, expected):
-        thread_ops.ptx_effect(code, thread_ops.shared(barrier), expected)
-
-    thread_ops.inline(emit, barrier, jnp.int32(expected))
+    _at_barrier("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;", barrier, jnp.int32(expected))
 
 
 def wait(barrier, parity: jax.Array) -> None:
@@ -54,20 +49,22 @@ def wait(barrier, parity: jax.Array) -> None:
     code = """{ .reg .pred ended;
         again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [$0], $1;
         @!ended bra again; }"""
+    _at_barrier(code, barrier, parity)
 
-    def emit(barrier, parity):
-        thread_ops.ptx_effect(code, thread_ops.shared(barrier), parity)
 
-    thread_ops.inline(emit, barrier, parity)
+def _at_barrier(code, barrier, value):
+    """Executes instructions on a barrier's address `$0` and a number `$1`."""
+
+    def emit(barrier, value):
+        thread_ops.ptx_effect(code, thread_ops.shared(barrier), value)
+
+    thread_ops.inline(emit, barrier, value)
 
 
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
     """Stores one, two or four MLIR values of 32 bits in another block, whose barrier counts them. Within `inline`.
 
-    Args:
-      address: where to store them, from `thread_ops.peer`, a multiple of their size.
-      values: the values.
-      barrier: the barrier's address, from `thread_ops.peer`.
+    Both addresses come from `thread_ops.peer`; that of the values is a multiple of their size.
     """
     places = ", ".join(f"${i + 1}" for i in range(len(values)))
     vector, places = (f".v{len(values)}", f"{{{places}}}") if len(values) > 1 else ("", places)

@@ -27,7 +27,12 @@ def layout(size: int):
     return plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS)
 
 
-inline = functools.partial(mlir.inline, layout=lambda shape: layout(*shape))
+def _layout(shape):
+    return layout(*shape)
+
+
+inline = functools.partial(mlir.inline, layout=_layout)
+emits = functools.partial(mlir.emits, layout=_layout)
 
 
 def load(ref) -> jax.Array:
@@ -42,12 +47,9 @@ def channels(size: int) -> jax.Array:
 
 @primitive
 def exchange(x: jax.Array, distance: int, scratch) -> jax.Array:
-    """Returns at every channel c the value of channel `c ^ distance`.
+    """Returns at every channel c of x, [size] of a 32-bit type, the value of channel `c ^ distance`, a power of two.
 
-    Args:
-      x: [size] of a 32-bit type.
-      distance: a power of two below size.
-      scratch: [size] float32 in shared memory, for this warpgroup alone; used for distances of size / 4 or more.
+    `scratch`, [size] float32 in shared memory for this warpgroup alone, is used for distances of size / 4 or more.
     """
     return x[lax.iota(jnp.int32, x.shape[0]) ^ distance]
 
@@ -78,12 +80,7 @@ def _exchange_mosaic(x, distance, scratch):
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
     """Reduces blocks of 2 * first / last strided channels of x; every channel of a block gets the result.
 
-    Args:
-      combine: a function of two arrays, such as `jnp.maximum`.
-      x: [size] of a 32-bit type.
-      first: the largest distance of an exchange, a power of two.
-      last: the smallest distance, a power of two.
-      scratch: as in `exchange`.
+    Exchanges at the distances first, first / 2, ... last are combined by a function such as `jnp.maximum`.
     """
     distance = first
     while distance >= last:
@@ -98,20 +95,17 @@ def take(ref, index: jax.Array) -> jax.Array:
     return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
 
 
-@take.mosaic
-def _take_mosaic(ref, index):
-    def emit(ref, index):
-        element = ref.type.element_type
+@emits(take, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
+def _emit_take(ref, index):
+    element = ref.type.element_type
 
-        def one(at):
-            inside = arith.cmpi(arith.CmpIPredicate.sge, at, mlir.i32(0))
-            safe = mlir.to_i64(arith.select(inside, at, mlir.i32(0)))
-            value = llvm.load(element, mlir.at(mlir.global_pointer(ref), safe, element))
-            return arith.select(inside, value, mlir.constant(0, element))
+    def one(at):
+        inside = arith.cmpi(arith.CmpIPredicate.sge, at, mlir.i32(0))
+        safe = mlir.to_i64(arith.select(inside, at, mlir.i32(0)))
+        value = llvm.load(element, mlir.at(mlir.global_pointer(ref), safe, element))
+        return arith.select(inside, value, mlir.constant(0, element))
 
-        return [one(at) for at in mlir.values(index)]
-
-    return inline(emit, ref, index, returns=jax.ShapeDtypeStruct(index.shape, ref.dtype))
+    return [one(at) for at in mlir.values(index)]
 
 
 @primitive
@@ -133,13 +127,9 @@ def _(ref, size):
 
 @primitive
 def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> None:
-    """Stores `ref[i] = x[j]` where `channel[j] == every * i`.
+    """Stores `ref[i] = x[j]` where `channel[j] == every * i`, in global memory.
 
-    Args:
-      ref: [n] in global memory.
-      x: [size].
-      channel: [size] int32, consecutive numbers, the first a multiple of 64.
-      every: stride of the stored channels.
+    `channel` [size] int32 are consecutive numbers, the first a multiple of 64.
     """
     n = ref.shape[0]
     for at in range(0, x.shape[0], SLICE):
@@ -151,28 +141,24 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
             ref[pl.ds(first // every, values.shape[0])] = values
 
 
-@store_channels.mosaic
-def _store_channels_mosaic(ref, x, channel, *, every=1):
-    end = ref.shape[0] * every
-
-    def emit(ref, x, channel):
-        (register,), numbers = x.registers, mlir.values(channel)
-        held, bits = x.layout.vec_size, mgpu.utils.bitwidth(x.mlir_dtype)
-        register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
-        width = held if every == 1 else 1
-        for i in range(0, held, max(width, min(every, held))):
-            # Compares unsigned numbers: negative channels lie past the end.
-            inside = arith.cmpi(arith.CmpIPredicate.ult, numbers[i], mlir.i32(end))
-            if every > held:
-                phase = arith.remui(numbers[i], mlir.i32(every))
-                inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, phase, mlir.i32(0)))
-            with mgpu.utils.when(inside):
-                value = register if width == held else vector.extract(register, [], [i])
-                at = mlir.to_i64(arith.divui(numbers[i], mlir.i32(every)))
-                pointer = mlir.at(mlir.global_pointer(ref), at, mlir.int_type(bits))
-                llvm.store(value, pointer, alignment=width * bits // 8)
-
-    inline(emit, ref, x, channel)
+@emits(store_channels)
+def _emit_store_channels(ref, x, channel, *, every=1):
+    end = ref.type.shape[0] * every
+    (register,), numbers = x.registers, mlir.values(channel)
+    held, bits = x.layout.vec_size, mgpu.utils.bitwidth(x.mlir_dtype)
+    register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
+    width = held if every == 1 else 1
+    for i in range(0, held, max(width, min(every, held))):
+        # Compares unsigned numbers: negative channels lie past the end.
+        inside = arith.cmpi(arith.CmpIPredicate.ult, numbers[i], mlir.i32(end))
+        if every > held:
+            phase = arith.remui(numbers[i], mlir.i32(every))
+            inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, phase, mlir.i32(0)))
+        with mgpu.utils.when(inside):
+            value = register if width == held else vector.extract(register, [], [i])
+            at = mlir.to_i64(arith.divui(numbers[i], mlir.i32(every)))
+            pointer = mlir.at(mlir.global_pointer(ref), at, mlir.int_type(bits))
+            llvm.store(value, pointer, alignment=width * bits // 8)
 
 
 # --- over threads ---
@@ -184,13 +170,24 @@ def thread() -> jax.Array:
     return channels(THREADS)
 
 
-@thread.mosaic
+@emits(thread, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
 def _():
-    def emit():
-        number = mlir.ptx("mov.u32 $0, %tid.x;", results=mlir.int_type(), convergent=False)
-        return [arith.andi(number, mlir.i32(THREADS - 1))]
+    number = mlir.ptx("mov.u32 $0, %tid.x;", results=mlir.int_type(), convergent=False)
+    return [arith.andi(number, mlir.i32(THREADS - 1))]
 
-    return inline(emit, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
+
+@primitive
+def opaque(x: jax.Array) -> jax.Array:
+    """Returns an int32 scalar unchanged, whose origin the compiler cannot see.
+
+    So it keeps nothing that is computed from it within a loop in registers across the loop.
+    """
+    return x
+
+
+@opaque.mosaic
+def _(x):
+    return inline(lambda x: mlir.ptx("mov.b32 $0, $1;", mlir.scalar(x), results=mlir.int_type()), x, returns=x)
 
 
 @primitive

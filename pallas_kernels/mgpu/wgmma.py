@@ -30,23 +30,18 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
-@primitive
 def multiply_add(acc: jax.Array, a, b) -> jax.Array:
     """Returns acc + a @ b, [64, columns] float32, of bfloat16; b is in shared memory, a there or in registers."""
-    # The interpreter has no product with a start value and none of an operand in registers.
-    return acc + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
-
-
-@multiply_add.mosaic
-def _(acc, a, b):
-    multiply: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
-    return multiply(plgpu.ACC.init(acc))
+    return multiply_add_all((acc,), a, (b,))[0]
 
 
 @primitive
 def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
     """Returns `multiply_add` of one left operand and several right ones; waits once for all products."""
-    return tuple(multiply_add(acc, a, b) for acc, b in zip(accs, bs, strict=True))
+    # The interpreter has no product with a start value and none of an operand in registers.
+    left = a[...].astype(jnp.float32)
+    products = [jnp.dot(left, b[...].astype(jnp.float32), precision="highest") for b in bs]
+    return tuple(acc + product for acc, product in zip(accs, products, strict=True))
 
 
 @multiply_add_all.mosaic
@@ -65,21 +60,17 @@ def put(inbox, values: jax.Array) -> None:
     inbox[...] = values
 
 
-@put.mosaic
+@mlir.emits(put, layout=_layout)
 def _(inbox, values):
-    def emit(inbox, values):
-        start = _own_pairs(inbox)
-        for i, pair in enumerate(values.registers.flat):
-            llvm.store(pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i)), alignment=8)
-
-    mlir.inline(emit, inbox, values, layout=_layout)
+    for pair, there in _own_pairs(inbox, values):
+        llvm.store(pair, there, alignment=8)
 
 
 def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
     """Writes values to the `inbox` of another block, an int32 scalar, whose transaction barrier counts the bytes."""
 
     def emit(inbox, values, block, barrier):
-        pointers = _own_pairs(inbox), mlir.shared_pointer(barrier)
+        pointers = _own_place(inbox), mlir.shared_pointer(barrier)
         addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
         start, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
         for i, pair in enumerate(values.registers.flat):
@@ -95,15 +86,10 @@ def add(values: jax.Array, inbox) -> jax.Array:
     return values + inbox[...]
 
 
-@add.mosaic
+@mlir.emits(add, layout=_layout, returns=lambda values, inbox: values)
 def _(values, inbox):
-    def emit(values, inbox):
-        start = _own_pairs(inbox)
-        for i, pair in enumerate(values.registers.flat):
-            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
-            yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
-
-    return mlir.inline(emit, values, inbox, layout=_layout, returns=values)
+    for pair, there in _own_pairs(inbox, values):
+        yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
 
 
 @primitive
@@ -135,61 +121,57 @@ def add_to(inbox, values: jax.Array) -> None:
     inbox[...] = inbox[...] + values
 
 
-@add_to.mosaic
+@mlir.emits(add_to, layout=_layout)
 def _(inbox, values):
-    def emit(inbox, values):
-        start = _own_pairs(inbox)
-        for i, pair in enumerate(values.registers.flat):
-            there = mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
-            llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
-
-    mlir.inline(emit, inbox, values, layout=_layout)
+    for pair, there in _own_pairs(inbox, values):
+        llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
 
 
 @primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
-    """Writes values [rows, columns] float32 to global memory.
+    """Writes values [rows, columns] float32 to a float32 reference of that shape in global memory.
 
-    Args:
-      ref: [rows, columns] float32; if transposed, [n, rows] float32 or bfloat16, for the first n columns.
-      values: the values, rounded to `ref`'s dtype.
-      transposed: whether `ref` is transposed.
+    A transposed one [n, rows], float32 or bfloat16, takes the first n columns, rounded.
     """
     ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
 
-@store.mosaic
-def _store_mosaic(ref, values, *, transposed=False):
-    def emit(ref, values):
-        kind = ir.MemRefType(ref.type)
-        (stride, _), _ = kind.get_strides_and_offset()
-        size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
-        layout, width = values.layout, values.shape[1]
-        # Bytes from a row to the next, and from a column to the next.
-        down, right = (size, size * stride) if transposed else (size * stride, size)
-        row, first = next(layout.thread_idxs(values.shape))
-        offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
-        start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
-        # The distance between two registers is the same in all threads: a constant, which costs no register.
-        steps = layout.tiling.tile_strides((width, 1))
-        for at in np.ndindex(values.registers.shape):
-            row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
-            pair, place = values.registers[at], row * down + column * right
-            if not transposed:
-                llvm.store(pair, mlir.at(start, place), alignment=8)
-                continue
-            for i, value in enumerate(mlir.values(pair)):
-                value = value if size == 4 else arith.truncf(kind.element_type, value)
-                inside: Any = contextlib.nullcontext()
-                if kind.shape[0] < width:
-                    end = mlir.index(kind.shape[0] - column - i)
-                    inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
-                with inside:
-                    llvm.store(value, mlir.at(start, place + i * right), alignment=size)
-
-    mlir.inline(emit, ref, values, layout=_layout)
+@mlir.emits(store, layout=_layout)
+def _emit_store(ref, values, *, transposed=False):
+    kind = ir.MemRefType(ref.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
+    layout, width = values.layout, values.shape[1]
+    # Bytes from a row to the next, and from a column to the next.
+    down, right = (size, size * stride) if transposed else (size * stride, size)
+    row, first = next(layout.thread_idxs(values.shape))
+    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
+    start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
+    # The distance between two registers is the same in all threads: a constant, which costs no register.
+    steps = layout.tiling.tile_strides((width, 1))
+    for at in np.ndindex(values.registers.shape):
+        row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
+        pair, place = values.registers[at], row * down + column * right
+        if not transposed:
+            llvm.store(pair, mlir.at(start, place), alignment=8)
+            continue
+        for i, value in enumerate(mlir.values(pair)):
+            value = value if size == 4 else arith.truncf(kind.element_type, value)
+            inside: Any = contextlib.nullcontext()
+            if kind.shape[0] < width:
+                end = mlir.index(kind.shape[0] - column - i)
+                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
+            with inside:
+                llvm.store(value, mlir.at(start, place + i * right), alignment=size)
 
 
-def _own_pairs(ref):
+def _own_pairs(inbox, values):
+    """Yields this thread's registers of two values, and the place of each in an inbox."""
+    start = _own_place(inbox)
+    for i, pair in enumerate(values.registers.flat):
+        yield pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+
+
+def _own_place(inbox):
     """Returns the address of this thread's first pair; the others follow every 8 * THREADS bytes."""
-    return mlir.at(mlir.shared_pointer(ref), arith.muli(mlir.thread(), mlir.i32(8)))
+    return mlir.at(mlir.shared_pointer(inbox), arith.muli(mlir.thread(), mlir.i32(8)))

@@ -5,18 +5,12 @@ primitive. The decorated function states its meaning in jax.numpy, for the inter
 `mosaic` is the code for the GPU:
 
     @primitive
-    def divide_one(x: jax.Array) -> jax.Array:
-        '''1 / x of [size] float32, correctly rounded.'''
-        return 1 / x
+    def sync_warp() -> None:
+        '''Waits for the warp's threads.'''
 
-    @divide_one.mosaic
-    def _(x):
-        def emit(x):
-            return [ptx("rcp.rn.f32 $0, $1;", value, results=f32_type(), pure=True) for value in values(x)]
+    sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))
 
-        return inline(emit, x, layout=layout, returns=x)
-
-A kernel made by `kernel` calls it as `divide_one(x)`. JAX's trace context holds whether the kernel is interpreted, so
+A kernel made by `kernel` calls it as `sync_warp()`. JAX's trace context holds whether the kernel is interpreted, so
 that JAX does not reuse a trace made for the other case.
 """
 
@@ -50,8 +44,8 @@ def kernel(
       body: the kernel's code, a function of references.
       interpret: whether to interpret the kernel on the CPU, with the race detector on.
       grid, cluster: the size of each axis by its name; None for one block.
-      waits_in_body: whether the body calls `wait_for_inputs` itself. Before the call it may read only memory that no
-        kernel writes, such as weights.
+      waits_in_body: whether the body calls `wait_for_inputs` itself, and before that only reads memory that no kernel
+        writes, such as weights.
       options: arguments of `plgpu.kernel`.
     """
 

@@ -52,9 +52,8 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
             arrays = [leaves[i] for i in places]
             if not interpret:
                 others = [leaf for i, leaf in enumerate(leaves) if i not in places]
-                on_arrays = _cached_lowering(
-                    on_arrays, f"{function.__module__} {function.__qualname__} {structure} {others}"
-                )
+                key = f"{function.__module__} {function.__qualname__} {structure} {others}"
+                on_arrays = _cached_lowering(on_arrays, key)
             if not writes:
                 return jax.custom_batching.sequential_vmap(on_arrays)(*arrays)
             # XLA would fuse a slice of an operand with the call, and forget that the call writes in place.
@@ -66,11 +65,9 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
 
 
 def _cached_lowering(function: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Returns `function` in a form that is lowered only if no process has done so before.
+    """Returns a function from arrays to a pytree in a form that is lowered only if no process has done so before.
 
-    Args:
-      function: a function from arrays to a pytree of arrays that calls kernels.
-      key: a text that identifies the function and its static arguments.
+    `key` identifies the function and its static arguments.
     """
 
     def call(*arrays):
@@ -83,8 +80,7 @@ def _cached_lowering(function: Callable[..., Any], key: str) -> Callable[..., An
         def flat(*arrays):
             return tuple(jax.tree.leaves(function(*arrays)))
 
-        name = hashlib.sha256(f"{_versions()} {key} {shapes}".encode()).hexdigest()
-        path = folder / name
+        path = folder / hashlib.sha256(f"{_versions()} {key} {shapes}".encode()).hexdigest()
         exported = _read(path)
         if exported is None:
             exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=_CHECKS)(*shapes)

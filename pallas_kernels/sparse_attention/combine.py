@@ -29,17 +29,13 @@ def combine(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Adds up the KV splits of each token's attention and divides by the softmax's denominator.
+    """Adds up the KV splits of each token's attention and divides by the softmax's denominator: [T, H, D] bfloat16.
 
     Args:
       sums: [T, S, H, D] float32 sums of weights times values; D a multiple of 512. Ignored where a split has no rows.
-      stats: [T, S, 2, H] float32 statistics of each split: its largest score as a power of two, and its sum of weights
-        `2 ** (score - largest)`, 0 for a split without rows.
-      sinks, inv_freq, interpret: as in `sparse_attention`.
-      positions: [T] int32, needed with `inv_freq`; negative positions count as 0.
-
-    Returns:
-      [T, H, D] bfloat16.
+      stats: [T, S, 2, H] float32, each split's largest score as a power of two, and its sum of weights `2 ** (score -
+        largest)`, 0 without rows.
+      sinks, positions, inv_freq, interpret: as in `sparse_attention`; negative positions count as 0.
     """
     (tokens, splits, _, dim), (heads,) = sums.shape, sinks.shape
     # A block loads this many splits at once, each into columns / 128 registers of a thread.
@@ -52,18 +48,17 @@ def combine(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(sums, stats, sinks, *([] if inv_freq is None else [positions, inv_freq]))
+    return run(sums, stats, sinks, None if inv_freq is None else (positions, inv_freq))
 
 
-def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, *refs):
-    *rotation, out_gmem = refs
+def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, rotation_gmem, out_gmem):
     splits, dim = sums_gmem.shape[1], sums_gmem.shape[3]
     token, head = lax.axis_index("token"), lax.axis_index("head")
     first_column = lax.axis_index("columns") * columns
     own_columns = pl.ds(first_column, columns)
     rotate = None
-    if rotation:
-        positions_gmem, inv_freq_gmem = rotation
+    if rotation_gmem is not None:
+        positions_gmem, inv_freq_gmem = rotation_gmem
         channels = vectors.channels(columns) + (first_column - (dim - 2 * inv_freq_gmem.shape[0]))
         rotate = vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels)
 

@@ -47,26 +47,17 @@ LOAD_REGISTERS, MULTIPLY_REGISTERS = 120, 192
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning of decode attention.
+    """Tuning of decode attention."""
 
-    Attributes:
-      splits: number of KV splits of a token. The result's bits depend on it.
-    """
-
-    splits: int
+    splits: int  # number of KV splits of a token, on which the result's bits depend
 
     @classmethod
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
         """The most splits with which all blocks of an H100 run at once and none is empty."""
         tiles = problem.max_tiles
         # More than 66 splits cost more to combine than they save.
-        max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * head_groups(heads)), 66))
-        return cls(-(-tiles // -(-tiles // max_splits)))
-
-
-def head_groups(heads: int) -> int:
-    """The number of groups of 64 heads, the last of which may be smaller."""
-    return -(-heads // HEADS)
+        max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * pl.cdiv(heads, HEADS)), 66))
+        return cls(pl.cdiv(tiles, pl.cdiv(tiles, max_splits)))
 
 
 def decode_attention(
@@ -80,14 +71,11 @@ def decode_attention(
 ) -> Any:
     """Launches the kernel on checked arguments, for the result of `attention_sums`, or of `sparse_attention`.
 
-    Args:
-      problem, q, interpret: the arguments of both.
-      sinks: [H rounded up to a multiple of 64] float32; None with splits.
-      angles: (cos, sin) [T, P] float32 of the inverse rotation of results, or None.
-      splits: number of KV splits whose sums are returned, or None for finished attention.
+    `splits` is the number of KV splits whose sums are returned, or None for finished attention. That needs `sinks`, [H
+    rounded up to a multiple of 64] float32, and `angles`, (cos, sin) [T, P] float32, if results are rotated back.
     """
     tokens, heads, _ = q.shape
-    groups = head_groups(heads)
+    groups = pl.cdiv(heads, HEADS)
     out_type: Any = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if splits is not None:
         shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
@@ -113,28 +101,22 @@ def decode_attention(
 class DecodeBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
-    # Number of blocks of the cluster, 1 or 2.
-    blocks: int = dataclasses.field(default=1, metadata=dict(static=True))
+    blocks: int = dataclasses.field(default=1, metadata=dict(static=True))  # of the cluster, 1 or 2
     # [1, heads, 512]: the axis of one is for `_score_tile`. The result takes their place.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    # 0 for a row and -inf for none; full and empty with the keys.
-    biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)
+    biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)  # 0 for a row and -inf for none; full with the keys
     # Not yet divided by their sum.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
-    # Factors of earlier sums; full and empty with the weights.
-    rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)
-    # Factors of the final sums.
-    scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)
+    rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)  # factors of earlier sums, full with the weights
+    scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)  # factors of the final sums
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=STAGES)
-    # Both multiplying warpgroups, of both blocks, have read the keys.
-    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
+    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # both roles, of both blocks, have read them
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     weights_empty: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
-    # Both halves of the result are in shared memory.
-    result_full: Any = plgpu.Barrier(num_arrivals=2)
+    result_full: Any = plgpu.Barrier(num_arrivals=2)  # both halves of the result are in shared memory
 
     @classmethod
     def for_cluster(cls) -> "DecodeBuffers":
@@ -187,10 +169,7 @@ class Tiles:
 
     def wait_empty(self, empty, tile):
         """Waits until the tile that had the same stage before has been read."""
-
-        @pl.when(tile - self.first >= STAGES)
-        def _():
-            plgpu.barrier_wait(empty.at[self.stage(tile)])
+        pl.when(tile - self.first >= STAGES)(lambda: plgpu.barrier_wait(empty.at[self.stage(tile)]))
 
     def wait_all_empty(self, empty):
         """Waits until the last tiles have been read."""
@@ -200,9 +179,7 @@ class Tiles:
             plgpu.barrier_wait(empty.at[self.stage(tile)])
 
 
-def _decode_kernel(
-    splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers: DecodeBuffers
-):
+def _decode_kernel(splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers):
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
     block = lax.axis_index("block") if blocks > 1 else 0
     first_head = (lax.axis_index("heads") * blocks + block) * HEADS
@@ -224,7 +201,7 @@ def _decode_kernel(
         plgpu.copy_gmem_to_smem(q_gmem.at[token, own_heads], own_queries_smem, buffers.queries_full)
         plgpu.barrier_wait(buffers.queries_full)
         buffers.wait_for_init()
-        initial = online_softmax.zeros(HALF), *online_softmax.initial_stats()
+        initial = wgmma.zeros((HEADS, HALF)), *online_softmax.initial_stats()
         score_tile = functools.partial(_score_tile, buffers, tiles)
         acc, running_max, running_sum = lax.fori_loop(tiles.first, tiles.last, score_tile, initial)
         tiles.wait_all_empty(buffers.weights_empty)
@@ -244,7 +221,7 @@ def _decode_kernel(
         plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
         buffers.wait_for_init()
         add_tile = functools.partial(_add_tile, buffers, tiles)
-        acc = lax.fori_loop(tiles.first, tiles.last, add_tile, online_softmax.zeros(HALF))
+        acc = lax.fori_loop(tiles.first, tiles.last, add_tile, wgmma.zeros((HEADS, HALF)))
         if stats_gmem is not None:
             wgmma.store(out_gmem.at[token, split, heads, _columns(ADD)], acc)
             return
@@ -280,10 +257,9 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
     def load_tile(tile, carry):
         # Each value is computed a tile after what it is found from: entries, then blocks, then rows, then units.
         units, rows, next_entries, next_blocks, later_entries = carry
-        stage = tiles.stage(tile)
+        stage, next_units = tiles.stage(tile), []
         tiles.wait_empty(buffers.keys_empty, tile)
         next_rows = addresses.rows(tile + 1, next_entries, next_blocks)
-        next_units = []
         keys_smem, biases_smem = buffers.keys_smem.at[stage], buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
         for i in range(addresses.units):

@@ -19,8 +19,13 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take
-from pallas_kernels.sparse_attention.online_softmax import HEADS
+from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
+
+
+# Columns of a chunk, which is what is copied and multiplied at once. The compiler wants more registers for wider
+# products than a thread starts with.
+CHUNK = HALF // 2
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +51,11 @@ class DenseRows:
     counts: Any
     window: int = dataclasses.field(metadata=dict(static=True))
 
+    @property
+    def sources(self) -> tuple:
+        """The arrays of rows, of which the first has the window rows and the second the entries."""
+        return (self.window_rows,) if self.entries is None else (self.window_rows, self.entries)
+
     def tiles(self, token: jax.Array) -> jax.Array:
         """The number of a token's tiles; padding has one tile without rows."""
         count = self.counts[token]
@@ -59,9 +69,8 @@ class TokenRows:
     def __init__(self, rows: DenseRows, token: jax.Array):
         self.rows, self.token = rows, token
         start = kv_tiles.splat(4 * token)
-        self.position, self.first_token, self.past_end, self.first_entry = (
-            take(rows.metadata, start + i) for i in range(4)
-        )
+        metadata = (take(rows.metadata, start + i) for i in range(4))
+        self.position, self.first_token, self.past_end, self.first_entry = metadata
         self.count = take(rows.counts, kv_tiles.splat(token))
 
     def tile_rows(self, tile: jax.Array) -> list[jax.Array]:
@@ -87,19 +96,13 @@ class TokenRows:
 
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
-    """The work items of a persistent block: item i of block b is number `b + i * blocks` of all items.
+    """The work items of a persistent block: item i of block b is number `b + i * blocks` of all items."""
 
-    Attributes:
-      rows: the rows that tokens attend to.
-      block, blocks: this block and the number of blocks.
-      tokens, groups: number of tokens, and of groups of 64 heads; an item is one group of one token.
-    """
-
-    rows: DenseRows
+    rows: DenseRows  # the rows that tokens attend to
     block: jax.Array
-    blocks: int
+    blocks: int  # number of blocks
     tokens: int
-    groups: int
+    groups: int  # number of groups of 64 heads; an item is one group of one token
 
     @property
     def count(self) -> jax.Array:
@@ -117,8 +120,7 @@ class WorkItems:
     def loop(self, body) -> jax.Array:
         """Calls `body(i, first, tiles)` for each item and returns the number of tiles of all items.
 
-        An item has the tiles first .. first + tiles - 1 of the block. The number of the next item's tiles is loaded an
-        item ahead.
+        An item has the tiles first .. first + tiles - 1 of the block. The next item's number of tiles is loaded ahead.
         """
 
         def step(i, carry):
@@ -131,50 +133,36 @@ class WorkItems:
 
 
 @primitive
-def start_unit(chunk_smem, bias_smem, first: int, rows: DenseRows, in_window: jax.Array, row: jax.Array, chunk: int):
-    """Starts to copy a chunk of the columns of a unit's rows to shared memory; rows that do not exist become zeros.
+def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sources: tuple, *, first: int, chunk: int):
+    """Starts to copy the columns of a chunk of a unit's rows to `chunk_smem` [.., CHUNK] at row `first`.
 
-    Args:
-      chunk_smem: [rows, n] bfloat16 with `TRANSFORMS`; gets columns chunk * n .. (chunk + 1) * n - 1.
-      bias_smem, first: as in `kv_tiles.store_unit`; the biases are written with chunk 0.
-      rows: the rows in global memory.
-      in_window: int32 scalar, not 0 to copy window rows, else entries.
-      row: [16] int32 row numbers; -1 = none.
-      chunk: number of the chunk.
+    `row` [16] int32 numbers rows of the first of the `sources` if `in_window` is not 0, else of the second. Rows of
+    number -1 become zeros. With chunk 0 the rows' biases are written as in `kv_tiles.store_unit`.
     """
-    values = rows.window_rows[...][jnp.maximum(row, 0) % rows.window_rows.shape[0]]
-    if rows.entries is not None:
-        entries = rows.entries[...][jnp.maximum(row, 0) % rows.entries.shape[0]]
-        values = jnp.where(in_window != 0, values, entries)
+    window_rows, entries = (source[...][jnp.maximum(row, 0) % source.shape[0]] for source in (sources[0], sources[-1]))
+    values = jnp.where(in_window != 0, window_rows, entries)
     values = jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
-    columns = chunk_smem.shape[1]
-    chunk_smem[pl.ds(first, UNIT)] = values[:, chunk * columns : (chunk + 1) * columns]
+    chunk_smem[pl.ds(first, UNIT)] = values[:, chunk * CHUNK : (chunk + 1) * CHUNK]
     if chunk == 0:
         bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
-@start_unit.mosaic
-def _start_unit_mosaic(chunk_smem, bias_smem, first, rows, in_window, row, chunk):
-    columns = chunk_smem.shape[1]
-
-    def emit(target, bias, in_window, row, window_rows, entries=None):
-        row = mlir.scalar(row)
-        lane, start, own_row = kv_tiles.unit_offsets(target, columns)
-        base = mlir.global_pointer(window_rows)
-        if entries is not None:
-            is_window = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(in_window), mlir.i32(0))
-            base = arith.select(is_window, base, mlir.global_pointer(entries))
-        exists = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0))
-        offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
-        source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (lane * 16).value)))
-        size = arith.select(exists, mlir.i32(16), mlir.i32(0))
-        for group in range(columns // GROUP):
-            place, offset = 2 * (first * columns + 8 * GROUP * group), 2 * (chunk * columns + GROUP * group)
-            copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
-            mlir.ptx(copy, start, source, size)
-        if chunk == 0:
-            bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (own_row * 4).value), 4 * first)
-            kv_tiles.store_bias(bias, lane, exists)
-
-    sources = [rows.window_rows] if rows.entries is None else [rows.window_rows, rows.entries]
-    mlir.inline(emit, (chunk_smem, plgpu.RefType(TRANSFORMS)), bias_smem, in_window, (row, PER_ROW), *sources)
+@mlir.emits(start_unit, plgpu.RefType(TRANSFORMS), None, None, PER_ROW)
+def _emit_start_unit(target, bias, in_window, row, window_rows, entries=None, *, first, chunk):
+    row = mlir.scalar(row)
+    lane, start, own_row = kv_tiles.unit_offsets(target, CHUNK)
+    base = mlir.global_pointer(window_rows)
+    if entries is not None:
+        is_window = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(in_window), mlir.i32(0))
+        base = arith.select(is_window, base, mlir.global_pointer(entries))
+    exists = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0))
+    offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
+    source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (lane * 16).value)))
+    size = arith.select(exists, mlir.i32(16), mlir.i32(0))
+    for group in range(CHUNK // GROUP):
+        place, offset = 2 * (first * CHUNK + 8 * GROUP * group), 2 * (chunk * CHUNK + GROUP * group)
+        copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
+        mlir.ptx(copy, start, source, size)
+    if chunk == 0:
+        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (own_row * 4).value), 4 * first)
+        kv_tiles.store_bias(bias, lane, exists)

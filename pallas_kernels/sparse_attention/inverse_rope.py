@@ -11,7 +11,16 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
+from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
+
+
+def check_frequencies(inv_freq: jax.Array | None, max_pairs: int) -> None:
+    """Raises NotImplementedError unless `inv_freq` is None or the frequencies of pairs that a kernel can rotate."""
+    if inv_freq is not None:
+        check_array("inv_freq", inv_freq, jnp.float32, None)
+        pairs = len(inv_freq)
+        check_rules({f"up to {max_pairs} pairs, a multiple of 4, got {pairs}": pairs <= max_pairs and pairs % 4 == 0})
 
 
 def rope_angles(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -22,12 +31,9 @@ def rope_angles(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, j
 
 @primitive
 def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
-    """Rounds the last columns of a `wgmma` accumulator to bfloat16 and rotates them back.
+    """Rounds the last 2 * P columns of a `wgmma` accumulator to bfloat16 and rotates them back, as interleaved pairs.
 
-    Args:
-      values: [64, columns] float32.
-      angles_gmem: (cos, sin) [T, P] float32; the last 2 * P columns are P interleaved pairs.
-      token: int32 row of the angles.
+    The token's row of `angles_gmem`, (cos, sin) [T, P] float32, has their angles.
     """
     cos, sin = (x[token][None] for x in angles_gmem)
     head, tail = jnp.split(values, [values.shape[1] - 2 * cos.shape[1]], axis=1)
@@ -70,13 +76,8 @@ def _rotate_pair(pair, cos, sin):
 def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that rounds a vector of channels to bfloat16 and rotates it back by the token's position.
 
-    What it needs from memory is loaded here, so that the loads overlap with what comes before the rotation.
-
-    Args:
-      positions_gmem: [T] int32; negative positions count as 0.
-      inv_freq_gmem: [P] float32.
-      token: int32 index of the token.
-      channels: int32 channel numbers, in the layout of `vectors`; channel 0 is the first that is rotated.
+    The position and frequencies are loaded here, so that the loads overlap with what comes before the rotation.
+    `channels` are int32 numbers in the layout of `vectors`, of which 0 is the first that is rotated.
     """
     frequency = vectors.take(inv_freq_gmem, channels >> 1)
     position = jnp.maximum(positions_gmem[token], 0).astype(jnp.float32)

@@ -54,39 +54,22 @@ def splat(x: jax.Array) -> jax.Array:
 
 
 @primitive
-def opaque(x: jax.Array) -> jax.Array:
-    """Returns an int32 scalar unchanged; the compiler cannot see where it comes from."""
-    return x
-
-
-@opaque.mosaic
-def _opaque_mosaic(x):
-    return mlir.inline(lambda x: mlir.ptx("mov.b32 $0, $1;", mlir.scalar(x), results=mlir.int_type()), x, returns=x)
-
-
-@primitive
 def take(array_gmem, index: jax.Array) -> jax.Array:
     """Reads `array.reshape(-1)[index]` of an int32 array, one index for each row of a unit."""
     return array_gmem[...].reshape(-1)[index]
 
 
-@take.mosaic
-def _take_mosaic(array_gmem, index):
-    def emit(array_gmem, index):
-        return _load(mlir.at(mlir.global_pointer(array_gmem), arith.muli(mlir.scalar(index), mlir.i32(4))), 1)
-
-    return mlir.inline(emit, array_gmem, (index, PER_ROW), returns=_INDICES)
+@mlir.emits(take, None, PER_ROW, returns=_INDICES)
+def _emit_take(array_gmem, index):
+    return _load(mlir.at(mlir.global_pointer(array_gmem), arith.muli(mlir.scalar(index), mlir.i32(4))), 1)
 
 
 @primitive
 def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, layout: RowLayout) -> list[jax.Array]:
-    """Starts to load the rows of a unit, for `store_unit`.
+    """Starts to load the rows of a unit, for `store_unit`, from the second pools if `use_second` is not 0.
 
-    Args:
-      first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`.
-      use_second: int32 scalar, not 0 to read from the second pools.
-      row: [16] int32 row numbers, all axes of a pool but the last merged; -1 = none, which is read as zeros.
-      layout: byte layout of the rows.
+    The pools are (nope, rope, scale) in global memory, as in `Paged`. `row` is [16] int32 row numbers, with all axes of
+    a pool but the last merged; -1 = none, which is read as zeros.
     """
     first, second = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
     return [jnp.where(use_second != 0, second, first)]
@@ -129,15 +112,11 @@ def _load_unit_mosaic(first_pools, second_pools, use_second, row, layout):
 def store_unit(
     tile_smem, bias_smem, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, peer: Any = None
 ) -> None:
-    """Dequantizes a unit into rows first .. first + 15 of a tile, and writes the rows' biases.
+    """Dequantizes a unit from `load_unit` into rows first .. first + 15 of `tile_smem`, [rows, 512] bfloat16.
 
-    Args:
-      tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`.
-      bias_smem: [rows] float32; set to 0 where there is a row and to -inf where there is none.
-      first: int32, a multiple of 16.
-      unit, row, layout: the result and arguments of `load_unit`.
-      peer: None, or (int32 number of another block of the cluster, one of this block's `transaction_barriers`), to send
-        the same `UNIT_BYTES` also to that block, where they count on its barrier.
+    Sets the rows of `bias_smem`, [rows] float32, to 0, or to -inf where there is no row. `peer` is None or (number of
+    another block of the cluster, one of this block's `transaction_barriers`), to send the same `UNIT_BYTES` also to
+    that block, where they count on its barrier.
     """
     tile_smem[pl.ds(first, UNIT)] = unit[0]
     bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
@@ -178,14 +157,10 @@ def _senders(start, bias, block, barrier):
     pointers = start, bias, mlir.shared_pointer(barrier)
     addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
     peer_start, peer_bias, peer_barrier = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
-
-    def send(offset, values):
-        transaction_barriers.send(peer_start + offset, values, peer_barrier)
-
-    def send_bias(value):
-        transaction_barriers.send(peer_bias, [value], peer_barrier)
-
-    return send, send_bias
+    return (
+        lambda offset, values: transaction_barriers.send(peer_start + offset, values, peer_barrier),
+        lambda value: transaction_barriers.send(peer_bias, [value], peer_barrier),
+    )
 
 
 def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
@@ -217,9 +192,9 @@ def fence() -> None:
     """Makes writes to shared memory visible to `wgmma`: this thread's own, or those that it waited for."""
 
 
-@fence.mosaic
-def _fence_mosaic():
-    mlir.inline(lambda: nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta))
+@mlir.emits(fence)
+def _():
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 def _dequantize(pools, row, layout):
@@ -237,43 +212,31 @@ def _dequantize(pools, row, layout):
 
 # Turns two E4M3 codes into the bfloat16 pair of their values times 2**-120, subnormals included: sign-extends each byte
 # to 16 bits, moves its 7 bits to the lowest exponent and highest mantissa bits of bfloat16, and keeps those and a sign.
-_SPREAD = "prmt.b32 {to}, {word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
-_LOW, _HIGH = "0x9180", "0xB3A2"
-_REGISTERS = "a", "b", "c", "d"
-
-
-def _spread(first_input):
-    """PTX that decodes the 8 codes of two input words to registers a .. d."""
-    return "".join(
-        _SPREAD.format(to=to, word=f"${first_input + i // 2}", select=(_LOW, _HIGH)[i % 2])
-        for i, to in enumerate(_REGISTERS)
-    )
+_SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
+_REGISTERS = dict(a=(4, "0x9180"), b=(4, "0xB3A2"), c=(5, "0x9180"), d=(5, "0xB3A2"))
+# Decodes the 8 codes of input words 4 and 5 to registers a .. d.
+_SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
 
 
 def _decode_block_scales(codes, scales, group):
     """Decodes 8 values and multiplies by their group's power of two, in two exact steps that cannot overflow."""
-    body = _spread(4) + "".join(
-        f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;" for i, x in enumerate(_REGISTERS)
-    )
+    code = "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + _SPREAD
+    for i, x in enumerate(_REGISTERS):
+        code += f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;"
     # The scale's byte as the exponent of two bfloat16 values.
     factor = (U32(scales[group // 4]) >> 8 * (group % 4) & 0xFF) * 0x00800080
-    return _decode(codes, factor.value, "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + body + "}")
+    return mlir.ptx(code + "}", *codes, factor.value, results=[mlir.int_type()] * 4, pure=True)
 
 
 def _decode_row_scale(codes, scales, group):
     """Decodes 8 values and multiplies by the row's float32 factor, each rounded once."""
-    body = _spread(4)
+    code = "{ .reg .b32 a, b, c, d; .reg .f32 l, h;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
-        body += f"shl.b32 l, {x}, 16; and.b32 h, {x}, 0xFFFF0000;"
-        body += "mul.rn.f32 l, l, 0f7B800000; mul.rn.f32 h, h, 0f7B800000; mul.rn.f32 l, l, $6; mul.rn.f32 h, h, $6;"
-        body += f"cvt.rn.bf16x2.f32 ${i}, h, l;"
+        code += f"shl.b32 l, {x}, 16; and.b32 h, {x}, 0xFFFF0000;"
+        code += "mul.rn.f32 l, l, 0f7B800000; mul.rn.f32 h, h, 0f7B800000; mul.rn.f32 l, l, $6; mul.rn.f32 h, h, $6;"
+        code += f"cvt.rn.bf16x2.f32 ${i}, h, l;"
     factor = arith.bitcast(mlir.f32_type(), scales[0])
-    return _decode(codes, factor, "{ .reg .b32 a, b, c, d; .reg .f32 l, h;" + body + "}")
-
-
-def _decode(codes, factor, code):
-    """Runs PTX that turns two words of codes into four pairs of bfloat16."""
-    return mlir.ptx(code, *codes, factor, results=[mlir.int_type()] * 4, pure=True)
+    return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 
 def _load(base, words, *, offset=0, row=None):

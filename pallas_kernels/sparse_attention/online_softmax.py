@@ -24,11 +24,6 @@ LAYOUT = plgpu.Layout.WGMMA
 PER_HEAD, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-def zeros(columns: int) -> jax.Array:
-    """The accumulator [64 heads, columns] before the first tile."""
-    return plgpu.layout_cast(jnp.zeros((HEADS, columns), jnp.float32), LAYOUT)
-
-
 def initial_stats() -> tuple[jax.Array, jax.Array]:
     """(running maximum, running sum of weights) [64 heads] before the first tile."""
     lowest, zero = (plgpu.layout_cast(jnp.full((HEADS,), x, jnp.float32), PER_HEAD) for x in (LOWEST, 0.0))
@@ -48,10 +43,8 @@ def per_row(factor: jax.Array, x: jax.Array) -> jax.Array:
 def weigh(products: jax.Array, bias_smem, running_max: jax.Array, running_sum: jax.Array) -> tuple[jax.Array, ...]:
     """Returns (weights [64, 64], rescale [64], new maximum, new sum) of a tile.
 
-    Args:
-      products: [64 heads, 64 rows] float32 dot products of queries and rows.
-      bias_smem: [64] float32, 0 for a row and -inf for none.
-      running_max, running_sum: [64 heads] float32 statistics of earlier tiles.
+    `products` are the [64 heads, 64 rows] dot products of queries and rows, and `bias_smem` [64] is 0 for a row and
+    -inf for none. The maximum and the sum are [64 heads] float32 statistics of earlier tiles.
     """
     bias = plgpu.load(bias_smem, layout=PER_COLUMN, optimized=False)
     scores = products * SCALE + lax.broadcast_in_dim(bias, products.shape, [1])

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
-from pallas_kernels.mgpu import copies, wgmma
+from pallas_kernels.mgpu import barriers, copies, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -34,17 +34,14 @@ from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
-from pallas_kernels.sparse_attention.dense_rows import DenseRows, TokenRows, WorkItems, start_unit
-from pallas_kernels.sparse_attention.inverse_rope import inverse_rope, rope_angles
+from pallas_kernels.sparse_attention.dense_rows import CHUNK, DenseRows, TokenRows, WorkItems, start_unit
+from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, inverse_rope, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
 from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, LAYOUT, load_per_head, per_row
 from pallas_kernels.sparse_attention.row_addresses import TILE
 
 
 STAGES = 2  # tiles of weights in shared memory
-# Columns of a chunk, which is what is copied and multiplied at once. The compiler wants more registers for wider
-# products than a thread starts with.
-CHUNK = HALF // 2
 CHUNKS = ROW_DIM // CHUNK
 CHUNK_STAGES = 9  # chunks of rows in shared memory
 # The last chunk holds all columns that can be rotated back.
@@ -56,13 +53,9 @@ SCORE_REGISTERS, ADD_REGISTERS, COPY_REGISTERS = 112, 176, 48
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning of prefill attention.
+    """Tuning of prefill attention, on which results do not depend."""
 
-    Attributes:
-      blocks: maximum number of blocks. Results do not depend on it.
-    """
-
-    blocks: int = MULTIPROCESSORS
+    blocks: int = MULTIPROCESSORS  # maximum number of blocks
 
 
 @cached_trace("config")
@@ -119,20 +112,13 @@ def _check(q, sinks, rows, inv_freq):
     check_array("window_rows", rows.window_rows, jnp.bfloat16, None, ROW_DIM)
     check_array("metadata", rows.metadata, jnp.int32, tokens, 4)
     check_array("counts", rows.counts, jnp.int32, tokens)
-    check_rules(
-        {
-            f"a multiple of {HEADS} heads, got {heads}": heads % HEADS == 0,
-            f"windows of a multiple of {TILE} rows, got {rows.window}": rows.window % TILE == 0,
-        }
-    )
+    check_rules({f"a multiple of {HEADS} heads, got {heads}": heads % HEADS == 0})
+    check_rules({f"windows of a multiple of {TILE} rows, got {rows.window}": rows.window % TILE == 0})
     if rows.entries is not None:
         check_array("entries", rows.entries, jnp.bfloat16, None, ROW_DIM)
     if rows.indices is not None:
         check_array("indices", rows.indices, jnp.int32, tokens, None)
-    if inv_freq is not None:
-        check_array("inv_freq", inv_freq, jnp.float32, None)
-        pairs = len(inv_freq)
-        check_rules({f"up to {MAX_PAIRS} pairs, a multiple of 4, got {pairs}": pairs <= MAX_PAIRS and not pairs % 4})
+    check_frequencies(inv_freq, MAX_PAIRS)
 
 
 @jax.tree_util.register_dataclass
@@ -145,8 +131,7 @@ class PrefillBuffers:
     # Chunks of tiles, empty when the warpgroup that adds their columns has read them. A token's result takes the place
     # of its last tile.
     keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
-    # 0 for a row and -inf for none; full with a tile's first chunk.
-    biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
+    biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)  # 0 for a row, -inf for none; full with chunk 0
     # Not yet divided by their sum; empty with the tile's keys.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
     # Factors of earlier sums, full with the weights, then those of the final sums, full and empty by `scale_*`. One
@@ -155,8 +140,7 @@ class PrefillBuffers:
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
     keys_empty: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
-    # `score` has read the keys of a token's second or later tile.
-    scored: Any = plgpu.Barrier(num_barriers=STAGES)
+    scored: Any = plgpu.Barrier(num_barriers=STAGES)  # `score` has read the keys of a token's second or later tile
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
     scale_empty: Any = plgpu.Barrier(num_arrivals=2)
@@ -203,14 +187,11 @@ def _copy_items(items, rows, buffers):
 
     def start_chunk(tile, chunk, tile_rows, in_window):
         stage = _chunk_stage(tile, chunk)
-
-        @pl.when(CHUNKS * tile + chunk >= CHUNK_STAGES)
-        def _():
-            plgpu.barrier_wait(buffers.keys_empty.at[stage])
-
+        is_reused = CHUNKS * tile + chunk >= CHUNK_STAGES
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(buffers.keys_empty.at[stage]))
         chunk_smem, bias_smem = buffers.keys_smem.at[stage], _bias_smem(buffers, tile)
         for unit, row in enumerate(tile_rows):
-            start_unit(chunk_smem, bias_smem, unit * UNIT, rows, in_window, row, chunk)
+            start_unit(chunk_smem, bias_smem, in_window, row, rows.sources, first=unit * UNIT, chunk=chunk)
         copies.commit_copies()
 
     def finish_chunk(tile, chunk, pending):
@@ -237,12 +218,7 @@ def _copy_items(items, rows, buffers):
         lax.fori_loop(0, tiles, copy_tile, token_rows.tile_rows(jnp.int32(0)))
         finish_chunk(first + tiles - 1, CHUNKS - 1, 0)
 
-    chunks = CHUNKS * items.loop(copy_item)
-
-    # The interpreter wants every arrival waited for.
-    @pl.loop(jnp.maximum(chunks - CHUNK_STAGES, 0), chunks)
-    def _(chunk):
-        plgpu.barrier_wait(buffers.keys_empty.at[lax.rem(chunk, jnp.int32(CHUNK_STAGES))])
+    barriers.wait_for_last(buffers.keys_empty, CHUNKS * items.loop(copy_item))
 
 
 def _score_items(items, q_gmem, sinks_gmem, buffers):
@@ -327,7 +303,7 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             pl.when(t < tiles - 1)(lambda: release_keys(first + t))
             return sums
 
-        sums = lax.fori_loop(0, tiles, add_tile, (online_softmax.zeros(CHUNK),) * len(chunks))
+        sums = lax.fori_loop(0, tiles, add_tile, (wgmma.zeros((HEADS, CHUNK)),) * len(chunks))
         plgpu.barrier_wait(buffers.scale_full)
         scale = load_per_head(buffers.factors_smem.at[STAGES])
         plgpu.barrier_arrive(buffers.scale_empty)

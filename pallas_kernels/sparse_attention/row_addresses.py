@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.formats.pool_operands import Paged
+from pallas_kernels.mgpu import vectors
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
@@ -26,21 +27,14 @@ NOWHERE = -(1 << 30)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
-    """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
+    """The rows that the tokens of a call attend to: arrays, and within the kernel references to them."""
 
-    Attributes:
-      slots, positions: [T] int32; -1 = padding.
-      layer: [1] int32 layer of the rings.
-      own_rows, rings, window, layout: the fields of `Rings`; `rings` are its pools.
-      compressed: entries whose layer is [1] int32, or None.
-    """
-
-    slots: Any
-    positions: Any
-    layer: Any
-    own_rows: Any
-    compressed: Paged | None
-    rings: tuple[Any, Any, Any]
+    slots: Any  # [T] int32; -1 = padding
+    positions: Any  # [T] int32; -1 = padding
+    layer: Any  # [1] int32 layer of the rings
+    own_rows: Any  # this and the other fields: as in `Rings`
+    compressed: Paged | None  # entries whose layer is [1] int32
+    rings: tuple[Any, Any, Any]  # the pools
     window: int = dataclasses.field(metadata=dict(static=True))
     layout: RowLayout = dataclasses.field(metadata=dict(static=True))
 
@@ -65,7 +59,7 @@ class AttentionProblem:
             visible = jnp.minimum(visible, self.compressed.count)
             tiles = jnp.where(position >= 0, self.window_tiles + lax.div(visible + TILE - 1, jnp.int32(TILE)), 0)
         tiles_per_split = lax.div(tiles + splits - 1, jnp.int32(splits))
-        first = kv_tiles.opaque(jnp.minimum(split * tiles_per_split, tiles))
+        first = vectors.opaque(jnp.minimum(split * tiles_per_split, tiles))
         return first, jnp.minimum(first + tiles_per_split, tiles)
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
-from pallas_kernels.sparse_attention.inverse_rope import rope_angles
+from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, rope_angles
 from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
 from pallas_kernels.sparse_attention.row_addresses import TILE, AttentionProblem
 
@@ -55,10 +55,7 @@ def sparse_attention(
       NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     check_array("sinks", sinks, jnp.float32, q.shape[1])
-    if inv_freq is not None:
-        check_array("inv_freq", inv_freq, jnp.float32, None)
-        pairs = len(inv_freq)
-        check_rules({f"up to {HALF // 2} pairs, a multiple of 4, got {pairs}": 2 * pairs <= HALF and pairs % 4 == 0})
+    check_frequencies(inv_freq, HALF // 2)
     problem = _check_and_merge(q, slots, positions, rings, compressed)
     if not q.size:
         return q
@@ -99,20 +96,15 @@ def attention_sums(
 
 def _check_and_merge(q, slots, positions, rings, compressed):
     """Checks the arguments and merges all but the queries into a problem."""
-    tokens, heads, _ = q.shape
-    layout = rings.layout
+    (tokens, heads, _), layout = q.shape, rings.layout
+    multiple = 8 if heads < HEADS else HEADS
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
     rings.check()
-    check_rules(
-        {
-            f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": not heads
-            % (8 if heads < HEADS else HEADS),
-            f"windows of a multiple of {TILE} rows, got {rings.window}": rings.window % TILE == 0,
-            f"rows with RoPE values, got {layout}": layout.rope_dim > 0,
-        }
-    )
+    check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
+    check_rules({f"windows of a multiple of {TILE} rows, got {rings.window}": rings.window % TILE == 0})
+    check_rules({f"rows with RoPE values, got {layout}": layout.rope_dim > 0})
     if rings.own_rows is not None:
         check_array("own_rows", rings.own_rows, jnp.int32, tokens)
     if compressed is not None:

@@ -213,7 +213,8 @@ def store_entry(kv, gate, first, weights, schema, group, index):
     positions = first + jnp.arange(kv.shape[0], dtype=jnp.int32)
     slots = jnp.where(positions >= 0, 0, -1)
     state = StateView(nothing, nothing, 0, rate, spec.overlap)
-    _, view = ops.flush(state, view, kv, gate, weights, slots, jnp.maximum(positions, -1), dtype=schema.dtype)
+    compressor = ops.CompressorInputs(state, view, kv, gate, weights)
+    ((_, view),) = ops.flush([compressor], slots, jnp.maximum(positions, -1), dtype=schema.dtype)
     stored = jax.tree.map(lambda pool: pool[0, 0, positions[-1] // rate % pool.shape[2]], view.rows)
     return stored, codec.decode(stored) if index else codec.decode(stored, schema.dtype)
 

@@ -12,7 +12,7 @@ from flax import serialization
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.ops import ClassicalView, CompressorWeights, IndexerView, SWAView
+from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, SWAView
 from tests.cache.reference import poisoned_cache, random_token, random_weights
 from tests.ops.pools import ints, same_bytes
 from tests.paths import TINY
@@ -87,17 +87,16 @@ class TestErrors:
         ],
     )
     def test_a_layer_without_it_says_what_it_is(self, kind, method):
-        needed = "read_classical_view" if method.startswith("gather") else method
-        with pytest.raises(ValueError, match=rf"{needed} needs a layer that .*; layer {LAYER[kind]} does not"):
+        with pytest.raises(ValueError, match=rf"^{method} needs a layer that .*; layer {LAYER[kind]} does not"):
             getattr(self.HANDLE[kind], method)()
 
     def test_a_sliding_layer_has_no_entries_to_gather(self):
-        with pytest.raises(ValueError, match="read_classical_view needs a layer that attends to entries"):
+        with pytest.raises(ValueError, match="^gather_compressed_kv needs a layer that attends to entries"):
             self.HANDLE[SLIDING].gather_compressed_kv(ints([[0]]))
 
     @pytest.mark.parametrize("kind", [SLIDING, HCA])
     def test_only_csa_layers_score(self, kind):
-        with pytest.raises(ValueError, match="read_indexer_view needs a layer that has index keys"):
+        with pytest.raises(ValueError, match="^indexer_scores needs a layer that has index keys"):
             self.HANDLE[kind].indexer_scores(jnp.zeros((1, 32, 64), jnp.bfloat16), jnp.zeros((1, 32)))
 
     def test_a_sliding_layer_does_not_flush(self):
@@ -149,6 +148,40 @@ class TestErrors:
     def test_rows_of_other_shapes(self, call, message):
         with pytest.raises(ValueError, match=re.escape(message)):
             call(self.HANDLE[CSA])
+
+    @pytest.mark.parametrize(
+        ("dtype", "message"),
+        [
+            (jnp.int32, "{} has dtype int32, the cache takes bfloat16: convert the rows$"),
+            (jnp.float16, "{} has dtype float16, the cache takes bfloat16: convert the rows$"),
+            (jnp.float32, "{} has dtype float32, .*: convert the rows, or make the cache with dtype=float32$"),
+        ],
+    )
+    @pytest.mark.usefixtures("untyped")
+    def test_rows_of_other_dtypes(self, dtype, message):
+        """They would be stored, rounded otherwise than the model rounds."""
+        handle, rows = self.HANDLE[CSA], jnp.zeros((1, 96), dtype)
+        closed = ClosedWindows(rows, handle.batch.slots, ints([-1]))
+        with pytest.raises(TypeError, match=message.format("kv")):
+            handle.write_swa(rows)
+        with pytest.raises(TypeError, match=message.format("kv")):
+            handle.norm_rope_append(jnp.zeros((1, 4, 96), dtype), rows, jnp.ones(96), jnp.ones(16), eps=1e-6)
+        with pytest.raises(TypeError, match=message.format("closed.values")):
+            handle.write_entries(closed, jnp.ones(16))
+        with pytest.raises(TypeError, match=message.format("closed.values")):
+            handle.write_keys(closed, jnp.ones(16))
+
+    @pytest.mark.parametrize("name", ["kv", "gate"])
+    @pytest.mark.usefixtures("untyped")
+    def test_windows_of_other_dtypes(self, name):
+        kv, gate, weights, index = flush_arguments(LAYER[CSA], 1)
+        arrays = dict(kv=kv, gate=gate)
+        for dtype in (jnp.int32, jnp.bfloat16):
+            wrong = arrays | {name: arrays[name].astype(dtype)}
+            with pytest.raises(TypeError, match=f"{name} has dtype {jnp.dtype(dtype)}, it must be float32"):
+                self.HANDLE[CSA].flush(**wrong, weights=weights, index=index)
+            with pytest.raises(TypeError, match=f"{name} has dtype {jnp.dtype(dtype)}, it must be float32"):
+                self.HANDLE[CSA].pool_windows(**wrong, weights=weights)
 
     @pytest.mark.parametrize("name", ["kv", "gate", "position_bias", "norm_weight"])
     @pytest.mark.parametrize("index", [False, True])

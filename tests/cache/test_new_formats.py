@@ -30,7 +30,6 @@ from dsv4_jax.quant import (
     round_to,
 )
 from tests.ops.pools import same_bytes
-from tests.rates import ConfigOfSpecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +108,8 @@ def layers_of_v41():
 
 def config():
     flash = DSV4Config.v4_flash()
-    fields = {field.name: getattr(flash, field.name) for field in dataclasses.fields(flash)}
     kinds = dict(num_hidden_layers=40, layer_types=flash.layer_types[:1] * 40, mlp_layer_types=("moe",) * 40)
-    return ConfigOfSpecs(**fields | kinds | dict(compress_rate_hca=0), specs=layers_of_v41())
+    return dataclasses.replace(flash, **kinds, specs=layers_of_v41())
 
 
 SIZES = dict(num_blocks=6, max_requests=2, max_context=256, kv_format=NewFormat())

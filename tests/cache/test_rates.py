@@ -35,7 +35,7 @@ def test_groups_follow_from_the_layers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(index=1), r"group 'r8' needs one owner for each row, got rows \[1\]"),
+        (dict(owner=False), r"layers\[2\] reads row 0 of group 'r8', which no layer before it stores"),
         (dict(compress_rate=4), "layers of group 'r8' differ in"),
     ],
 )

@@ -67,6 +67,23 @@ def test_namings_are_detected():
     assert detect_naming(DSV4Config.from_hf(TINY), read_checkpoint(TINY)) == "release"
 
 
+@pytest.mark.parametrize("naming", ["hybrid", "release"])
+def test_a_head_that_is_the_embedding(hybrid, naming, tmp_path):
+    stored = renamed(naming)
+    head = stored.pop("head.weight")
+    folder = write(tmp_path / naming, stored)
+    with pytest.raises(ValueError, match=r"1 missing:\s+head\.weight"):
+        load_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=True)))
+    tied = load_checkpoint(folder, dtype=jnp.float32)
+    chex.assert_trees_all_equal(tied.lm_head.weight[...], hybrid.model.embed_tokens.weight[...])
+    # A file may have a head all the same.
+    save_file(stored | {"head.weight": head}, folder / "model.safetensors")
+    untied = load_checkpoint(folder, dtype=jnp.float32)
+    chex.assert_trees_all_equal(untied.lm_head.weight[...], hybrid.lm_head.weight[...])
+
+
 def test_the_three_namings_load_the_same_model(hybrid, tmp_path):
     module = load_checkpoint(HF_TINY / "module_names", dtype=jnp.float32)
     assert_same(hybrid, module)
@@ -96,6 +113,7 @@ def test_one_routed_expert_in_the_spellings_of_transformers(hybrid, tmp_path):
 
 def test_every_tensor_lands_where_its_name_says(hybrid):
     stored, loaded = tensors(HF_TINY / "module_names"), flat(hybrid)
+    loaded = {weight.sources[0]: loaded[weight.path] for weight in weights(hybrid.config, "module")}
     assert stored.keys() == loaded.keys()
     for name, value in stored.items():
         chex.assert_trees_all_equal(np.asarray(loaded[name]).reshape(value.shape), value, custom_message=name)
@@ -134,10 +152,10 @@ def test_shards(hybrid, tmp_path):
 
 def test_the_module_decides_each_dtype():
     dtypes = {path: value.dtype for path, value in flat(load_checkpoint(HF_TINY)).items()}
-    assert dtypes["model.layers.1.self_attn.q_a_proj.weight"] == jnp.bfloat16
+    assert dtypes["model.layers.1.self_attn.input_projections.weights.q_a_proj"] == jnp.bfloat16
     assert dtypes["lm_head.weight"] == jnp.bfloat16
     assert dtypes["model.layers.1.mlp.experts.down_proj"] == jnp.bfloat16
-    assert dtypes["model.layers.1.self_attn.compressor.kv_proj.weight"] == jnp.bfloat16
+    assert dtypes["model.layers.1.self_attn.input_projections.weights.compressor_kv_proj"] == jnp.bfloat16
     assert dtypes["model.layers.1.self_attn.compressor.position_bias"] == jnp.float32
     assert dtypes["model.layers.1.attn_hc.fn"] == jnp.float32
     assert dtypes["model.layers.0.mlp.gate.tid2eid"] == jnp.int32

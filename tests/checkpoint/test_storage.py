@@ -197,7 +197,7 @@ def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
     held = {".".join(map(str, key)): value.get_value() for key, value in nnx.to_flat_state(nnx.state(model))}
     quantized = {name: value.kind for name, value in held.items() if isinstance(value, QuantizedWeight)}
     assert quantized["model.layers.1.mlp.experts.gate_up_proj"] == "FP4"
-    assert quantized["model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"] == "FP8"
+    assert quantized["model.layers.1.self_attn.latent_projections.weights.indexer_q_b_proj"] == "FP8"
     # Experts, attention, shared experts; indexers; the projections of multi-token prediction.
     assert len(quantized) == 5 * (2 + 5 + 3) + 2 + 2
     # Byte for byte what lies in the files, scales included.

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import dsv4_jax
 from dsv4_jax.cli import bench_command as bench, main
@@ -131,3 +133,25 @@ def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     use_compilation_cache()
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
+def test_jax_is_told_of_the_cache_if_it_has_started(monkeypatch, tmp_path):
+    jax.jit(lambda x: x + 1)(1)  # JAX has noted that there is no cache
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    for name in ("JAX_COMPILATION_CACHE_DIR", "DSV4_JAX_PROGRAMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    settings = ("enable_compilation_cache", "compilation_cache_dir", "persistent_cache_min_compile_time_secs")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in settings}
+    jax.config.update("jax_enable_compilation_cache", True)
+    try:
+        use_compilation_cache()
+        programs = tmp_path / "dsv4_jax" / "programs"
+        assert os.environ["DSV4_JAX_PROGRAMS"] == str(programs / "steps")
+        jax.jit(lambda x: x + 2)(1)
+        assert list(programs.glob("*-cache"))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -16,6 +16,7 @@ import pytest
 from dsv4_jax.decode import CompiledModel, program_store
 from dsv4_jax.decode.program_store import FOLDER, ProgramTable, find_program
 from dsv4_jax.ops import use_implementation
+from dsv4_jax.parallel.mesh import make_mesh
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="scale")
@@ -54,6 +55,7 @@ def test_a_program_is_found_again(folder):
         dict(scale=2), dict(args=toy_args(5)), dict(args=(*toy_args(), jnp.ones(2))),
         dict(args=(toy_args()[0], {"rows": jnp.zeros(4, jnp.bfloat16)}, np.ones(3, np.float32))),
         dict(args=jax.device_put(toy_args(), jax.devices()[1])),
+        dict(args=jax.device_put(toy_args(), jax.NamedSharding(make_mesh({"model": 2}), jax.P()))),
     )  # fmt: skip
     for change in changes:
         args = change.pop("args", None)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, fuse_projections
 from dsv4_jax.ops import apply_rope, norm_rope
@@ -77,6 +77,10 @@ def linear(module, x):
     return f64(x) @ f64(module.weight).T
 
 
+def product(fused, name, x):
+    return f64(x) @ f64(fused.matrix(name)).T
+
+
 @pytest.mark.parametrize("kind", [SLIDING, CSA, HCA])
 def test_queries_window_rows_and_output(config, draw, kind):
     x = draw(4, config.hidden_size)
@@ -84,11 +88,11 @@ def test_queries_window_rows_and_output(config, draw, kind):
     heads, dim, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
     positions, inv_freq = np.maximum(POSITIONS, 0), config.inv_freq(layer)
 
-    kv = rms_norm(linear(attention.kv_proj, x), eps, f64(attention.kv_norm.weight))
+    kv = rms_norm(product(attention.input_projections, "kv_proj", x), eps, f64(attention.kv_norm.weight))
     np.testing.assert_allclose(f64(calls["write_swa"]), rope(kv, positions, inv_freq), **TOLERANCE)
 
-    latent = rms_norm(linear(attention.q_a_proj, x), eps, f64(attention.q_a_norm.weight))
-    normed = rms_norm(linear(attention.q_b_proj, latent).reshape(4, heads, dim), eps)
+    latent = rms_norm(product(attention.input_projections, "q_a_proj", x), eps, f64(attention.q_a_norm.weight))
+    normed = rms_norm(product(attention.latent_projections, "q_b_proj", latent).reshape(4, heads, dim), eps)
     q, sinks, _ = calls["attend"]
     np.testing.assert_allclose(f64(q), rope(normed, positions, inv_freq), **TOLERANCE)
     chex.assert_trees_all_equal(sinks, attention.sinks[...])
@@ -130,11 +134,11 @@ def test_compressor_projects_in_float32(config, draw, kind, dtype):
     main, index = calls["flush"]
     assert (index is None) == (kind == HCA)
     compressor = attention.compressor
-    pairs = [(compressor, main)] + ([(compressor.indexer, index)] if index else [])
-    for module, (kv, gate, weights) in pairs:
+    cases = [("compressor", compressor, main)] + ([("indexer", compressor.indexer, index)] if index else [])
+    for name, module, (kv, gate, weights) in cases:
         assert kv.dtype == gate.dtype == jnp.float32
-        np.testing.assert_allclose(f64(kv), linear(module.kv_proj, x), **TOLERANCE)
-        np.testing.assert_allclose(f64(gate), linear(module.gate_proj, x), **TOLERANCE)
+        np.testing.assert_allclose(f64(kv), product(attention.input_projections, f"{name}_kv_proj", x), **TOLERANCE)
+        np.testing.assert_allclose(f64(gate), product(attention.input_projections, f"{name}_gate_proj", x), **TOLERANCE)
         chex.assert_trees_all_equal(weights.position_bias, module.position_bias[...])
         chex.assert_trees_all_equal(weights.norm_weight, module.kv_norm.weight[...])
         chex.assert_trees_all_equal(weights.inv_freq, config.inv_freq(layer))
@@ -144,12 +148,14 @@ def test_compressor_projects_in_float32(config, draw, kind, dtype):
 def test_indexer_queries_and_head_weights(config, draw):
     x = draw(4, config.hidden_size)
     attention, calls, _, layer = run(config, CSA, x)
-    indexer, heads, dim = attention.compressor.indexer, config.index_n_heads, config.index_head_dim
-    latent = rms_norm(linear(attention.q_a_proj, x), config.rms_norm_eps, f64(attention.q_a_norm.weight))
-    q = linear(indexer.q_b_proj, latent).reshape(4, heads, dim)
+    heads, dim = config.index_n_heads, config.index_head_dim
+    latent = rms_norm(
+        product(attention.input_projections, "q_a_proj", x), config.rms_norm_eps, f64(attention.q_a_norm.weight)
+    )
+    q = product(attention.latent_projections, "indexer_q_b_proj", latent).reshape(4, heads, dim)
     got_q, got_weights = calls["indexer_scores"]
     np.testing.assert_allclose(f64(got_q), rope(q, np.maximum(POSITIONS, 0), config.inv_freq(layer)), **TOLERANCE)
-    weights = linear(indexer.scorer.weights_proj, x) / np.sqrt(dim * heads)
+    weights = product(attention.input_projections, "indexer_weights_proj", x) / np.sqrt(dim * heads)
     np.testing.assert_allclose(f64(got_weights), weights, **TOLERANCE)
 
 
@@ -176,15 +182,10 @@ WRITES, SCORES = ["write_swa", "flush"], ["indexer_scores", "indexer_topk"]
 CALLS = (WRITES + SCORES, ["write_swa", *SCORES], ["write_swa"], ["write_swa"], WRITES)
 
 
-class SharingConfig(DSV4Config):
-    @property
-    def layers(self):
-        return SPECS
-
-
 @pytest.fixture(scope="module")
 def sharing(config):
-    return SharingConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    kinds = dict(num_hidden_layers=len(SPECS), layer_types=(CSA,) * len(SPECS), mlp_layer_types=("moe",) * len(SPECS))
+    return dataclasses.replace(config, **kinds, specs=SPECS)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -214,6 +215,6 @@ def test_the_table_of_keys_knows_shared_layers(sharing):
     shapes = {".".join(map(str, path)): value.shape for path, value in nnx.to_flat_state(nnx.state(model))}
     table = {weight.path: weight for weight in keys.weights(sharing, "release")}
     assert {path: weight.shape for path, weight in table.items()} == shapes
-    path = "model.layers.{}.self_attn.{}.q_b_proj.weight"
-    assert table[path.format(1, "indexer")].sources == ("layers.1.attn.indexer.wq_b.weight",)
-    assert table[path.format(0, "compressor.indexer")].sources == ("layers.0.attn.indexer.wq_b.weight",)
+    for layer in (0, 1):
+        path = f"model.layers.{layer}.self_attn.latent_projections.weights.indexer_q_b_proj"
+        assert table[path].sources == (f"layers.{layer}.attn.indexer.wq_b.weight",)

@@ -1,4 +1,4 @@
-"""Linear, GroupedLinear, RMSNorm and Embedding: values, rounding and dtypes."""
+"""Linear, RMSNorm and Embedding: values, rounding and dtypes."""
 
 import chex
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from dsv4_jax.nn import Embedding, GroupedLinear, Linear, RMSNorm
+from dsv4_jax.nn import Embedding, Linear, RMSNorm
 from tests.nn.reference import f64, rms_norm
 
 
@@ -28,11 +28,11 @@ def test_linear_sums_exactly_and_rounds_once():
 
 
 def test_grouped_linear_keeps_groups_apart():
-    layer = GroupedLinear(3, 40, 7, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = Linear(3 * 40, 3 * 7, num_groups=3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x, weight = integers(4, 3, 40), integers(21, 40)
     layer.weight[...] = jnp.asarray(weight, jnp.bfloat16)
     expected = np.concatenate([x[:, g] @ weight[7 * g : 7 * g + 7].T for g in range(3)], axis=1)
-    y = layer(jnp.asarray(x, jnp.bfloat16))
+    y = layer(jnp.asarray(x.reshape(4, -1), jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     chex.assert_trees_all_equal(np.asarray(y), expected.astype(ml_dtypes.bfloat16))
 

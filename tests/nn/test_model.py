@@ -12,11 +12,19 @@ from flax import nnx
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, init_cache
 from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.layers import ABSTRACT
 
 
 @pytest.fixture(scope="module")
 def model(short_config):
     return DeepseekV4ForCausalLM(short_config)
+
+
+def test_an_abstract_model_has_the_shapes_of_a_real_one(model, short_config):
+    abstract = DeepseekV4ForCausalLM(short_config, rngs=ABSTRACT)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, model)
+    assert "hash_moe" in short_config.mlp_layer_types
 
 
 def step_batch(first, count, padding_id, new_blocks=()):
@@ -100,8 +108,8 @@ def test_logits_are_float32_products_with_the_head(model, draw):
 def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, param_dtype):
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, dtype, param_dtype=param_dtype))
     layer = model.model.layers[1]
-    parts = model.model.embed_tokens.weight, model.lm_head.weight, layer.self_attn.q_a_proj.weight
-    for weight in (*parts, layer.mlp.experts.down_proj, layer.mlp.shared_experts.up_proj.weight):
+    parts = model.model.embed_tokens.weight, model.lm_head.weight, layer.self_attn.input_projections.weights["q_a_proj"]
+    for weight in (*parts, layer.mlp.experts.down_proj, layer.mlp.shared_experts.gate_up_proj.weights["up_proj"]):
         assert weight.dtype == param_dtype
     assert layer.input_layernorm.weight.dtype == jnp.float32
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32, dtype=dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable
 from tests.paths import DATA
@@ -16,12 +17,13 @@ F32, BF16, I32 = jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("int32")
 
 # The packaged tiny model: hidden 64, vocab 160, 4 heads of 96, q_lora 24, 2 groups of o_lora 16, indexer 32 x 64,
 # 8 experts of 32, 4 streams, rates 4 and 16.
+INPUTS, LATENTS = "self_attn.input_projections.weights", "self_attn.latent_projections.weights"
 HYPER = {"fn": ((24, 256), F32), "base": ((24,), F32), "scale": ((3,), F32)}
 COMMON = {
-    "self_attn.q_a_proj.weight": ((24, 64), BF16),
+    f"{INPUTS}.q_a_proj": ((24, 64), BF16),
     "self_attn.q_a_norm.weight": ((24,), F32),
-    "self_attn.q_b_proj.weight": ((384, 24), BF16),
-    "self_attn.kv_proj.weight": ((96, 64), BF16),
+    f"{LATENTS}.q_b_proj": ((384, 24), BF16),
+    f"{INPUTS}.kv_proj": ((96, 64), BF16),
     "self_attn.kv_norm.weight": ((96,), F32),
     "self_attn.o_a_proj.weight": ((32, 192), BF16),
     "self_attn.o_b_proj.weight": ((64, 32), BF16),
@@ -29,8 +31,8 @@ COMMON = {
     "mlp.gate.weight": ((8, 64), F32),
     "mlp.experts.gate_up_proj": ((8, 2, 32, 64), BF16),
     "mlp.experts.down_proj": ((8, 64, 32), BF16),
-    "mlp.shared_experts.gate_proj.weight": ((32, 64), BF16),
-    "mlp.shared_experts.up_proj.weight": ((32, 64), BF16),
+    "mlp.shared_experts.gate_up_proj.weights.gate_proj": ((32, 64), BF16),
+    "mlp.shared_experts.gate_up_proj.weights.up_proj": ((32, 64), BF16),
     "mlp.shared_experts.down_proj.weight": ((64, 32), BF16),
     "input_layernorm.weight": ((64,), F32),
     "post_attention_layernorm.weight": ((64,), F32),
@@ -39,22 +41,22 @@ COMMON = {
 COMPRESSOR = {
     SLIDING: {},
     HCA: {
-        "kv_proj.weight": ((96, 64), BF16),
-        "gate_proj.weight": ((96, 64), BF16),
-        "position_bias": ((16, 96), F32),
-        "kv_norm.weight": ((96,), F32),
+        f"{INPUTS}.compressor_kv_proj": ((96, 64), BF16),
+        f"{INPUTS}.compressor_gate_proj": ((96, 64), BF16),
+        "self_attn.compressor.position_bias": ((16, 96), F32),
+        "self_attn.compressor.kv_norm.weight": ((96,), F32),
     },
     CSA: {
-        "kv_proj.weight": ((192, 64), BF16),
-        "gate_proj.weight": ((192, 64), BF16),
-        "position_bias": ((4, 192), F32),
-        "kv_norm.weight": ((96,), F32),
-        "indexer.kv_proj.weight": ((128, 64), BF16),
-        "indexer.gate_proj.weight": ((128, 64), BF16),
-        "indexer.position_bias": ((4, 128), F32),
-        "indexer.kv_norm.weight": ((64,), F32),
-        "indexer.q_b_proj.weight": ((2048, 24), BF16),
-        "indexer.scorer.weights_proj.weight": ((32, 64), BF16),
+        f"{INPUTS}.compressor_kv_proj": ((192, 64), BF16),
+        f"{INPUTS}.compressor_gate_proj": ((192, 64), BF16),
+        "self_attn.compressor.position_bias": ((4, 192), F32),
+        "self_attn.compressor.kv_norm.weight": ((96,), F32),
+        f"{INPUTS}.indexer_kv_proj": ((128, 64), BF16),
+        f"{INPUTS}.indexer_gate_proj": ((128, 64), BF16),
+        "self_attn.compressor.indexer.position_bias": ((4, 128), F32),
+        "self_attn.compressor.indexer.kv_norm.weight": ((64,), F32),
+        f"{LATENTS}.indexer_q_b_proj": ((2048, 24), BF16),
+        f"{INPUTS}.indexer_weights_proj": ((32, 64), BF16),
     },
 }
 ROUTER = {
@@ -82,8 +84,7 @@ def variables(config, **kwargs):
 def test_paths_shapes_and_dtypes(config):
     expected = dict(TOP)
     for i, (kind, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
-        compressor = {f"self_attn.compressor.{name}": leaf for name, leaf in COMPRESSOR[kind].items()}
-        layer = COMMON | compressor | ROUTER[mlp]
+        layer = COMMON | COMPRESSOR[kind] | ROUTER[mlp]
         expected |= {f"model.layers.{i}.{name}": leaf for name, leaf in layer.items()}
     assert {path: (v.shape, v.dtype) for path, v in variables(config).items()} == expected
 
@@ -98,10 +99,14 @@ def test_names_and_shapes_are_those_transformers_writes():
     data = (folder / "model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
     stored = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    ours = {path: v.shape for path, v in variables(DSV4Config.from_hf(folder)).items()}
-    # But for the experts' gate and up matrices, which lie one below the other there and have an axis here.
-    pairs = {path: (shape[0], 2 * shape[2], shape[3]) for path, shape in ours.items() if len(shape) == 4}
-    assert len(pairs) == 5 and ours | pairs == stored
+    config = DSV4Config.from_hf(folder)
+    table = list(weights(config, "module"))
+    assert {source: weight.source_shape for weight in table for source in weight.sources} == stored
+    ours = {path: v.shape for path, v in variables(config).items()}
+    assert {weight.path: weight.shape for weight in table} == ours
+    # Most paths are transformers' own, but for linear maps of one input.
+    other = {weight.sources[0] for weight in table if weight.sources != (weight.path,)}
+    assert all(name.endswith("proj.weight") for name in other) and len(other) == 5 * 5 + 4 * 2 + 2 * 4
 
 
 def test_other_dtypes_are_refused(config):
@@ -110,11 +115,11 @@ def test_other_dtypes_are_refused(config):
 
 
 def test_random_weights_follow_the_seed_and_leave_nothing_trivial(short_config):
-    def weights(seed):
+    def parameters(seed):
         model = DeepseekV4ForCausalLM(short_config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
         return {path: v[...] for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
 
-    first, again, other = weights(1), weights(1), weights(2)
+    first, again, other = parameters(1), parameters(1), parameters(2)
     for path, value in first.items():
         assert (value == again[path]).all() and not (value == other[path]).all(), path
         assert value.size == 1 or value.min() < value.max(), path

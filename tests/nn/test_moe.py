@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax import ops
-from dsv4_jax.nn import MLP, Experts, HashRouter, MoE, TopKRouter
+from dsv4_jax.nn import MLP, Experts, MoE, Router
 from tests.nn.reference import expert, f64
 
 
@@ -35,7 +35,7 @@ def normalized(chosen, config):
 
 
 def test_top_k_router(config, draw):
-    router = spread(TopKRouter(config, rngs=nnx.Rngs(0)))
+    router = spread(Router(config, hashed=False, rngs=nnx.Rngs(0)))
     x = draw(30, config.hidden_size)
     experts, weights, _ = router(jnp.asarray(x), jnp.zeros(30, jnp.int32))
     assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
@@ -47,7 +47,7 @@ def test_top_k_router(config, draw):
 
 
 def test_bias_moves_the_selection_and_never_a_weight(config, draw):
-    router = TopKRouter(config, rngs=nnx.Rngs(0))
+    router = Router(config, hashed=False, rngs=nnx.Rngs(0))
     x, ids = jnp.asarray(draw(30, config.hidden_size)), jnp.zeros(30, jnp.int32)
     before, plain_weights, _ = router(x, ids)
     router.e_score_correction_bias[...] = router.e_score_correction_bias[...] + 3.0
@@ -61,7 +61,7 @@ def test_bias_moves_the_selection_and_never_a_weight(config, draw):
 
 
 def test_hash_router_looks_experts_up_and_scores_them(config, draw):
-    router = HashRouter(config, rngs=nnx.Rngs(0))
+    router = Router(config, hashed=True, rngs=nnx.Rngs(0))
     ids = np.array([0, 159, 7, 7, -1], np.int32)
     x = draw(5, config.hidden_size)
     experts, weights, _ = router(jnp.asarray(x), jnp.asarray(ids))
@@ -84,9 +84,10 @@ def test_moe_block(config, draw, tokens, limit):
     y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
     experts, weights, _ = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
     gate_up, down, shared = f64(moe.experts.gate_up_proj), f64(moe.experts.down_proj), moe.shared_experts
+    gate_up_shared = [f64(shared.gate_up_proj.matrix(name)) for name in ("gate_proj", "up_proj")]
     reached = False
     for t in range(tokens):
-        want = expert(f64(x[t]), *(f64(p.weight) for p in (shared.gate_proj, shared.up_proj, shared.down_proj)), limit)
+        want = expert(f64(x[t]), *gate_up_shared, f64(shared.down_proj.weight), limit)
         for e, w in zip(experts[t], weights[t], strict=True):
             reached |= np.abs(gate_up[e] @ x[t]).max() > limit
             want = want + float(w) * expert(f64(x[t]), *gate_up[e], down[e], limit)
@@ -96,12 +97,13 @@ def test_moe_block(config, draw, tokens, limit):
 
 def test_swiglu_limit_clamps_gate_above_and_up_on_both_sides(config):
     mlp = MLP(dataclasses.replace(config, hidden_size=1, swiglu_limit=2.0), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    inner = mlp.gate_proj.weight.shape[0]
+    weights = mlp.gate_up_proj.weights
+    inner = len(weights["gate_proj"])
     mlp.down_proj.weight[...] = jnp.ones((1, inner))
     cases = {(9.0, 1.0): (2.0, 1.0), (-9.0, 1.0): (-9.0, 1.0), (1.0, 9.0): (1.0, 2.0), (1.0, -9.0): (1.0, -2.0)}
     for (gate, up), (gate_kept, up_kept) in cases.items():
-        mlp.gate_proj.weight[...] = jnp.full((inner, 1), gate)
-        mlp.up_proj.weight[...] = jnp.full((inner, 1), up)
+        weights["gate_proj"][...] = jnp.full((inner, 1), gate)
+        weights["up_proj"][...] = jnp.full((inner, 1), up)
         expected = inner * up_kept * gate_kept / (1 + np.exp(-gate_kept))
         chex.assert_trees_all_close(mlp(jnp.ones((1, 1)))[0, 0], expected, rtol=1e-5)
 

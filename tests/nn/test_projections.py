@@ -8,47 +8,61 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
-from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, Linear, Projections, fuse_projections
+from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, fuse_projections
 from dsv4_jax.nn.projections import parameter_readers
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA
 
 
-class Pair(nnx.Module):
-    def __init__(self, *dtypes, out_dtypes=(None, None)):
-        self.inner = nnx.Module()
-        self.first, self.inner.second = (
-            Linear(8, 4, param_dtype=dtype, out_dtype=out_dtype, rngs=nnx.Rngs(i))
-            for i, (dtype, out_dtype) in enumerate(zip(dtypes, out_dtypes, strict=True))
-        )
-        self.input_projections = Projections("first", "inner.second")
+NAMES = "first", "second"
 
-    def __call__(self, x):
-        return self.input_projections(self, x)
+
+def pair(*dtypes, out_dtypes=(None, None)):
+    """Returns two maps of 8 channels to 4, each with a matrix of its own dtype."""
+    options = dict(out_dtypes=dict(zip(NAMES, out_dtypes, strict=True)), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    maps = FusedLinear(8, dict.fromkeys(NAMES, 4), **options)
+    for name, dtype in zip(NAMES, dtypes, strict=True):
+        maps.weights[name] = nnx.Param(maps.matrix(name).astype(dtype), axes=())
+    return maps
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("out_dtypes", [(None, None), (jnp.float32, None), (jnp.float32, jnp.float32)])
 def test_maps_give_the_same_when_fused(dtype, out_dtypes):
-    plain, x = Pair(dtype, dtype, out_dtypes=out_dtypes), jax.random.normal(jax.random.key(0), (3, 8), dtype)
+    plain, x = pair(dtype, dtype, out_dtypes=out_dtypes), jax.random.normal(jax.random.key(0), (3, 8), dtype)
     fused = fuse_projections(plain)
-    assert plain.first is not None and fused.first is fused.inner.second is None
+    assert plain.fused_matrix is None and fused.fused_matrix.shape == (8, 8)
     got, expected = jax.jit(fused)(x), jax.jit(plain)(x)
-    assert got.keys() == expected.keys() == {"first", "inner.second"}
-    for (path, product), out_dtype in zip(expected.items(), out_dtypes, strict=True):
-        assert got[path].dtype == product.dtype == (out_dtype or dtype)
+    assert got.keys() == expected.keys() == set(NAMES)
+    for (name, product), out_dtype in zip(expected.items(), out_dtypes, strict=True):
+        assert got[name].dtype == product.dtype == (out_dtype or dtype)
         np.testing.assert_allclose(
-            *(np.asarray(y, np.float32) for y in (got[path], product)), rtol=1e-6 if out_dtype else 2**-7
+            *(np.asarray(y, np.float32) for y in (got[name], product)), rtol=1e-6 if out_dtype else 2**-7
         )
+        chex.assert_trees_all_equal(fused.matrix(name), plain.matrix(name))
 
 
 def test_only_matrices_of_one_dtype_are_joined():
-    assert len(jax.tree.leaves(fuse_projections(Pair(jnp.float32, jnp.float32)))) == 1
-    assert len(jax.tree.leaves(fuse_projections(Pair(jnp.float32, jnp.bfloat16)))) == 2
+    assert fuse_projections(pair(jnp.float32, jnp.float32)).launches == (("first+second",),)
+    fused = fuse_projections(pair(jnp.float32, jnp.bfloat16))
+    assert fused.launches == (NAMES,)
+    assert fuse_projections(fused).launches == fused.launches
+
+
+def test_gradients_reach_fused_maps():
+    x = jnp.arange(24.0).reshape(3, 8)
+
+    def gradient(maps):
+        return jax.grad(lambda maps: sum(jnp.sum(jnp.sin(y)) for y in maps(x).values()))(maps)
+
+    plain = pair(jnp.float32, jnp.float32)
+    expected, found = gradient(plain), gradient(fuse_projections(plain))
+    for name in NAMES:
+        chex.assert_trees_all_close(found.matrix(name), expected.matrix(name), rtol=1e-6)
 
 
 def test_a_joined_product_is_computed_once():
-    fused = fuse_projections(Pair(jnp.float32, jnp.float32))
+    fused = fuse_projections(pair(jnp.float32, jnp.float32))
     text = jax.jit(lambda pair, x: pair(x)).lower(fused, jnp.ones((3, 8))).compile().as_text()
     assert text.count(" dot(") + text.count("custom-call(") == 1, text
 
@@ -73,10 +87,10 @@ def test_joining_moves_every_row_to_its_place(short_config):
             [len(module.names) for _, module in nnx.iter_modules(layer) if isinstance(module, FusedLinear)]
             for layer in fused.model.layers
         ]
-        assert [sorted(each) for each in counts] == [[2, 2], [2, 2, 7], [2, 4]]
+        assert [sorted(each) for each in counts] == [[1, 2, 2], [2, 2, 7], [1, 2, 4]]
         assert len(leaves) == len(jax.tree.leaves(plain)) - sum(n - 1 for each in counts for n in each)
     assert values(plain).keys() == before.keys()
-    assert not any(isinstance(module, FusedLinear) for _, module in nnx.iter_modules(plain))
+    assert not any("+" in name for name in before)
 
 
 def test_loaded_joined_and_saved_as_ever(tmp_path):
@@ -95,33 +109,29 @@ def test_loaded_joined_and_saved_as_ever(tmp_path):
 def test_quantized_matrices_of_few_rows_stay_separate():
     model = load_checkpoint(DATA / "official_fp8", weights="quantized", fused=True)
     attention = model.model.layers[2].self_attn
-    assert isinstance(attention.q_a_proj.weight.get_value(), QuantizedWeight)
-    assert [list(each.names) for each in attention.input_projections.fused] == [
-        ["kv_proj"],  # alone in FP8: one product takes it together with the others
-        [f"compressor.{name}" for name in ("kv_proj", "gate_proj")]
-        + ([f"compressor.indexer.{name}" for name in ("kv_proj", "gate_proj", "scorer.weights_proj")]
-           if attention.compressor.indexer is not None else [])
-    ]  # fmt: skip
-    assert not attention.latent_projections.fused
+    inputs = attention.input_projections
+    assert isinstance(inputs.weights["q_a_proj"].get_value(), QuantizedWeight)
+    pooled = [f"compressor_{name}" for name in ("kv_proj", "gate_proj")]
+    if attention.compressor.indexer is not None:
+        pooled += [f"indexer_{name}" for name in ("kv_proj", "gate_proj", "weights_proj")]
+    # kv_proj is alone in FP8: one product takes it together with the others.
+    assert inputs.launches == (("kv_proj", "+".join(pooled)), ("q_a_proj",))
+    assert len(attention.latent_projections.weights) == len(attention.latent_projections.names)
 
 
 def test_matrices_in_fp8_share_one():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((3, 128)), jnp.bfloat16)
-    owner = nnx.Module()
-    for name, rows in (("first", 128), ("second", 256), ("third", 64)):
+    sizes = dict(first=128, second=256, third=64)
+    plain = FusedLinear(128, sizes, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    for name, rows in sizes.items():
         codes = jnp.asarray(rng.integers(0, 127, (rows, 128)), jnp.uint8)
         scale = jnp.asarray(rng.integers(118, 122, (-(-rows // 128), 1)), jnp.uint8)
-        linear = Linear(128, rows, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        linear.weight = nnx.Param(QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)))
-        setattr(owner, name, linear)
-    owner.projections = Projections("first", "second", "third")
-    fused = fuse_projections(owner)
-    assert fused.projections.fused[0].names == ("first", "second")
-    # The rows of a block of scales would belong to two maps.
-    assert fused.third is not None
-    found, expected = fused.projections(fused, x), owner.projections(owner, x)
-    readers = parameter_readers(fused)
+        plain.weights[name] = nnx.Param(QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)), axes=())
+    fused = fuse_projections(plain)
+    # The third's rows would share a block of scales with another map's.
+    assert fused.launches == (("first+second",), ("third",))
+    found, expected, readers = fused(x), plain(x), parameter_readers(fused)
     for name, product in expected.items():
         chex.assert_trees_all_equal(found[name], product)
-        chex.assert_trees_all_equal(readers[f"{name}.weight"](), getattr(owner, name).weight[...])
+        chex.assert_trees_all_equal(readers[f"weights.{name}"](), plain.matrix(name))

@@ -110,3 +110,11 @@ def test_unknown_and_missing_implementations_are_refused():
     with pytest.raises(NotImplementedError, match="append_swa cannot run as 'mosaic_gpu'"):
         call(implementation="mosaic_gpu")
     same_bytes(call(), call(implementation="xla"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float16])
+@pytest.mark.usefixtures("untyped")
+def test_rows_that_no_codec_takes_are_refused(dtype):
+    args = jnp.zeros((1, DIM), dtype), ints([0]), ints([0])
+    with pytest.raises(TypeError, match=f"kv has dtype {jnp.dtype(dtype)}, it must be bfloat16 or float32"):
+        ops.append_swa(swa_view(FORMATS["v4"]), *args)

@@ -1,5 +1,7 @@
 """flush: pooling, rounding points, scatter, rotation by arithmetic."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,12 @@ from dsv4_jax.quant import PlainKeys, PlainRows
 from tests.ops.pools import DIM, FORMATS, INDEX, classical_view, indexer_view, ints, same_bytes, state_view
 
 
-flush = jax.jit(ops.flush, static_argnames="dtype")
+@functools.partial(jax.jit, static_argnames="dtype")
+def flush(*compressor_and_tokens, dtype):
+    *compressor, slots, positions = compressor_and_tokens
+    return ops.flush([ops.CompressorInputs(*compressor)], slots, positions, dtype=dtype)[0]
+
+
 EPS = 1e-6
 TOTAL = [41, 17, 33]
 KINDS = {"csa": (4, True), "hca": (16, False), "index": (4, True)}

@@ -72,14 +72,15 @@ def test_kernels_multiply_with_the_stored_weights(golden, implementation):
     tensors, _ = join_scales(read_checkpoint(FOLDER))
     x = jnp.asarray(golden["attn_in_1"][0, :5], jnp.bfloat16)
     layer = model.model.layers[1]
-    modules = dict(
-        wq_a=layer.self_attn.q_a_proj,
-        wkv=layer.self_attn.kv_proj,
-        wo_b=layer.self_attn.o_b_proj,
-        wo_a=layer.self_attn.o_a_proj,
+    inputs = layer.self_attn.input_projections.weights
+    parameters = dict(
+        wq_a=inputs["q_a_proj"],
+        wkv=inputs["kv_proj"],
+        wo_b=layer.self_attn.o_b_proj.weight,
+        wo_a=layer.self_attn.o_a_proj.weight,
     )
-    for name, module in modules.items():
-        weight = module.weight.get_value()
+    for name, parameter in parameters.items():
+        weight = parameter.get_value()
         groups = model.config.o_groups if name == "wo_a" else 1
         given = jnp.tile(x, (1, groups * weight.shape[1] // x.shape[1]))
         spec = ops.LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)

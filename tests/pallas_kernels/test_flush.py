@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsv4_jax import ops
-from dsv4_jax.ops.flush import _flush_kernel, flush_together
+from dsv4_jax.ops.flush import _flush_kernel
 from dsv4_jax.quant import kv_format
 from pallas_kernels.flush.flush_config import SHARED_BYTES, Config, LongWindowPlan
 from pallas_kernels.flush.operands import CompressorOperands
@@ -51,7 +51,7 @@ def flush(compressors, slots, positions, *, max_query_tokens, implementation, co
     args, options = (compressors, slots, positions), dict(max_query_tokens=max_query_tokens)
     if config is not None:
         return _flush_kernel(*args, dtype=jnp.bfloat16, interpret=True, config=config, **options)
-    return flush_together(*args, implementation=implementation, **options)
+    return ops.flush(*args, implementation=implementation, **options)
 
 
 def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=None, config=None, **options):
@@ -59,7 +59,8 @@ def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=No
     compressors = []
     for kind in LAYERS_OF[layer]:
         state, pool, weights, floats = setup(kind, fmt, **options)
-        compressors.append((state, pool, *floats(2, len(slots), state.kv.shape[-1]), weights))
+        inputs = floats(2, len(slots), state.kv.shape[-1])
+        compressors.append(ops.CompressorInputs(state, pool, *inputs, weights))
     args = compressors, ints(slots), ints(positions)
     expected = flush(*args, max_query_tokens=None, implementation="xla")
     options = dict(max_query_tokens=max_query_tokens, implementation=implementation, config=config)
@@ -110,12 +111,12 @@ def test_interpreted_prefill(layer, data):
 def test_refusals_name_the_rule():
     state, pool, weights, floats = setup("csa", "v4")
     kv = floats(1, 256)
-    one = state, pool, kv, kv, weights, ints([0]), ints([0])
+    call = functools.partial(ops.flush, slots=ints([0]), positions=ints([0]), implementation="interpret")
     with pytest.raises(NotImplementedError, match="bfloat16, not float32"):
-        ops.flush(*one, dtype=jnp.float32, implementation="interpret")
+        call([ops.CompressorInputs(state, pool, kv, kv, weights)], dtype=jnp.float32)
     state, pool, weights, _ = setup("csa", "plain")
     with pytest.raises(NotImplementedError, match="quantized formats, not 'plain'"):
-        ops.flush(state, pool, *one[2:4], weights, *one[5:], implementation="interpret")
+        call([ops.CompressorInputs(state, pool, kv, kv, weights)])
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ OPTIONS = dict(norm_eps=1e-6, hc_eps=1e-6, iterations=20)
 
 
 def operands(tokens, width, rows=MIXED, *, added=True):
-    """Arguments of `ops.hyper_connections`, with logits of about one unit."""
+    """Arguments of the kernel, with logits of about one unit."""
     rng = np.random.default_rng(tokens)
 
     def normal(*shape, mean=0.0, std=1.0):
@@ -33,8 +33,10 @@ def operands(tokens, width, rows=MIXED, *, added=True):
     return streams, fn, base, scale, weight, normal(tokens, width).astype(jnp.bfloat16), jnp.abs(normal(tokens, MIXED))
 
 
-def run(implementation, *arrays):
-    return jax.jit(functools.partial(ops.hyper_connections, implementation=implementation, **OPTIONS))(*arrays)
+@functools.partial(jax.jit, static_argnums=0)
+def run(implementation, streams, fn, base, scale, *others):
+    weights = ops.HyperConnectionWeights(fn, base, scale, **OPTIONS)
+    return ops.hyper_connections(streams, weights, *others, implementation=implementation)
 
 
 def check(got, want):
@@ -124,7 +126,7 @@ def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
 
     @functools.partial(jax.jit, static_argnames=("fused", "times"))
-    def run(table, arrays, *, fused, times):
+    def run_steps(table, arrays, *, fused, times):
         def local(table, arrays):
             *others, y, mixing = arrays
             share = 0.25 + 0.5 * jax.lax.axis_index("model").astype(y.dtype)
@@ -134,7 +136,7 @@ def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
                 y = y * share
                 if fused:
                     arrays = streams, *others[1:], y, mixing
-                    streams, x, again = ops.hyper_connections(*arrays, implementation="mosaic_gpu", **OPTIONS)
+                    streams, x, again = run("mosaic_gpu", *arrays)
                 else:
                     arrays = streams, *others[1:], ops.all_reduce(y, implementation="mosaic_gpu"), mixing
                     streams, x, again = hyper_connections(*arrays, **OPTIONS)
@@ -155,14 +157,14 @@ def test_parts_on_two_gpus_are_added_up_as_by_all_reduce():
         (3, 4096, HEAD, 3),
     ):
         arrays = jax.device_put(operands(tokens, width, rows), jax.NamedSharding(mesh, jax.P()))
-        found, want = (jax.device_get(run(table, arrays, fused=fused, times=times)) for fused in (True, False))
+        found, want = (jax.device_get(run_steps(table, arrays, fused=fused, times=times)) for fused in (True, False))
         for mine, other in zip(found, want, strict=True):
             assert mine[0].tobytes() == mine[1].tobytes() == other[0].tobytes() and np.isfinite(np.float32(mine)).all()
 
 
 def test_what_the_kernel_does_not_take_is_refused():
     streams, fn, base, scale, weight, y, mixing = operands(2, 1024)
-    call = functools.partial(ops.hyper_connections, implementation="interpret", **OPTIONS)
+    call = functools.partial(run, "interpret")
     with pytest.raises(NotImplementedError, match="takes streams as bfloat16.any, 4, any., got float32.2, 4, 1024."):
         call(streams.astype(jnp.float32), fn, base, scale, weight)
     with pytest.raises(NotImplementedError, match="1024, 2048, .. or 7168 channels, got 512"):

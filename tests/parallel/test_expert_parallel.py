@@ -17,7 +17,11 @@ def test_tokens_are_those_of_one_device(model, alone, devices):
     mlp = cut.model.layers[1].mlp
     parts = [
         parameter.get_value().addressable_shards[0].data.shape
-        for parameter in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.shared_experts.up_proj.weight)
+        for parameter in (
+            mlp.experts.gate_up_proj,
+            mlp.experts.down_proj,
+            mlp.shared_experts.gate_up_proj.weights["up_proj"],
+        )
     ]
     assert parts == [(8 // devices, 2, 32, 64), (8 // devices, 64, 32), (32 // devices, 64)]
     tokens, _, programs = run_engine(cut, model.config, mesh)

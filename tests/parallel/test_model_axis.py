@@ -44,15 +44,15 @@ def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
     parts = {
         name: parameter.get_value().addressable_shards[0].data.shape
         for name, parameter in dict(
-            queries=layer.self_attn.q_b_proj.weight,
+            queries=layer.self_attn.latent_projections.weights["q_b_proj"],
             o_a=layer.self_attn.o_a_proj.weight,
             o_b=layer.self_attn.o_b_proj.weight,
             sinks=layer.self_attn.sinks,
             gate_up=layer.mlp.experts.gate_up_proj,
             down=layer.mlp.experts.down_proj,
-            shared=layer.mlp.shared_experts.up_proj.weight,
+            shared=layer.mlp.shared_experts.gate_up_proj.weights["up_proj"],
             embedding=cut.model.embed_tokens.weight,
-            keys=layer.self_attn.kv_proj.weight,
+            keys=layer.self_attn.input_projections.weights["kv_proj"],
         ).items()
     }
     n = devices
@@ -143,15 +143,13 @@ def test_maps_that_are_cut_alike_are_joined(model):
     cut, _ = sharded_step(model, 4)
     fused = fuse_projections(cut)
     mlp, own = fused.model.layers[1].mlp.shared_experts, cut.model.layers[1].mlp.shared_experts
-    (both,) = mlp.input_projections.fused
-    assert (both.names, both.output_sizes) == (("gate_proj", "up_proj"), (32, 32))
+    assert mlp.gate_up_proj.fused_matrix.sharding == own.gate_up_proj.weights["up_proj"].get_value().sharding
     for name in ("gate_proj", "up_proj"):
-        want = getattr(own, name).weight.get_value()
-        found = both.matrix(name)
+        want, found = own.gate_up_proj.matrix(name), mlp.gate_up_proj.matrix(name)
         assert found.sharding == want.sharding
         chex.assert_trees_all_equal(found, want)
-    queries = [own.names for own in fused.model.layers[1].self_attn.latent_projections.fused]
-    assert sorted(name for (name,) in queries) == ["compressor.indexer.q_b_proj", "q_b_proj"]
+    queries = fused.model.layers[1].self_attn.latent_projections
+    assert queries.launches == (("q_b_proj", "indexer_q_b_proj"),)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
 
     @jax.jit
@@ -159,7 +157,7 @@ def test_maps_that_are_cut_alike_are_joined(model):
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, mlp)
         return jax.shard_map(
             lambda mlp, x: all_reduce(mlp(x)),
-            mesh=jax.typeof(own.up_proj.weight.get_value()).sharding.mesh,
+            mesh=jax.typeof(own.down_proj.weight.get_value()).sharding.mesh,
             in_specs=(specs, jax.P()),
             out_specs=jax.P(),
             check_vma=False,

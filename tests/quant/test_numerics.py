@@ -19,10 +19,9 @@ from dsv4_jax.quant import (
     encode_e4m3,
     hadamard,
     ordered_sum,
-    pack_fp4,
     round_to,
-    unpack_fp4,
 )
+from dsv4_jax.quant.fp4 import pack_fp4, unpack_fp4
 
 
 def float32_of_every_exponent(count: int) -> np.ndarray:

@@ -22,8 +22,8 @@ from dsv4_jax.quant import (
     hadamard,
     round_to,
     to_flashmla_pages,
-    unpack_fp4,
 )
+from dsv4_jax.quant.fp4 import unpack_fp4
 from tests.paths import DATA
 
 

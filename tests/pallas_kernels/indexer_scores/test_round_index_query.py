@@ -14,7 +14,7 @@ from dsv4_jax.quant import kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
 from pallas_kernels import round_index_query
 from pallas_kernels.formats.row_encoder import e2m1_codes
-from pallas_kernels.mgpu.unpack import e2m1_value
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 from tests.pallas_kernels.kernels import registers
 
 
