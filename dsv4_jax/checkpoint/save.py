@@ -79,7 +79,12 @@ def write_release(
     count, tensors = len(shards), iter(tensors)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     for name, entries in zip(names, shards, strict=True):
-        _write_file(folder / name, entries, tensors)
+        with (folder / name).open("wb") as file:
+            file.write(write_header(entries, dict(format="pt")))
+            for entry in entries:
+                tensor = next(tensors)
+                assert tensor.shape == entry.shape and tensor.nbytes == entry.nbytes, entry
+                file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
     if count > 1:
         places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
         total = sum(entry.nbytes for entries in shards for entry in entries)
@@ -184,12 +189,3 @@ def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], jax.
                 yield from (quantize_fp8 if kind == "F8_E4M3" else quantize_fp4)(piece.astype(np.float32))
             else:
                 yield piece.astype(DTYPES[kind])
-
-
-def _write_file(path: Path, entries: list[TensorHeader], tensors: Iterator[np.ndarray]) -> None:
-    with path.open("wb") as file:
-        file.write(write_header(entries, dict(format="pt")))
-        for entry in entries:
-            tensor = next(tensors)
-            assert tensor.shape == entry.shape and tensor.nbytes == entry.nbytes, entry
-            file.write(np.ascontiguousarray(tensor).view(np.uint8).data)

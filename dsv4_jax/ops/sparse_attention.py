@@ -33,16 +33,12 @@ LOWEST = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """Says which calls use the prefill kernel, which dequantizes a call's rows once instead of once per token.
+    """Says which calls use the prefill kernel, which dequantizes a call's rows once instead of once per token."""
 
-    Attributes:
-      min_tokens: minimum number of tokens.
-      max_rows: maximum number of dequantized rows, by default 272 MB; there may be as many as all requests can have.
-      max_rows_per_token: maximum number of rows for each token; beyond it, writing them takes longer than they save.
-    """
-
-    min_tokens: int = 128
+    min_tokens: int = 128  # minimum number of tokens
+    # Maximum number of dequantized rows, by default 272 MB; there may be as many as all requests can have.
     max_rows: int = (1 << 18) + (1 << 12)
+    # Maximum number of rows for each token; beyond it, writing them takes longer than they save.
     max_rows_per_token: int = 512
 
     def takes(self, kv: AttentionKV, tokens: int) -> bool:

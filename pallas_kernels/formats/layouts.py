@@ -14,17 +14,12 @@ GROUP = 64  # channels of a row that share a scale, and the unit in which kernel
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """A quantized row: arrays of E4M3 codes, of RoPE values in bfloat16, and of scales.
+    """A quantized row: arrays of E4M3 codes, of RoPE values in bfloat16, and of scales."""
 
-    Attributes:
-      nope_dim: number of values stored as E4M3 codes, uint8.
-      rope_dim: number of values stored in bfloat16, the last ones of the row.
-      scale_block: number of values that share an E8M0 scale, uint8, zero-padded to a multiple of 8 scales. None: one
-        float32 inverse scale for the row.
-    """
-
-    nope_dim: int
-    rope_dim: int
+    nope_dim: int  # number of values stored as E4M3 codes, uint8
+    rope_dim: int  # number of values stored in bfloat16, the last ones of the row
+    # Number of values that share an E8M0 scale, uint8, zero-padded to a multiple of 8 scales. None: one float32
+    # inverse scale for the row.
     scale_block: int | None
 
     @property
@@ -47,21 +42,13 @@ class RowLayout:
 
 @dataclasses.dataclass(frozen=True)
 class KeyLayout:
-    """A quantized index key: E2M1 codes, two in a byte with the even value in the low nibble, and scales.
+    """A quantized index key: E2M1 codes, two in a byte with the even value in the low nibble, and scales."""
 
-    Attributes:
-      dim: number of values in a key.
-      scale_block: number of values that share a scale.
-      scale: "e8m0", a power of two (MXFP4), or "e4m3" times `global_scale` (NVFP4).
-      hadamard: whether keys and queries are rotated before they are rounded.
-      global_scale: second-level scale of "e4m3".
-    """
-
-    dim: int
-    scale_block: int
-    scale: str
-    hadamard: bool
-    global_scale: float = 1.0
+    dim: int  # number of values in a key
+    scale_block: int  # number of values that share a scale
+    scale: str  # "e8m0", a power of two (MXFP4), or "e4m3" times `global_scale` (NVFP4)
+    hadamard: bool  # whether keys and queries are rotated before they are rounded
+    global_scale: float = 1.0  # second-level scale of "e4m3"
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import typing
 
 import jax.numpy as jnp
 import pytest
@@ -9,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
-from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable
+from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry
 from tests.paths import DATA
 
 
@@ -107,6 +108,11 @@ def test_names_and_shapes_are_those_transformers_writes():
     # Most paths are transformers' own, but for linear maps of one input.
     other = {weight.sources[0] for weight in table if weight.sources != (weight.path,)}
     assert all(name.endswith("proj.weight") for name in other) and len(other) == 5 * 5 + 4 * 2 + 2 * 4
+
+
+@pytest.mark.parametrize("kind", [StepCarry, ResidualStreams])
+def test_fields_that_hold_arrays_say_so(kind):
+    assert not [name for name, hint in typing.get_type_hints(kind).items() if "Any" in str(hint)]
 
 
 def test_other_dtypes_are_refused(config):
