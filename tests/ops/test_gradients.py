@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from dsv4_jax.ops import AttentionKV, CompressorWeights, LinearSpec
+from dsv4_jax.ops import AttentionKV, CompressorInputs, CompressorWeights, HyperConnectionWeights, LinearSpec
 from dsv4_jax.quant import FakeQuantFormat, V4Format
 from tests.ops.pools import DIM, FORMATS, INDEX, ROPE, classical_view, indexer_view, ints, state_view, swa_view
 
@@ -66,8 +66,9 @@ def empty_state(dim):
 def flush(kv, gate, bias, weight, *, pool=None):
     """Two windows of one request, read back from the pool."""
     pool = classical_view(PLAIN) if pool is None else pool
-    arguments = CompressorWeights(bias, weight, INV_FREQ, 1e-6), ints([0] * TOKENS), ints(range(TOKENS))
-    _, view = ops.flush(empty_state(len(weight)), pool, kv, gate, *arguments, dtype=jnp.float32)
+    weights = CompressorWeights(bias, weight, INV_FREQ, 1e-6)
+    inputs = CompressorInputs(empty_state(len(weight)), pool, kv, gate, weights)
+    ((_, view),) = ops.flush([inputs], ints([0] * TOKENS), ints(range(TOKENS)), dtype=jnp.float32)
     rows, _ = view.read(ints([0, 0]), ints([0, 1]))
     return view.codec.decode(rows) if pool.codec.dim == INDEX else view.codec.decode(rows, jnp.float32)
 
@@ -159,8 +160,8 @@ def experts(x, weights, gate_up, down, shared_gate_up, shared_down):
 
 
 def hyper_connections(streams, fn, base, scale, weight, y, mixing):
-    options = dict(norm_eps=1e-6, hc_eps=1e-6, iterations=3)
-    return ops.hyper_connections(streams, fn, base, scale, weight, y, mixing, **options)
+    weights = HyperConnectionWeights(fn, base, scale, norm_eps=1e-6, hc_eps=1e-6, iterations=3)
+    return ops.hyper_connections(streams, weights, weight, y, mixing)
 
 
 def apply_rope(x):
@@ -236,7 +237,7 @@ def test_gradients_are_those_of_finite_differences(function):
 
 def test_no_op_is_missing():
     functions = {name for name, value in vars(ops).items() if inspect.isfunction(value)}
-    together = {"pool_windows", "write_entries", "flush_together"}  # in pool_and_write and flush
+    together = {"pool_windows", "write_entries"}  # in pool_and_write
     tested = {function.__name__ for function in INPUTS}
     assert functions - tested == NO_GRADIENT | COLLECTIVES | together
 
