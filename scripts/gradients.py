@@ -49,7 +49,7 @@ An indexer's parameters have no gradient here, as [expected](../differentiable.m
 
 """
 # Parameters that only select entries; a selection has no gradient. The dense cache's index loss trains them.
-INDEXER = ".indexer."
+INDEXER = "indexer"
 # The most that a step of central differences changes the loss, or a parameter as a share of its size.
 STEP = 1e-2
 
