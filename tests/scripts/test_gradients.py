@@ -14,7 +14,7 @@ def test_every_parameter_has_its_gradient():
         assert found.norm > 1e-4, path
         if INDEXER in path:
             # A step crosses edges of ReLUs.
-            assert found.finite < 0.1, path
+            assert found.finite < 0.2, path
             continue
         assert found.finite < 0.03, path
         assert max(found.dense, found.fake_quant) < 2e-4, path
