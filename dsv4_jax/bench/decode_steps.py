@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -24,6 +24,7 @@ from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
+from dsv4_jax.expert_pages import PROGRAM_BYTES, ExpertMemory
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import fuse_projections, shardings
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
@@ -62,6 +63,7 @@ class StepOptions:
       whole: whether layers include experts and hyper-connections, not their attention alone.
       mesh: the devices; None for the default one.
       expert_parallel: whether each device holds some whole experts.
+      expert_memory: bytes of the GPU that routed experts may take; "auto" for what is left; None for all experts.
       context_parallel: whether devices share the compressed entries of a request.
     """
 
@@ -74,6 +76,7 @@ class StepOptions:
     mesh: Mesh | None = None
     expert_parallel: bool = False
     context_parallel: bool = False
+    expert_memory: int | Literal["auto"] | None = None
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
@@ -164,7 +167,7 @@ def run(
     config, small = _choose_model(config, report)
     options.cases(config, "cpu" if small else "gpu")
     layers = options.layers
-    if options.whole and not layers and not small:
+    if options.whole and not layers and not small and options.expert_memory is None:
         layers = _max_layers(config, kv_format, options)
     yield from _measure(_first_layers(config, layers or config.num_hidden_layers), kv_format, options, report)
 
@@ -207,7 +210,10 @@ def _measure(config, kv_format, options, report, loop=True):
     if options.mesh is not None:
         check_shardable(config, options.mesh.shape, options.expert_parallel)
     if options.whole:
-        layers = random_stack(config, mesh=options.mesh, expert_parallel=options.expert_parallel)
+        experts = _expert_memory(config, kv_format, options)
+        layers = random_stack(config, mesh=options.mesh, expert_parallel=options.expert_parallel, expert_memory=experts)
+        if experts is not None:
+            report["host_bytes"] = experts.host_bytes
     else:
         layers = AttentionStack(config, nnx.Rngs(0))
         if options.mesh is not None:
@@ -256,7 +262,9 @@ def _cases(config, stack, kv_format, options) -> list[StepCase]:
     cases = []
     for requests in batches:
         sizes = {context: _sizes(requests, context, kv_format, options) for context in contexts}
-        fitting = sorted(c for c in sizes if _fits(config, weights, sizes[c], options.mesh))
+        # Experts in pages leave room for every cache.
+        paged = options.expert_memory is not None
+        fitting = sorted(c for c in sizes if paged or _fits(config, weights, sizes[c], options.mesh))
         for context in sorted(set(contexts) - set(fitting)):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for step in steps if fitting else ():
@@ -288,6 +296,17 @@ def _max_layers(config, kv_format, options):
         return sum(layer_bytes[:count]) + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
+
+
+def _expert_memory(config, kv_format, options):
+    """Returns where the experts will lie, with room for the largest cache; None if all stay on the devices."""
+    if options.expert_memory is None:
+        return None
+    if options.expert_memory != "auto":
+        return ExpertMemory(options.expert_memory)
+    batches, contexts = options.cases(config, "gpu")
+    schema = CacheSchema.from_config(config, **_sizes(max(batches), max(contexts), kv_format, options))
+    return ExpertMemory(reserved_bytes=PROGRAM_BYTES + _cache_bytes(schema, None))
 
 
 def _cache_bytes(schema, mesh):

@@ -12,6 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
+from rich.console import Console
+from rich.progress import track
 
 from dsv4_jax.bench.attention_stack import DraftingStack
 from dsv4_jax.bench.cases import tree_bytes
@@ -19,6 +21,7 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import stored_kind
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry, shardings
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.projections import fuse_in_place
@@ -78,8 +81,14 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paral
     )
 
 
-def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:
-    """Returns the stack with random weights, made by each device for itself."""
+def random_stack(
+    config: DSV4Config,
+    mesh: Mesh | None = None,
+    *,
+    expert_parallel: bool = False,
+    expert_memory: ExpertMemory | None = None,
+) -> ModelStack:
+    """Returns the stack with random weights, made by each device for itself, and experts where they belong."""
     graph, state = nnx.split(abstract_stack(config, mesh, expert_parallel=expert_parallel))
     numbers = itertools.count()
 
@@ -94,6 +103,8 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paralle
             return struct.shape if where is None else where.shard_shape(struct.shape)
 
         if isinstance(value, QuantizedWeight):
+            if expert_memory is not None and path[-2] == "experts":
+                return variable.replace(dataclasses.replace(value, scale=made(_scales, value.scale.shape)))
             codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
             return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
         if path[-1] == "tid2eid":
@@ -103,7 +114,26 @@ def random_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paralle
 
     stack = nnx.merge(graph, nnx.map_state(drawn, state))
     fuse_in_place(stack)
+    if expert_memory is not None:
+        _place_experts(stack, expert_memory)
     return stack
+
+
+def _place_experts(stack, expert_memory):
+    """Makes random codes of all experts, where they lie."""
+    layers = [layer.mlp.experts for layer in (*stack.layers, *stack.mtp)]
+    matrices = [(layer.gate_up_proj, layer.down_proj) for layer in layers]
+    shapes = [matrix.get_value().codes.shape for matrix in matrices[0]]
+    print(expert_memory.plan(len(layers), shapes))
+    each = max(math.prod(shape[1:]) for shape in shapes)
+    # Experts begin at different bytes of the same random ones.
+    random = jax.block_until_ready(_made(np.uint32(0), make=jax.random.bits, args=((2 * each,), jnp.uint8), where=None))
+    first = random.unsafe_buffer_pointer()
+    for number, pair in enumerate(track(matrices, "Making experts", console=Console(stderr=True), transient=True)):
+        for matrix, shape in zip(pair, shapes, strict=True):
+            starts = [first + 4096 * ((7 * number + 31 * expert) % (each // 4096)) for expert in range(shape[0])]
+            codes = expert_memory.place(str(number), starts, shape)
+            matrix.set_value(dataclasses.replace(matrix.get_value(), codes=codes))
 
 
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))
@@ -136,6 +166,10 @@ def _struct(kind, value):
 
 def _normal(key, shape, dtype, mean):
     return mean + 0.02 * jax.random.normal(key, shape, dtype)
+
+
+def _scales(key, shape):
+    return 119 + jax.random.bits(key, shape, jnp.uint8) % 2
 
 
 def _codes(key, shape, scales, kind):

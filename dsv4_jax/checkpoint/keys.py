@@ -104,6 +104,21 @@ class Weight:
     sources: tuple[str, ...]
     source_shape: tuple[int, ...]
 
+    @property
+    def module(self) -> str:
+        """The path of the module that has the parameter."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the parameter holds a matrix of all routed experts of a layer."""
+        return self.module.endswith(".experts")
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter's FP4 codes."""
+        return *self.shape[:-1], self.shape[-1] // 2
+
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""

@@ -5,6 +5,7 @@ import difflib
 import functools
 import logging
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
@@ -23,6 +24,7 @@ from dsv4_jax.checkpoint.placement import Staging
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.projections import fuse_in_place
@@ -45,6 +47,7 @@ def load_checkpoint(
     mesh: Mesh | None = None,
     expert_parallel: bool = False,
     fused: bool = False,
+    expert_memory: ExpertMemory | None = None,
     progress: bool = False,
 ) -> DeepseekV4ForCausalLM:
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
@@ -65,6 +68,8 @@ def load_checkpoint(
             `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
         expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
         fused: whether linear maps of one input share a matrix, see `nn.fuse_projections`.
+        expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU.
+            None = on the devices. Needs weights="quantized" and no mesh.
         progress: whether to show a progress bar on standard error.
 
     Returns:
@@ -77,6 +82,8 @@ def load_checkpoint(
     """
     if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32")
+    if expert_memory is not None and (weights != "quantized" or mesh is not None):
+        raise ValueError(f'expert_memory= needs weights="quantized" and no mesh, got {weights=}, {mesh=}')
     path, stay = Path(path), isinstance(weights, str) and weights == "quantized"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
@@ -103,18 +110,25 @@ def load_checkpoint(
     dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
+    if expert_memory is not None:
+        # The experts come last and get the memory that the others leave.
+        table.sort(key=lambda weight: weight.is_expert)
     values, bad, staging = {}, [], Staging()
-    bar = track(table, "Loading weights", console=Console(stderr=True), transient=True, disable=not progress)
-    for weight in bar:
+    for weight in _with_bar(table, tensors, progress):
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
         try:
-            value = _stored(weight, pieces, dtypes[weight.path], where, staging) if stay else None
+            memory = expert_memory if weight.is_expert else None
+            if memory is not None and not memory.is_planned:
+                _log.info("%s", _plan(memory, table))
+            value = _stored(weight, pieces, dtypes[weight.path], where, staging, memory) if stay else None
             if value is None:
                 value, problems = _converted(weight, pieces, dtypes[weight.path], config, where, staging)
                 bad += problems
             if not bad:
                 values[weight.path] = value
+        except MemoryError as error:
+            raise ValueError(f"{path} does not fit: out of memory at {weight.path}. {error}") from error
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -132,6 +146,27 @@ def load_checkpoint(
     return model
 
 
+def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
+    """Decides where experts lie; returns a sentence about it."""
+    experts = [weight for weight in table if weight.is_expert]
+    (first, *_), layers = experts, {weight.module for weight in experts}
+    shapes = [weight.packed_shape for weight in experts if weight.module == first.module]
+    return memory.plan(len(layers), shapes)
+
+
+def _with_bar(
+    table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor], progress: bool
+) -> Iterator[Weight]:
+    """Yields the table's weights under a progress bar that counts bytes."""
+    sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
+    columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        task = bar.add_task("Loading weights", total=sum(sizes.values()))
+        for weight in table:
+            yield weight
+            bar.advance(task, sizes[weight.path])
+
+
 def _dotted(key: tuple[object, ...]) -> str:
     return ".".join(map(str, key))
 
@@ -142,6 +177,7 @@ def _stored(
     dtype: np.dtype,
     where: NamedSharding | None,
     staging: Staging,
+    memory: ExpertMemory | None,
 ) -> QuantizedWeight | None:
     """Loads a weight in its quantized storage; returns None if it cannot stay quantized."""
     quantized = [piece for piece in pieces if isinstance(piece, QuantizedTensor) and piece.can_stay]
@@ -161,7 +197,11 @@ def _stored(
         rows *= len(tensors) // math.prod(weight.shape[:-2])
         return staging.place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
 
-    codes, scale = whole([piece.codes for piece in quantized]), whole([piece.scale for piece in quantized])
+    scale = whole([piece.scale for piece in quantized])
+    if memory is None:
+        codes = whole([piece.codes for piece in quantized])
+    else:
+        codes = memory.place(weight.module, [piece.codes.data for piece in quantized], weight.packed_shape)
     return QuantizedWeight(codes, scale, first.dtype, dtype)
 
 

@@ -36,6 +36,10 @@ class QuantizedTensor:
         return self.codes.name
 
     @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    @property
     def file(self) -> Path:
         return self.codes.file
 

@@ -78,6 +78,7 @@ class _Bench:
                 options.check_writable(option, path)
         if trace := given.get("trace"):
             trace.mkdir(parents=True, exist_ok=True)
+        options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
         if self.whole:
             # XLA leaves a quarter of a GPU's memory unused by default.
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -170,8 +171,9 @@ class _DecodeSteps(_ModelBench):
         from dsv4_jax.bench.decode_steps import StepOptions
 
         given: dict[str, Any] = vars(self) | dict(whole=self.whole, mesh=mesh)
-        options = StepOptions(**{name: given[name] for name in StepOptions.__annotations__ if name in given})
-        return [*self._model(report), options, report]
+        given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), self.mesh)
+        step_options = StepOptions(**{name: given[name] for name in StepOptions.__annotations__ if name in given})
+        return [*self._model(report), step_options, report]
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps
@@ -248,13 +250,14 @@ class ModelBench(_DecodeSteps):
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
       contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
-      layers: number of layers to run, the first ones; 0 = as many as fit.
+      layers: number of layers to run, the first ones; 0 = as many as fit, or all with --expert-memory.
       plot: plot the time of each kind of kernel to this file.
     """
 
     whole = True
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
+    expert_memory: options.ExpertMemoryOption = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dsv4_jax.data import block_tokens, packaged_checkpoint
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, parse_mesh
+from dsv4_jax.sizes import parse_bytes
 
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ ContextParallel = Annotated[
     bool,
     tyro.conf.arg(
         help="with --mesh model=N: the devices share the compressed entries of a request, so that N times as many fit."
+    ),
+]
+ExpertMemoryOption = Annotated[
+    str | None,
+    optional(
+        "auto|SIZE",
+        help="for a model that is larger than its GPU: how much of the GPU the routed experts may take, such as 60GB. "
+        "The others lie in host memory, where the GPU reads them. auto: what weights, cache and programs leave. "
+        "Default: all experts on the GPU.",
     ),
 ]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
@@ -146,6 +156,27 @@ def load_model(
         mesh=mesh,
         expert_parallel=expert_parallel,
     )
+
+
+def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
+    """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
+
+    Raises:
+      ValueError: the text is not a size, or there is a mesh.
+    """
+    if expert_memory is None:
+        return None
+    if mesh is not None:
+        raise ValueError("--expert-memory is for one GPU; with --mesh, the devices share the experts")
+    # JAX's default allocator takes most of a GPU at once, or twice what it needs.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if expert_memory == "auto":
+        return "auto"
+    try:
+        return parse_bytes(expert_memory)
+    except ValueError as error:
+        raise ValueError(f"--expert-memory: {str(error).removeprefix('memory=')}") from None
 
 
 def mesh_sizes(

@@ -1,0 +1,6 @@
+"""Routed experts whose weights lie partly in host memory, for models that are larger than their GPU."""
+
+from dsv4_jax.expert_pages.cuda_memory import CudaMemory as CudaMemory
+from dsv4_jax.expert_pages.expert_memory import PROGRAM_BYTES as PROGRAM_BYTES, ExpertMemory as ExpertMemory
+from dsv4_jax.expert_pages.pages import ExpertPages as ExpertPages, Mover as Mover
+from dsv4_jax.expert_pages.policy import PlacementPolicy as PlacementPolicy

@@ -1,0 +1,138 @@
+"""Physical memory of the GPU or of the host under addresses of the GPU: CUDA's virtual memory management."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class CudaMemory:
+    """Virtual memory of one GPU. All sizes are bytes, and multiples of `page`.
+
+    The methods may be called by any thread. Memory that is mapped here is not JAX's: JAX must leave room for it, see
+    `check_room`.
+
+    Attributes:
+      page: smallest size of a mapping.
+    """
+
+    def __init__(self, device: jax.Device):
+        """Raises ValueError if the device, its driver or the machine cannot map memory of the host."""
+        if device.platform != "gpu":
+            raise ValueError(f"experts in host memory need an NVIDIA GPU; {device} is none")
+        try:
+            driver: Any = importlib.import_module("cuda.bindings.driver")  # not there without the CUDA extras
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "experts in host memory need NVIDIA's package cuda-bindings: pip install 'dsv4-jax[cuda13]'"
+            ) from error
+        self._driver = driver
+        self._call("cuInit", 0)
+        self._device = self._call("cuDeviceGet", device.local_hardware_id)
+        # JAX uses the primary context, too.
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        kinds, access = driver.CUmemLocationType, driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        attribute = driver.CUdevice_attribute
+        numa = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
+        places = {
+            False: (kinds.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
+            True: (kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa), 0)),
+        }
+        self._properties, self._access = {}, {}
+        for on_host, (kind, number) in places.items():
+            properties, rights = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+            properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            properties.location.type, properties.location.id = kind, number
+            rights.location.type, rights.location.id, rights.flags = kind, number, access
+            self._properties[on_host], self._access[on_host] = properties, rights
+        smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        with self._current():
+            sizes = [self._call("cuMemGetAllocationGranularity", x, smallest) for x in self._properties.values()]
+            self._stream = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.page = max(map(int, sizes))
+        try:
+            self.release(self.create(self.page, on_host=True))
+        except MemoryError as error:
+            raise ValueError(
+                f"this machine's driver makes no pages of host memory for {device} ({error}): keep all experts on the "
+                "GPU, shard the model over more GPUs, or run outside of the sandbox or container that forbids it"
+            ) from error
+
+    def free_bytes(self) -> int:
+        """Returns the free memory of the GPU, of which JAX's allocator may already have taken a part."""
+        with self._current():
+            return int(self._call("cuMemGetInfo")[0])
+
+    def free_host_bytes(self) -> int:
+        """Returns the memory that Linux can give to a process without swapping."""
+        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+
+    def reserve(self, nbytes: int) -> int:
+        """Returns the first of `nbytes` addresses that nothing is mapped to yet."""
+        with self._current():
+            return int(self._call("cuMemAddressReserve", nbytes, self.page, 0, 0))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Gives addresses back, to which nothing is mapped."""
+        with self._current():
+            self._call("cuMemAddressFree", address, nbytes)
+
+    def create(self, nbytes: int, *, on_host: bool) -> Any:
+        """Returns a handle of new physical memory; raises MemoryError if there is none."""
+        with self._current():
+            return self._call("cuMemCreate", nbytes, self._properties[on_host], 0)
+
+    def release(self, handle: Any) -> None:
+        """Frees physical memory, as soon as it is mapped nowhere."""
+        with self._current():
+            self._call("cuMemRelease", handle)
+
+    def map(self, address: int, nbytes: int, handle: Any, *, for_cpu: bool = False) -> None:
+        """Maps physical memory to reserved addresses, for the GPU and, if it is the host's memory, for the CPU.
+
+        Rights for the CPU triple the time. The memory may be mapped elsewhere, too.
+        """
+        with self._current():
+            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+            rights = [self._access[False], *([self._access[True]] if for_cpu else [])]
+            try:
+                self._call("cuMemSetAccess", address, nbytes, rights, len(rights))
+            except BaseException:
+                self._call("cuMemUnmap", address, nbytes)
+                raise
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Unmaps what `map` mapped. No program that could read it may be running."""
+        with self._current():
+            self._call("cuMemUnmap", address, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copies between addresses of the GPU and the host, beside running programs, and waits for the copy alone."""
+        with self._current():
+            self._call("cuMemcpyAsync", target, source, nbytes, self._stream)
+            self._call("cuStreamSynchronize", self._stream)
+
+    def synchronize(self) -> None:
+        """Waits until the GPU is idle."""
+        with self._current():
+            self._call("cuCtxSynchronize")
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Calls the driver and returns its result; raises MemoryError or RuntimeError with the driver's own words."""
+        code, *results = getattr(self._driver, name)(*args)
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            kind = MemoryError if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
+            raise kind(f"{name}: {code.name}")
+        return results[0] if len(results) == 1 else results

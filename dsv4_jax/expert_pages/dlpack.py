@@ -1,0 +1,89 @@
+"""A `jax.Array` over memory that JAX did not allocate, through DLPack's C structures."""
+
+import atexit
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from jaxtyping import Array, UInt8
+
+
+class _Tensor(ctypes.Structure):
+    """DLManagedTensor of dlpack.h, with the fields of DLTensor first, as there."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_CUDA, _CPU, _UNSIGNED = 2, 1, 1
+# What a tensor owns, by its address, until the array over it is gone.
+_owned: dict[int, tuple[Any, ...]] = {}
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _delete(address):
+    if found := _owned.pop(address, None):
+        *_, free = found
+        free()
+
+
+@atexit.register
+def _disown():
+    """Lets the process's end free the memory: JAX deletes its last arrays when Python can no longer be called."""
+    for tensor, *_ in _owned.values():
+        tensor.deleter = _nothing
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+
+
+class _Exporter:
+    """The part of an array library that `jax.dlpack.from_dlpack` asks."""
+
+    def __init__(self, tensor: _Tensor):
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._tensor.device_type, self._tensor.device_id
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
+def array_over(
+    address: int, shape: tuple[int, ...], device: jax.Device, free: Callable[[], None]
+) -> UInt8[Array, "..."]:
+    """Returns the uint8 array whose first byte is at `address`. It is not committed to its device, as most arrays.
+
+    Args:
+      address: address of the first byte, on the device.
+      shape: shape of the array, whose bytes are contiguous.
+      device: the GPU, or a CPU in tests.
+      free: is called once, after the array and all programs that read it are gone.
+    """
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))
+    kind, number = (_CUDA, device.local_hardware_id) if device.platform == "gpu" else (_CPU, 0)
+    tensor = _Tensor(address, kind, number, len(shape), _UNSIGNED, 8, 1, sizes, strides, 0, None, _delete_pointer)
+    _owned[ctypes.addressof(tensor)] = tensor, sizes, strides, free
+    array = jax.dlpack.from_dlpack(_Exporter(tensor))
+    # A step whose arguments are committed compiles again when its outputs, which then are, come back as arguments.
+    return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
+
+
+_nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)  # C code that ignores its argument
+_delete_pointer = ctypes.cast(_delete, ctypes.c_void_p)

@@ -1,0 +1,115 @@
+"""The placement of a model's routed experts: those that fit stay on the GPU, the others in host memory."""
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, UInt8
+
+from dsv4_jax.expert_pages.cuda_memory import CudaMemory
+from dsv4_jax.expert_pages.pages import THREADS, ExpertPages
+
+
+# Memory of the GPU for programs: their temporary buffers, CUDA graphs and code.
+PROGRAM_BYTES = 4 << 30
+# Bytes of FP4 codes that share a byte of scales; all scales stay on the GPU.
+CODES_PER_SCALE = 16
+
+
+@dataclasses.dataclass
+class ExpertMemory:
+    """Places the experts of a model that `checkpoint.load_checkpoint` loads with `expert_memory=`.
+
+    Every layer has the same number of experts on the GPU. Which ones is a matter of speed only, see `ExpertPages`.
+
+    Attributes:
+      device_bytes: bytes of the GPU that the experts' codes may take; None for all that is free when they are placed,
+        but for `reserved_bytes`.
+      reserved_bytes: bytes of the GPU that stay free for the cache and for programs, if `device_bytes` is None.
+      memory: the GPU and its host; None for the default device.
+      layers: expert pages of the matrices of each layer, once they are placed.
+    """
+
+    device_bytes: int | None = None
+    reserved_bytes: int = PROGRAM_BYTES
+    memory: CudaMemory | None = None
+    layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
+    _on_host: np.ndarray | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether `plan` has decided."""
+        return self._on_host is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that the placed experts take."""
+        return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
+
+    def plan(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> str:
+        """Decides how many experts of each layer stay on the GPU. Places nothing yet.
+
+        Args:
+          num_layers: number of layers with experts.
+          shapes: shapes [E, ...] of the uint8 codes of the matrices of a layer's experts.
+
+        Returns:
+          A sentence that says what was decided.
+
+        Raises:
+          ValueError: the GPU or the host has too little free memory, or the device is no such GPU, see `CudaMemory`.
+        """
+        if self.memory is None:
+            self.memory = CudaMemory(jax.devices()[0])
+        experts = shapes[0][0]
+        each = num_layers * sum(math.prod(shape[1:]) for shape in shapes)  # an expert in every layer
+        free = self.memory.free_bytes()
+        scales = experts * each // CODES_PER_SCALE
+        room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
+        if self.device_bytes is not None and min(room, experts * each) > free:
+            raise ValueError(f"experts may take {_gb(room)} of the GPU, of which {_gb(free)} are free. {_PREALLOCATED}")
+        on_device = min(experts, max(room, 0) // each)
+        on_host = experts - on_device
+        if on_host * each > (available := self.memory.free_host_bytes()):
+            raise ValueError(
+                f"{on_host} of {experts} experts a layer ({_gb(on_host * each)}) would have to lie in host memory, of "
+                f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
+            )
+        self._on_host = np.arange(experts) >= on_device
+        if not on_host:
+            return f"all {experts} experts a layer fit the GPU ({_gb(experts * each)})"
+        return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
+
+    def place(self, layer: str, matrices: Sequence[np.ndarray | int], shape: tuple[int, ...]) -> UInt8[Array, "..."]:
+        """Copies the codes of one matrix of all experts to where each expert lies.
+
+        Args:
+          layer: name of the layer.
+          matrices: the bytes of each expert, contiguous, or their address on the GPU. There may be several pieces of
+            each expert, which follow one another.
+          shape: [E, ...] shape of the codes.
+
+        Returns:
+          The codes, uint8 of `shape`.
+
+        Raises:
+          ValueError: an expert is not a whole number of pages.
+          MemoryError: the GPU or the host is out of memory.
+        """
+        assert self.memory is not None and self._on_host is not None, "plan comes first"
+        pages = ExpertPages(self.memory, shape, self._on_host, jax.devices()[0])
+        pieces = len(matrices) // shape[0]
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
+        self.layers.setdefault(layer, []).append(pages)
+        return pages.array
+
+
+_PREALLOCATED = "JAX takes most of a GPU when it starts, unless XLA_PYTHON_CLIENT_PREALLOCATE=false is set before."
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

@@ -1,0 +1,273 @@
+"""Experts' matrices in one range of GPU addresses, each expert in memory of the GPU or of the host."""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool
+
+from dsv4_jax.expert_pages.cuda_memory import CudaMemory
+from dsv4_jax.expert_pages.dlpack import array_over
+
+
+# One thread clears 2 GB/s of new host memory.
+THREADS = 8
+
+
+@dataclasses.dataclass
+class Mapping:
+    """Physical memory and the range of addresses that it is mapped to.
+
+    Attributes:
+      address: first address of the range.
+      nbytes: size of the range.
+      handle: the physical memory.
+      on_host: whether it is memory of the host.
+      for_cpu: whether the CPU can read and write it.
+    """
+
+    address: int
+    nbytes: int
+    handle: Any
+    on_host: bool
+    for_cpu: bool = False
+
+
+class ExpertPages:
+    """One matrix of all experts of a layer: uint8 [E, ...], each expert in memory of the GPU or of the host.
+
+    To kernels, XLA and CUDA graphs it is an array of the GPU. Moving an expert changes neither an address nor a value,
+    so a program is not compiled again and computes the same bits. The memory is freed when this object, the array and
+    the programs that read the array are gone.
+
+    Attributes:
+      array: [E, ...] uint8 on the device. It must not be donated.
+      nbytes: bytes of an expert.
+      mappings: the memory of each expert.
+    """
+
+    def __init__(self, memory: CudaMemory, shape: tuple[int, ...], on_host: Bool[np.ndarray, "E"], device: jax.Device):
+        """Maps memory without setting its bytes.
+
+        Args:
+          memory: where addresses and memory come from.
+          shape: shape of the array, experts first.
+          on_host: experts that begin in host memory.
+          device: the GPU.
+
+        Raises:
+          ValueError: an expert is not a whole number of pages.
+          MemoryError: the GPU or the host is out of memory. Nothing stays behind.
+        """
+        self.nbytes = math.prod(shape[1:])
+        if self.nbytes % memory.page:
+            raise ValueError(
+                f"a matrix {list(shape[1:])} of an expert has {self.nbytes} bytes; only whole pages of {memory.page} "
+                "bytes can lie in host memory"
+            )
+        self._memory = memory
+        total = self.nbytes * shape[0]
+        self._base = memory.reserve(total)
+        self.mappings: list[Mapping] = []
+        free = _Free(memory, self._base, total, self.mappings)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+                handles = [pool.submit(memory.create, self.nbytes, on_host=bool(host)) for host in on_host]
+            self._map(handles, on_host)
+            self.array = array_over(self._base, shape, device, free)
+        except BaseException:
+            free()
+            raise
+
+    def _map(self, futures, on_host):
+        """Maps every handle that was made, so that a failure of one leaves none without an owner."""
+        errors = []
+        for expert, (future, host) in enumerate(zip(futures, on_host, strict=True)):
+            if error := future.exception():
+                errors.append(error)
+                continue
+            host = bool(host)
+            mapping = Mapping(self._base + expert * self.nbytes, self.nbytes, future.result(), host, for_cpu=host)
+            try:
+                self._memory.map(mapping.address, self.nbytes, mapping.handle, for_cpu=host)
+            except BaseException as error:
+                self._memory.release(mapping.handle)
+                errors.append(error)
+            else:
+                self.mappings.append(mapping)
+        if errors:
+            raise errors[0]
+
+    @property
+    def on_host(self) -> Bool[np.ndarray, "E"]:
+        """The experts whose memory is the host's."""
+        return np.array([mapping.on_host for mapping in self.mappings])
+
+    def write(self, expert: int, data: np.ndarray | int, piece: int = 0, pieces: int = 1) -> None:
+        """Sets the bytes of an expert. No program that reads them may be running.
+
+        Args:
+          expert: number of the expert.
+          data: contiguous bytes in the host's memory, for instance of a memory-mapped file; or an address on the GPU.
+          piece: number of the piece of the expert that is written.
+          pieces: number of equal pieces of an expert.
+        """
+        nbytes, mapping = self.nbytes // pieces, self.mappings[expert]
+        target = mapping.address + piece * nbytes
+        if isinstance(data, int):
+            self._memory.copy(target, data, nbytes)
+        elif data.nbytes != nbytes or not data.flags.c_contiguous:
+            raise ValueError(f"data must hold {nbytes} contiguous bytes, got {data.nbytes}")
+        elif mapping.for_cpu:
+            ctypes.memmove(target, data.ctypes.data, nbytes)  # the CPU's own copies are six times as fast as the GPU's
+        else:
+            self._memory.copy(target, data.ctypes.data, nbytes)
+
+
+@dataclasses.dataclass
+class _Free:
+    """Unmaps and frees all memory of a range."""
+
+    memory: CudaMemory
+    base: int
+    nbytes: int
+    mappings: list[Mapping]
+
+    def __call__(self) -> None:
+        self.memory.synchronize()
+        for mapping in self.mappings:
+            self.memory.unmap(mapping.address, mapping.nbytes)
+            self.memory.release(mapping.handle)
+        self.mappings.clear()
+        self.memory.unreserve(self.base, self.nbytes)
+
+
+class Mover:
+    """Moves experts between the GPU and the host, in two phases: copies beside steps, and remapping between them.
+
+    A hot expert in host memory changes places with a cold one of its layer. Their bytes are copied to spare memory
+    while programs read them. Then, while the GPU is idle, the spare memory is mapped in their places, and the memory
+    that they leave becomes the spare one.
+    """
+
+    def __init__(self, memory: CudaMemory, layers: Sequence[Sequence[ExpertPages]], batch: int = 4):
+        """Makes the spare memory.
+
+        Args:
+          memory: the memory of the pages.
+          layers: the matrices of each layer's experts, of the same sizes in all layers.
+          batch: number of swaps between two remappings.
+
+        Raises:
+          MemoryError: the GPU or the host is out of memory. Nothing stays behind.
+        """
+        self._memory, self._layers, self._staged = memory, layers, []
+        self._free: list[list[list[Mapping]]] = []  # for each swap and matrix, spare memory (GPU, host)
+        self._copies = concurrent.futures.ThreadPoolExecutor(1)
+        self.batch = batch
+        try:
+            for _ in range(batch):
+                self._free.append([[] for _ in layers[0]])
+                for pages, spares in zip(layers[0], self._free[-1], strict=True):
+                    for on_host in (False, True):
+                        spares.append(self._spare(pages.nbytes, on_host))
+        except BaseException:
+            self.close()
+            raise
+
+    def stage(self, layer: int, hot: int, cold: int) -> bool:
+        """Begins to copy a swap: expert `hot` of a layer moves to the GPU, `cold` to the host.
+
+        Returns:
+          Whether there was spare memory for it; if not, `remap` makes room.
+
+        Raises:
+          ValueError: the experts are not where the swap would move them from.
+        """
+        if not self._free:
+            return False
+        mappings = [(matrix.mappings[hot], matrix.mappings[cold]) for matrix in self._layers[layer]]
+        moving = [mapping for pairs, _, _ in self._staged for pair in pairs for mapping in pair]
+        for pair in mappings:
+            if not pair[0].on_host or pair[1].on_host or any(one is other for one in pair for other in moving):
+                raise ValueError(
+                    f"layer {layer}: expert {hot} must be in host memory, expert {cold} must not, and neither may be "
+                    "on its way"
+                )
+        spares = self._free.pop()
+        copies = [
+            self._copies.submit(self._fill, spare, mapping)
+            for pair, spare_pair in zip(mappings, spares, strict=True)
+            for mapping, spare in zip(pair, spare_pair, strict=True)
+        ]
+        self._staged.append((mappings, spares, copies))
+        return True
+
+    def wait(self) -> None:
+        """Waits for the copies of all staged swaps."""
+        concurrent.futures.wait(copy for _, _, copies in self._staged for copy in copies)
+
+    def remap(self) -> int:
+        """Finishes the swaps whose copies are done, and returns their number. The GPU is idle meanwhile."""
+        done = [swap for swap in self._staged if all(copy.done() for copy in swap[2])]
+        if not done:
+            return 0
+        self._memory.synchronize()
+        for mappings, spares, copies in done:
+            for copy in copies:
+                copy.result()
+            for pair, spare_pair in zip(mappings, spares, strict=True):
+                for mapping, spare in zip(pair, spare_pair, strict=True):
+                    self._exchange(mapping, spare)
+            # A spare of the GPU now has memory of the host, and the other way round.
+            self._free.append([[host, device] for device, host in spares])
+            self._staged.remove((mappings, spares, copies))
+        return len(done)
+
+    def close(self) -> None:
+        """Waits for copies and frees the spare memory. Staged swaps are dropped."""
+        self._copies.shutdown()
+        for spares in [*self._free, *(spares for _, spares, _ in self._staged)]:
+            for spare in (spare for pair in spares for spare in pair):
+                _Free(self._memory, spare.address, spare.nbytes, [spare])()
+        self._free, self._staged = [], []
+
+    def _spare(self, nbytes, on_host):
+        with contextlib.ExitStack() as undo:
+            address = self._memory.reserve(nbytes)
+            undo.callback(self._memory.unreserve, address, nbytes)
+            handle = self._memory.create(nbytes, on_host=on_host)
+            undo.callback(self._memory.release, handle)
+            self._memory.map(address, nbytes, handle)
+            undo.pop_all()
+        return _Spare(address, nbytes, handle, on_host)
+
+    def _exchange(self, mapping, spare):
+        """Maps the spare memory in place of an expert's, which becomes the spare one. The GPU is idle meanwhile."""
+        self._memory.unmap(mapping.address, mapping.nbytes)
+        self._memory.map(mapping.address, mapping.nbytes, spare.handle)
+        mapping.for_cpu = False
+        mapping.handle, spare.handle = spare.handle, mapping.handle
+        mapping.on_host, spare.on_host = spare.on_host, mapping.on_host
+        spare.is_stale = True
+
+    def _fill(self, spare, mapping):
+        """Copies an expert to spare memory, which is first mapped to the spare addresses."""
+        if spare.is_stale:
+            self._memory.unmap(spare.address, spare.nbytes)
+            self._memory.map(spare.address, spare.nbytes, spare.handle)
+            spare.is_stale = False
+        self._memory.copy(spare.address, mapping.address, mapping.nbytes)
+
+
+@dataclasses.dataclass
+class _Spare(Mapping):
+    """Spare memory; `is_stale`: its addresses still map the memory that took an expert's place."""
+
+    is_stale: bool = False

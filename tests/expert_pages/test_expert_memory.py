@@ -1,0 +1,124 @@
+"""The packaged model with its experts in pages: equal weights, logits and cache bytes, wherever its experts lie."""
+
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv4_jax.bench.model_stack import random_stack
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.decode import decode_step
+from dsv4_jax.expert_pages import ExpertMemory, Mover
+from dsv4_jax.host import KVCacheManager
+from tests.expert_pages.cpu_memory import CpuMemory
+
+
+CHECKPOINT = packaged_checkpoint()
+LAYERS, EXPERTS, EACH = 6, 8, 32768 + 16384
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_checkpoint(CHECKPOINT, weights="quantized")
+
+
+def load(on_device, **options):
+    memory = ExpertMemory(device_bytes=on_device * LAYERS * EACH, memory=CpuMemory())
+    return load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=memory, **options), memory
+
+
+@pytest.mark.parametrize("on_device", [0, 5, 8])
+def test_equal_weights_for_every_share(model, on_device):
+    paged, memory = load(on_device)
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(m))) for m in (model, paged)))
+    assert len(memory.layers) == LAYERS
+    for pages in memory.layers.values():
+        assert [matrix.on_host.sum() for matrix in pages] == [EXPERTS - on_device] * 2
+
+
+def test_no_move_changes_a_bit(model):
+    """Logits and cache bytes of every step, while experts move between the steps."""
+    paged, memory = load(5)
+    mover = Mover(memory.memory, list(memory.layers.values()))
+
+    def steps(model, move):
+        manager = KVCacheManager(read_config(CHECKPOINT), num_blocks=2, max_requests=1, max_context=128)
+        cache, slot = manager.init_cache(), manager.admit()
+        for step in range(8):
+            logits, cache = decode_step(model, cache, manager.prepare_forward({slot: [17 * step + 5]}))
+            yield np.asarray(logits)
+            move(step)
+        yield jax.tree.map(np.asarray, cache)
+
+    def move(step):
+        mover.wait()
+        mover.remap()
+        for layer, pages in enumerate(memory.layers.values()):
+            on_host = pages[0].on_host
+            mover.stage(layer, int(np.flatnonzero(on_host)[step % 3]), int(np.flatnonzero(~on_host)[step % 5]))
+
+    chex.assert_trees_all_equal(list(steps(paged, move)), list(steps(model, lambda step: None)))
+    assert memory.memory.copied > 60 * EACH
+    mover.close()
+
+
+def test_random_weights_are_made_where_they_lie():
+    memory = ExpertMemory(device_bytes=5 * LAYERS * EACH, memory=CpuMemory())
+    stack = random_stack(read_config(CHECKPOINT), expert_memory=memory)
+    assert memory.host_bytes == 3 * LAYERS * EACH
+    codes = np.asarray(stack.layers[1].mlp.experts.down_proj.get_value().codes)
+    assert len(np.unique(codes)) == 256 and (codes[0] != codes[1]).any()
+
+
+def test_a_machine_that_runs_out_of_memory_names_the_weight():
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
+    memory.memory.create = mock.Mock(side_effect=MemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"))
+    with pytest.raises(ValueError, match="does not fit: out of memory at model.layers.0.mlp.experts.*cuMemCreate"):
+        load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=memory)
+    assert memory.memory.is_empty()
+
+
+def test_what_was_decided_is_told(caplog):
+    with caplog.at_level("INFO"):
+        load(5)
+    assert "3 of 8 experts a layer stay in host memory (0.0 GB)" in caplog.text
+
+
+def test_auto_leaves_room_for_scales_and_programs():
+    memory = ExpertMemory(memory=CpuMemory(device_bytes=4 * 10**8), reserved_bytes=10**8)
+    shapes = [(256, 4096, 64), (256, 4096, 64)]
+    each = 4 * 2 * 4096 * 64
+    on_device = (3 * 10**8 - 256 * each // 16) // each
+    assert memory.plan(4, shapes).startswith(f"{256 - on_device} of 256 experts a layer")
+    assert (
+        ExpertMemory(memory=CpuMemory(device_bytes=10**10)).plan(4, shapes)
+        == "all 256 experts a layer fit the GPU (0.5 GB)"
+    )
+
+
+def test_memory_that_is_short_is_told_before_anything_is_made():
+    memory = CpuMemory(device_bytes=10**9, host_bytes=10**9)
+    shapes = [(256, 4096, 64), (256, 4096, 64)]
+    with pytest.raises(ValueError, match=r"experts may take 2.0 GB of the GPU, of which 1.0 GB are free.*PREALLOCATE"):
+        ExpertMemory(2 * 10**9, memory=memory).plan(64, shapes)
+    with pytest.raises(
+        ValueError, match=r"\d+ of 256 experts a layer \(8.1 GB\) would have to lie in host memory, of which 1.0"
+    ):
+        ExpertMemory(5 * 10**8, memory=memory).plan(64, shapes)
+    assert memory.is_empty()
+
+
+@pytest.mark.parametrize("options", [dict(weights="bfloat16"), dict(weights=jnp.float32)])
+def test_other_weights_are_refused(options):
+    with pytest.raises(ValueError, match='expert_memory= needs weights="quantized" and no mesh'):
+        load_checkpoint(CHECKPOINT, expert_memory=ExpertMemory(memory=CpuMemory()), **options)
+
+
+def test_without_a_gpu_it_is_said():
+    with pytest.raises(ValueError, match="experts in host memory need an NVIDIA GPU"):
+        load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=ExpertMemory())
