@@ -37,6 +37,27 @@ def check_real(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_temperature(temperature: Any) -> float:
+    """Returns a sampling temperature as a float: 0, or in a range that keeps logits finite in float32."""
+    value = check_real("temperature", temperature)
+    if not (value == 0 or 1e-5 <= value <= 1e5):
+        raise ValueError(f"temperature={value} must be 0 (greedy) or positive, from 1e-5 to 1e5")
+    return value
+
+
+def check_top_k(top_k: Any) -> int:
+    """Returns the number of best logits to keep, 0 or more, as an int."""
+    return check_whole("top_k", top_k, 0, 2**31 - 1)
+
+
+def check_top_p(top_p: Any) -> float:
+    """Returns a probability that is not 0 in float32 as a float."""
+    value = check_real("top_p", top_p)
+    if not 2.0**-126 <= value <= 1:
+        raise ValueError(f"top_p={value} must be in (0, 1]")
+    return value
+
+
 def check_dtype(name: str, array: Any, *dtypes: str) -> None:
     """Raises TypeError unless the array has one of the dtypes."""
     if array.dtype.name not in dtypes:

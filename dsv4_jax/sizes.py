@@ -11,11 +11,12 @@ _UNITS = {"B": 1} | {
 _CASELESS = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "memory") -> int:
     """Parses an amount of memory to bytes.
 
     Args:
       size: a number of bytes, or text with a unit, such as "80GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096B".
+      name: name of the argument in errors.
 
     Returns:
       Whole bytes, rounded down.
@@ -25,12 +26,12 @@ def parse_bytes(size: int | str) -> int:
       ValueError: the text is not a number with a known unit, or the amount is not positive.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"memory={size!r} must be an int (bytes) or text such as '80GiB'")
+        raise TypeError(f"{name}={size!r} must be an int (bytes) or text such as '80GiB'")
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE | re.ASCII)
         if match is None or match[2].lower() not in _CASELESS:
             raise ValueError(
-                f"memory={size!r} must be a number with one of the units {', '.join(_UNITS)}, such as '80GiB'"
+                f"{name}={size!r} must be a number with one of the units {', '.join(_UNITS)}, such as '80GiB'"
             )
         number, unit = match[1], _CASELESS[match[2].lower()]
         # Integers stay exact: a float has only 53 bits.
@@ -38,7 +39,7 @@ def parse_bytes(size: int | str) -> int:
     else:
         count = size
     if count < 1:
-        raise ValueError(f"memory={size!r} must be at least one byte")
+        raise ValueError(f"{name}={size!r} must be at least one byte")
     return count
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Files whose format is not that of `dsv4-jax bench ops`, `step`, `layer`, `model` or `prefill`.
-_OTHER_FORMATS = ("peers_h200", "cache_cost", "serve", "serve_load", "drafts", "h200_all_reduce")
+_OTHER_FORMATS = ("peers_h200", "cache_cost", "serve", "serve_load", "server_memory", "drafts", "h200_all_reduce")
 
 
 def wrong_claims(folder: Path = ROOT / "benchmarks", card: Path | None = None) -> list[str]:

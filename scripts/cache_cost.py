@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.cli.options import Dtype, make_manager
+from dsv4_jax.cli.options import Dtype, ModelOptions
 from dsv4_jax.cli.scoring import score_ids
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.ops.dispatch import use_implementation
@@ -142,7 +142,7 @@ class CacheCost:
         """Returns bits of each id but the first, and the likeliest id in its place, both [rows, n - 1]."""
         config = dataclasses.replace(model.config, index_topk=topk)
         steps = ids.shape[1] - 1
-        manager = make_manager(config, len(ids), steps, form, self.dtype)
+        manager = ModelOptions(cache_format=form, dtype=self.dtype).make_manager(config, len(ids), steps)
         sizes = [min(self.chunk, steps - at) for at in range(0, steps, self.chunk)]
         bits, best, at = [], [], 1
         for part in score_ids(model, manager, ids[:, :-1], sizes, layers=False, window_only=window_only):

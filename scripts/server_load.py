@@ -5,6 +5,7 @@ import dataclasses
 import json
 import multiprocessing
 import re
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -165,7 +166,6 @@ def _manager():
 def _serve(pipe):
     """Runs the server's process: sends its port, then, after SIGTERM, its metrics and what was left over."""
     from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
-    from dsv4_jax.serve.server import listen
 
     manager = _manager()
     model = CompiledModel(load_checkpoint(packaged_checkpoint()))
@@ -175,7 +175,7 @@ def _serve(pipe):
     options: dict[str, Any] = dict(token_budget=TOKEN_BUDGET, batch_invariant=True)
     engine = Engine(model, manager, drafter=PromptLookup(), prefix=prefix, **options)
     app = create_app(AsyncEngine(engine, max_waiting=256), read_tokenizer(packaged_checkpoint()), ServerOptions("tiny"))
-    with listen("127.0.0.1", 0) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
         HTTPServer(app, grace_seconds=5, access_log=False).run([listener])
     metrics, acceptance = dataclasses.asdict(engine.metrics), round(engine.metrics.acceptance, 4)

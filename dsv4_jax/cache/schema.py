@@ -317,7 +317,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     fixed, block = empty.memory_bytes(), empty.block_bytes
     if memory_bytes < fixed + block:
         raise ValueError(
-            f"{memory_bytes=} holds no block: {empty.max_requests} slots take {fixed} bytes "
+            f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed} bytes "
             f"({empty.bytes_per_request} each) and a block takes {block}; raise memory or lower max_requests"
         )
     return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks

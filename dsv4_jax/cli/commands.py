@@ -8,7 +8,7 @@ from rich.console import Console
 from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
-from dsv4_jax.cli.options import use_compilation_cache
+from dsv4_jax.cli.options import explain, use_compilation_cache
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
@@ -50,7 +50,7 @@ def run_command(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, OSError) as error:
-        stderr = Console(stderr=True)
-        stderr.print(f"Error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        stderr = Console(stderr=True, highlight=False)
+        stderr.print(f"Error: {explain(error, command)}", style="bold red", markup=False, soft_wrap=True)
         return 2
     return 0

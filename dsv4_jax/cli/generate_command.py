@@ -12,24 +12,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli.options import (
-    CacheFormat,
-    ContextParallel,
-    Dtype,
-    ExpertParallel,
-    JsonFlag,
-    MeshOption,
-    Weights,
-    check_at_least,
-    compiling_for,
-    load_model,
-    make_manager,
-    mesh_sizes,
-    notify,
-    optional,
-)
-from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.parallel.mesh import make_mesh
+from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
+from dsv4_jax.cli import options
+from dsv4_jax.cli.options import ModelOptions, optional
 from dsv4_jax.sizes import readable_bytes
 
 
@@ -37,17 +22,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from dsv4_jax.cache import CacheSchema
-    from dsv4_jax.config import DSV4Config
     from dsv4_jax.decode import CompiledModel
     from dsv4_jax.engine import Candidate
     from dsv4_jax.host import KVCacheManager
 
 _DEFAULT_TEXT = "In the beginning"
-_DEFAULT_IDS = "5,17,42"
+_DEFAULT_IDS = (5, 17, 42)
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateCommand:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateCommand(ModelOptions):
     """Generates from a prompt through the quantized cache.
 
     Prints the prompt and the new text as it comes, or the ids of the new tokens if the checkpoint has no
@@ -70,7 +54,6 @@ class GenerateCommand:
         Default with one: In the beginning
       prompt_ids: the prompt as token ids, separated by commas. Default without a tokenizer: 5,17,42
       max_new_tokens: the most tokens to generate.
-      dtype: dtype of activations, and of weights unless --weights is given.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
@@ -93,12 +76,6 @@ class GenerateCommand:
     prompt: Annotated[str | None, optional("TEXT")] = None
     prompt_ids: Annotated[str | None, optional("1,2,3")] = None
     max_new_tokens: int = 128
-    cache_format: CacheFormat = "v4"
-    dtype: Dtype = "bfloat16"
-    weights: Weights = None
-    mesh: MeshOption = None
-    expert_parallel: ExpertParallel = False
-    context_parallel: ContextParallel = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -109,49 +86,38 @@ class GenerateCommand:
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     n_best: int = 1
     beams: int = 1
-    as_json: JsonFlag = False
+    as_json: options.JsonFlag = False
 
     def run(self) -> None:
         """Runs the command; raises ValueError or OSError where the user has to change something."""
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
-        check_at_least(1, max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
-        check_at_least(0, drafts=self.drafts)
-        self._check_prompt()
-        self._check_search()
-        checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
-        config = read_config(checkpoint, mtp=self.drafts > 0)
-        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
-        sizes = mesh_sizes(self.mesh, config, **parallel)
-        notify(f"Starting JAX and reading {checkpoint} ...")
+        self._check()
+        checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
+        options.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
+        sizes = self.check_mesh(config)
+        ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
+        options.notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
         from dsv4_jax.checkpoint import read_tokenizer
         from dsv4_jax.decode import CompiledModel
 
-        mesh = make_mesh(sizes) if sizes else None
-        options = self._sampling_options(config)
         tokenizer = read_tokenizer(checkpoint)
-        option, prompt = self._read_prompt(tokenizer)
-        manager = make_manager(
-            config,
-            # The answers to one prompt share blocks, so they stay in one data-parallel group.
-            max(self.n_best, self.beams) * sizes.get("data", 1),
-            len(prompt) + self.max_new_tokens - 1,  # the last token is sampled, but never stored
-            self.cache_format,
-            self.dtype,
-            drafts=self.drafts,
-            mesh=mesh,
-            context_parallel=self.context_parallel,
-        )
+        option, prompt = ("--prompt-ids", ids) if ids is not None else self._encode(tokenizer)
+        # The last token is sampled, but never stored.
+        total = len(prompt) + self.max_new_tokens - 1
+        options.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
+        # The answers to one prompt share blocks, so they stay in one data-parallel group.
+        manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
-        sharding = dict(mesh=mesh, expert_parallel=self.expert_parallel)
-        model = CompiledModel(load_model(checkpoint, config, self.dtype, self.weights, progress=progress, **sharding))
+        model = CompiledModel(self.load_model(checkpoint, config, progress=progress))
         device = jax.devices()[0].device_kind
-        notify(compiling_for(device))
+        options.notify(options.compiling_for(device))
 
         printer = _Printer(tokenizer, prompt, quiet=self.as_json)
-        run = self._generate(model, manager, prompt, options, printer.add)
+        stop_tokens = () if self.ignore_eos else config.eos_token_id
+        run = self._generate(model, manager, prompt, stop_tokens, printer.add)
         if self.as_json:
             print(json.dumps(self._report(run, manager.schema, device, tokenizer, prompt)))
         else:
@@ -161,72 +127,95 @@ class GenerateCommand:
                 print("\n" + shown.get("text", " ".join(map(str, shown["tokens"]))), end="")
             _print_table(run, manager.schema, device)
 
-    def _sampling_options(self, config: "DSV4Config") -> dict[str, Any]:
-        """Returns the arguments of the engine's functions; raises ValueError if the sampling options are wrong."""
-        from dsv4_jax.decode import SamplingParams
+    @property
+    def _answers(self) -> int:
+        """The number of answers or beams that share the prompt."""
+        return max(self.n_best, self.beams)
 
-        return dict(
-            max_new_tokens=self.max_new_tokens,
-            sampling=SamplingParams(self.temperature, self.top_k, self.top_p),
-            seed=self.seed,
-            stop_tokens=() if self.ignore_eos else config.eos_token_id,
-            chunk=self.chunk,
-        )
+    def _check(self) -> None:
+        """Raises ValueError if an option is out of range or contradicts another one."""
+        sizes = dict(max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
+        options.check_at_least(1, **sizes)
+        options.check_at_least(0, drafts=self.drafts)
+        check_temperature(self.temperature)
+        check_top_k(self.top_k)
+        check_top_p(self.top_p)
+        if self.prompt is not None and self.prompt_ids is not None:
+            raise ValueError("--prompt and --prompt-ids exclude each other: give one of them")
+        try:
+            (self.prompt or "").encode()
+        except UnicodeEncodeError as error:
+            # Python replaces each byte that is not UTF-8 by a lone surrogate, U+DC00 + byte.
+            byte = ord(error.object[error.start]) - 0xDC00
+            raise ValueError(f"--prompt is no UTF-8 text: character {error.start} is the byte 0x{byte:02x}") from None
+        if self.n_best > 1 and self.beams > 1:
+            raise ValueError("--n-best and --beams exclude each other: give one of them")
+        if self.n_best > 1 and self.temperature == 0:
+            raise ValueError(f"--n-best {self.n_best} answers would all be the same: give --temperature above 0")
+        if self.beams > 1 and self.temperature > 0:
+            raise ValueError("--beams searches for the likeliest tokens and draws none: leave out --temperature")
+        for option, given in {"--drafts": self.drafts, "--on-device-loop": self.on_device_loop}.items():
+            if given and self._answers > 1:
+                raise ValueError(f"{option} makes one answer faster: leave out --n-best and --beams")
+
+    def _encode(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
+        """Returns the option that the prompt comes from, and the prompt's token ids."""
+        if self.prompt is None and tokenizer is None:
+            return "--prompt-ids", list(_DEFAULT_IDS)
+        if tokenizer is None:
+            raise ValueError("--prompt needs a tokenizer.json beside the weights, and there is none: use --prompt-ids")
+        return "--prompt", tokenizer.encode(_DEFAULT_TEXT if self.prompt is None else self.prompt).ids
 
     def _generate(
         self,
         model: "CompiledModel",
         manager: "KVCacheManager",
         prompt: list[int],
-        options: dict[str, Any],
+        stop_tokens: tuple[int, ...],
         show: Callable[[int], None],
     ) -> "_Run":
         """Generates as the options ask, and measures the speed. `show` takes every new token as it comes."""
+        from dsv4_jax.decode import SamplingParams
+        from dsv4_jax.engine import beam_search, n_best
         from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
 
-        candidates: list[Candidate] = []
-        accepted: list[int] = []
-        if max(self.n_best, self.beams) > 1:
+        limits = dict(max_new_tokens=self.max_new_tokens, stop_tokens=stop_tokens, chunk=self.chunk)
+        sampling = dict(sampling=SamplingParams(self.temperature, self.top_k, self.top_p), seed=self.seed)
 
-            def best() -> list[int]:
-                candidates[:] = self._search(model, manager, prompt, options)
-                return candidates[0].tokens
+        def search() -> "tuple[list[int], list[Candidate]]":
+            if self.n_best > 1:
+                found = n_best(model, manager, prompt, n=self.n_best, **sampling, **limits)
+            else:
+                found = beam_search(model, manager, prompt, beams=self.beams, **limits)
+            return found[0].tokens, found
 
-            run = _measure_loop(model, best, show)
-            run = dataclasses.replace(run, timed_tokens=sum(len(candidate.tokens) for candidate in candidates))
-        elif self.on_device_loop:
+        def loop() -> tuple[list[int], list[int]]:
+            return generate_on_device(model, manager, [prompt], drafts=self.drafts, **sampling, **limits)[0]
 
-            def loop() -> list[int]:
-                ((tokens, accepted[:]),) = generate_on_device(model, manager, [prompt], drafts=self.drafts, **options)
-                return tokens
-
-            run = _measure_loop(model, loop, show)
+        if self._answers > 1:
+            run, candidates = _measure(model, search, show)
+            timed_tokens = sum(len(candidate.tokens) for candidate in candidates)
+            return dataclasses.replace(run, candidates=candidates, timed_tokens=timed_tokens)
+        if self.on_device_loop:
+            run, accepted = _measure(model, loop, show)
         else:
-            limit, chunk = options.pop("max_new_tokens"), options.pop("chunk")
-            with engine_for_prompts(model, manager, [prompt], limit, chunk, self.drafts) as engine:
-                request = engine.add(prompt, max_new_tokens=limit, **options)
-                run = _measure_stream(model, engine.stream(request), show)
-            accepted = request.accepted
-        return dataclasses.replace(run, accepted=accepted if self.drafts else [], candidates=candidates)
+            with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, self.drafts) as engine:
+                limits.pop("chunk")
+                request = engine.add(prompt, **sampling, **limits)
+                run, accepted = _measure_stream(model, engine.stream(request), show), request.accepted
+        return dataclasses.replace(run, accepted=accepted if self.drafts else [])
 
     def _report(
         self, run: "_Run", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
     ) -> dict[str, Any]:
         """Returns the JSON object of --json."""
-        cache_bytes = dict(
+        names = ("tokens", "compilations", "seconds", "timed_tokens", "tokens_per_second")
+        report: dict[str, Any] = {name: getattr(run, name) for name in names} | dict(device=device)
+        report["cache_bytes"] = dict(
             per_token=schema.bytes_per_token,
             per_request=schema.bytes_per_request,
             total=schema.memory_bytes(),
             dense_bf16_per_token=schema.dense_bytes_per_token,
-        )
-        report: dict[str, Any] = dict(
-            tokens=run.tokens,
-            compilations=run.compilations,
-            cache_bytes=cache_bytes,
-            seconds=run.seconds,
-            tokens_per_second=run.tokens_per_second,
-            timed_tokens=run.timed_tokens,
-            device=device,
         )
         if tokenizer is not None:
             report["text"] = _text_after(tokenizer, prompt, run.tokens)
@@ -236,60 +225,12 @@ class GenerateCommand:
             report["candidates"] = [_describe(candidate, tokenizer, prompt) for candidate in run.candidates]
         return report
 
-    def _check_prompt(self) -> None:
-        """Raises ValueError if both --prompt and --prompt-ids are given, or --prompt is not text."""
-        if self.prompt is not None and self.prompt_ids is not None:
-            raise ValueError("--prompt and --prompt-ids exclude each other: give one of them")
-        try:
-            (self.prompt or "").encode()
-        except UnicodeEncodeError as error:
-            # Python replaces each byte that is not UTF-8 by a lone surrogate, U+DC00 + byte.
-            byte = ord(error.object[error.start]) - 0xDC00
-            raise ValueError(f"--prompt is no UTF-8 text: character {error.start} is the byte 0x{byte:02x}") from None
-
-    def _check_search(self) -> None:
-        """Raises ValueError if --n-best or --beams contradicts another option."""
-        if self.n_best > 1 and self.beams > 1:
-            raise ValueError("--n-best and --beams exclude each other: give one of them")
-        if self.n_best > 1 and self.temperature == 0:
-            raise ValueError(f"--n-best {self.n_best} answers would all be the same: give --temperature above 0")
-        if self.beams > 1 and self.temperature > 0:
-            raise ValueError("--beams searches for the likeliest tokens and draws none: leave out --temperature")
-        if self.drafts and max(self.n_best, self.beams) > 1:
-            raise ValueError("--drafts makes one answer faster: leave out --n-best and --beams")
-        if self.on_device_loop and max(self.n_best, self.beams) > 1:
-            raise ValueError("--on-device-loop makes one answer: leave out --n-best and --beams")
-
-    def _search(self, model: Any, manager: Any, prompt: list[int], options: dict[str, Any]) -> "list[Candidate]":
-        from dsv4_jax.engine import beam_search, n_best
-
-        if self.n_best > 1:
-            return n_best(model, manager, prompt, n=self.n_best, **options)
-        options = {name: options[name] for name in ("max_new_tokens", "stop_tokens", "chunk")}
-        return beam_search(model, manager, prompt, beams=self.beams, **options)
-
-    def _read_prompt(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
-        """Returns the option that the prompt comes from, and the prompt's token ids."""
-        if self.prompt_ids is not None or (self.prompt is None and tokenizer is None):
-            return "--prompt-ids", _parse_ids(_DEFAULT_IDS if self.prompt_ids is None else self.prompt_ids)
-        if tokenizer is None:
-            raise ValueError("--prompt needs a tokenizer.json beside the weights, and there is none: use --prompt-ids")
-        return "--prompt", tokenizer.encode(_DEFAULT_TEXT if self.prompt is None else self.prompt).ids
-
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The result and the times of a run.
+    """The result of a run: the best answer's tokens, accepted drafts by step, or all answers, best first.
 
-    Attributes:
-      tokens: ids of the new tokens, of the best answer if there are several.
-      compilations: number of compiled programs.
-      seconds: everything after loading.
-      timed_tokens: number of tokens generated in `timed_seconds`.
-      timed_seconds: time without compilation.
-      timed: description of `timed_seconds`.
-      accepted: number of accepted drafts of each step, if there were drafts.
-      candidates: all answers, best first, if there are several.
+    `seconds` is the time of everything after loading. `timed` describes `timed_seconds`, which exclude compilation.
     """
 
     tokens: list[int]
@@ -360,10 +301,12 @@ def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callabl
     return _Run(tokens, known - before, seconds, len(timed), sum(timed), f"{len(timed)} tokens, none compiling")
 
 
-def _measure_loop(model: "CompiledModel", generate: Callable[[], list[int]], show: Callable[[int], None]) -> _Run:
+def _measure[T](
+    model: "CompiledModel", generate: Callable[[], tuple[list[int], T]], show: Callable[[int], None]
+) -> tuple[_Run, T]:
     """Times a whole run, prompt included. If it compiles a program, a second run is timed."""
     before, start = model.compilations, time.perf_counter()
-    tokens = generate()
+    tokens, rest = generate()
     seconds = timed = time.perf_counter() - start
     compilations = model.compilations - before
     for token in tokens:
@@ -372,7 +315,8 @@ def _measure_loop(model: "CompiledModel", generate: Callable[[], list[int]], sho
         start = time.perf_counter()
         generate()
         timed = time.perf_counter() - start
-    return _Run(tokens, compilations, seconds, len(tokens), timed, "a whole run, prompt included, none compiling")
+    run = _Run(tokens, compilations, seconds, len(tokens), timed, "a whole run, prompt included, none compiling")
+    return run, rest
 
 
 def _print_table(run: _Run, schema: "CacheSchema", device: str) -> None:

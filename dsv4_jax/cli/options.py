@@ -1,8 +1,11 @@
-"""Option types and helpers that the commands share. Importing this module does not import JAX."""
+"""Options and helpers that the commands share. Importing this module does not import JAX."""
 
+import dataclasses
+import functools
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -11,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from dsv4_jax.data import block_tokens, packaged_checkpoint
-from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, parse_mesh
+from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
+from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
 from dsv4_jax.sizes import parse_bytes
 
 
@@ -76,6 +79,92 @@ ExpertMemoryOption = Annotated[
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The options of commands that run a model, and what these options make."""
+
+    cache_format: CacheFormat = "v4"
+    dtype: Annotated[Dtype, tyro.conf.arg(help="dtype of activations, and of weights unless --weights is given.")] = (
+        "bfloat16"
+    )
+    weights: Weights = None
+    mesh: MeshOption = None
+    expert_parallel: ExpertParallel = False
+    context_parallel: ContextParallel = False
+
+    def check_mesh(self, config: "DSV4Config") -> dict[str, int]:
+        """Returns the sizes of --mesh by axis; raises ValueError if it cannot shard the model."""
+        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
+        return mesh_sizes(self.mesh, config, **parallel)
+
+    @functools.cached_property
+    def devices(self) -> "Mesh | None":
+        """The devices of --mesh; None for the default device."""
+        return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
+
+    def load_model(self, checkpoint: Path, config: "DSV4Config", *, progress: bool = False) -> "DeepseekV4ForCausalLM":
+        """Loads a checkpoint, and logs the tensors of a user's own one that are not used.
+
+        Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere.
+        """
+        import jax
+        import jax.numpy as jnp
+        from rich.logging import RichHandler
+
+        from dsv4_jax.checkpoint import load_checkpoint
+
+        weights = "quantized" if self.weights is None and jax.default_backend() == "gpu" else self.weights
+        log = logging.getLogger("dsv4_jax")
+        if checkpoint != packaged_checkpoint() and not log.handlers:
+            log.setLevel(logging.INFO)
+            console = Console(stderr=True)
+            log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
+        sharding = dict(mesh=self.devices, expert_parallel=self.expert_parallel)
+        types = dict(dtype=jnp.dtype(self.dtype), weights=weights)
+        return load_checkpoint(checkpoint, config, **types, progress=progress, **sharding)
+
+    def cache_options(self, config: "DSV4Config") -> dict[str, Any]:
+        """Returns the arguments of a `KVCacheManager` that do not depend on the requests."""
+        import jax.numpy as jnp
+
+        return dict(
+            block_tokens=block_tokens(config),
+            kv_format=self.cache_format,
+            dtype=jnp.dtype(self.dtype),
+            mesh=self.devices,
+            context_parallel=self.context_parallel,
+        )
+
+    def make_manager(self, config: "DSV4Config", requests: int, tokens: int, drafts: int = 0) -> "KVCacheManager":
+        """Returns a manager with room for `requests` requests of `tokens` tokens, of which a step verifies `drafts`.
+
+        Slots and blocks are rounded up so that every device of the mesh holds the same number.
+        """
+        from dsv4_jax.host import KVCacheManager
+
+        mesh, size = self.devices, block_tokens(config)
+        groups = 1 if mesh is None else mesh.shape.get("data", 1)
+        holders = mesh.size if mesh is not None and self.context_parallel else 1
+        requests, blocks = -(-requests // groups) * groups, -(-tokens // size)
+        return KVCacheManager(
+            config,
+            num_blocks=-(-requests * blocks // holders) * holders,
+            max_requests=requests,
+            # A multiple of the block size, so that prompts of similar lengths share a compiled program.
+            max_context=min(blocks * size, config.max_position_embeddings),
+            max_query_tokens=1 + drafts,
+            **self.cache_options(config),
+        )
+
+
+def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
+    """Returns --checkpoint, or else the packaged one, and its configuration, with the draft block if `mtp`."""
+    checkpoint = packaged_checkpoint() if path is None else path
+    if checkpoint.is_file() and checkpoint.suffix not in (".safetensors", ".json"):
+        raise ValueError(f"--checkpoint {checkpoint} is neither a folder nor a safetensors file")
+    return checkpoint, read_config(checkpoint, mtp=mtp)
+
+
 def use_compilation_cache() -> None:
     """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
 
@@ -121,43 +210,6 @@ def compiling_for(device: str) -> str:
     return f"Compiling for {device} ..." + (f" (compiled programs are kept in {folder})" if folder else "")
 
 
-def load_model(
-    checkpoint: Path,
-    config: "DSV4Config",
-    dtype: Dtype,
-    weights: Weights,
-    *,
-    progress: bool,
-    mesh: "Mesh | None" = None,
-    expert_parallel: bool = False,
-) -> "DeepseekV4ForCausalLM":
-    """Loads a checkpoint with the given dtypes, and logs the tensors of a user's own checkpoint that it skips.
-
-    If `weights` is None, quantized weights stay quantized on a GPU and are converted to `dtype` elsewhere.
-    """
-    import jax
-    import jax.numpy as jnp
-    from rich.logging import RichHandler
-
-    from dsv4_jax.checkpoint import load_checkpoint
-
-    if weights is None and jax.default_backend() == "gpu":
-        weights = "quantized"
-    log = logging.getLogger("dsv4_jax")
-    if checkpoint != packaged_checkpoint() and not log.handlers:
-        log.setLevel(logging.INFO)
-        log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_level=False, show_path=False))
-    return load_checkpoint(
-        checkpoint,
-        config,
-        dtype=jnp.dtype(dtype),
-        weights=weights,
-        progress=progress,
-        mesh=mesh,
-        expert_parallel=expert_parallel,
-    )
-
-
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
     """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
 
@@ -171,12 +223,7 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
     # JAX's default allocator takes most of a GPU at once, or twice what it needs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if expert_memory == "auto":
-        return "auto"
-    try:
-        return parse_bytes(expert_memory)
-    except ValueError as error:
-        raise ValueError(f"--expert-memory: {str(error).removeprefix('memory=')}") from None
+    return "auto" if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
 
 
 def mesh_sizes(
@@ -184,10 +231,7 @@ def mesh_sizes(
 ) -> dict[str, int]:
     """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
 
-    If `config` is given, also checks that the mesh can shard this model.
-
-    Raises:
-      ValueError: the text is not a mesh, or the mesh cannot shard the model in the requested way.
+    Raises ValueError if it is no mesh, or cannot shard the model `config`, if given, in the requested way.
     """
     sizes = {} if mesh is None else parse_mesh(mesh)
     if config is not None:
@@ -198,67 +242,20 @@ def mesh_sizes(
     return sizes
 
 
-def make_manager(
-    config: "DSV4Config",
-    requests: int,
-    tokens: int,
-    cache_format: CacheFormat,
-    dtype: Dtype,
-    *,
-    drafts: int = 0,
-    mesh: "Mesh | None" = None,
-    context_parallel: bool = False,
-) -> "KVCacheManager":
-    """Returns a manager of a cache with room for `requests` requests of up to `tokens` tokens.
-
-    Slots and blocks are rounded up so that every device of the mesh holds the same number.
-
-    Args:
-      config: the model's configuration.
-      requests: number of requests.
-      tokens: number of tokens in a request, prompt included.
-      cache_format: format of the cache's rows.
-      dtype: dtype of the model.
-      drafts: number of draft tokens that a step verifies for a request.
-      mesh: the devices; None for the default device.
-      context_parallel: whether the devices along "model" share a request's blocks.
-
-    Raises:
-      ValueError: the model's context is shorter, or the format does not fit the model.
-    """
-    import jax.numpy as jnp
-
-    from dsv4_jax.host import KVCacheManager
-
-    limit = config.max_position_embeddings
-    if tokens > limit:
+def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
+    """Raises ValueError, which names the option, if a request of `tokens` tokens is too long for the model."""
+    if tokens > (limit := config.max_position_embeddings):
         raise ValueError(
-            f"a request of {tokens} tokens (prompt and new ones) is longer than the model's context: "
+            f"{option}: a request of {tokens} tokens, prompt and new ones, is longer than the model's context, "
             f"max_position_embeddings={limit}"
         )
-    size, groups = block_tokens(config), 1 if mesh is None else mesh.shape.get("data", 1)
-    requests, blocks = -(-requests // groups) * groups, -(-tokens // size)
-    devices = mesh.size if mesh is not None and context_parallel else 1
-    return KVCacheManager(
-        config,
-        num_blocks=-(-requests * blocks // devices) * devices,
-        max_requests=requests,
-        # A multiple of the block size, so that prompts of similar lengths share a compiled program.
-        max_context=min(blocks * size, limit),
-        block_tokens=size,
-        kv_format=cache_format,
-        dtype=jnp.dtype(dtype),
-        max_query_tokens=1 + drafts,
-        mesh=mesh,
-        context_parallel=context_parallel,
-    )
 
 
-def check_at_least(minimum: int, **values: int | float) -> None:
-    """Raises ValueError, which names the option, if a value is below the minimum."""
+def check_at_least(minimum: int, **values: int | float | None) -> None:
+    """Raises ValueError, which names the option, if a value is below the minimum. None is an option not given."""
     for name, value in values.items():
-        if not minimum <= value < math.inf:  # nan neither
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
+        if value is not None and not minimum <= value < math.inf:  # nan neither
+            raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -270,3 +267,25 @@ def check_writable(option: str, path: Path) -> None:
             tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ValueError(f"--{option} {path} cannot be written: {error.strerror}") from None
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises ValueError, which names the option, if its file cannot be read. None is an option not given."""
+    try:
+        if path is not None:
+            path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"--{option} {path} cannot be read: {error.strerror}") from None
+
+
+def explain(error: Exception, command: Any) -> str:
+    """Returns an error's message with the command's options in place of Python's arguments of these names."""
+    options = {field.name for field in dataclasses.fields(command)}
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if name not in options:
+            return match[0]
+        return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")
+
+    return re.sub(r"(?<![\w.-])([a-z]\w*)=('[^']*'|[\w.+-]*\w)", option, str(error))

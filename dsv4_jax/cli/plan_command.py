@@ -1,5 +1,6 @@
 """`dsv4-jax plan`."""
 
+import bisect
 import dataclasses
 import json
 from pathlib import Path
@@ -9,16 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli.options import (
-    CacheFormat,
-    ContextParallel,
-    Dtype,
-    JsonFlag,
-    MeshOption,
-    check_at_least,
-    mesh_sizes,
-    optional,
-)
+from dsv4_jax.cli import options
+from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, JsonFlag, MeshOption, optional
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
 from dsv4_jax.sizes import parse_bytes, readable_bytes
@@ -73,16 +66,16 @@ class PlanCommand:
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
-        check_at_least(1, context=self.context)
-        check_at_least(0, drafts=self.drafts)
-        if self.max_requests is not None:
-            check_at_least(1, max_requests=self.max_requests)
-        memory = _parse_size("memory", self.memory)
-        weights = 0 if self.weights is None else _parse_size("weights", self.weights)
+        positive = dict(context=self.context, max_requests=self.max_requests, block_tokens=self.block_tokens)
+        options.check_at_least(1, **positive, max_query_tokens=self.max_query_tokens)
+        options.check_at_least(0, drafts=self.drafts)
+        memory = parse_bytes(self.memory)
+        weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = _read_config(self.config, mtp=self.drafts > 0)
-        sizes = mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
+        options.check_context(config, self.context, "--context")
+        sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one = self.schema(config, self.context)
         num_shards, holders = sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel)
         report = self._report(config, one, memory, weights, _Device(memory - weights, num_shards, holders))
@@ -112,42 +105,23 @@ class PlanCommand:
     def _report(
         self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int, device: "_Device"
     ) -> dict[str, Any]:
-        counts = []
+        fits = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self.schema(config, context)
             fit = device.num_shards * device.requests(schema)
             fit = fit if self.max_requests is None else min(fit, self.max_requests)
             left = device.memory - device.used(schema, -(-fit // device.num_shards))
-            counts.append(
-                dict(context=context, bytes_per_request=device.used(schema, 1), requests=fit, bytes_left=left)
-            )
-        report: dict[str, Any] = dict(
-            config=self.config,
-            mesh=self.mesh,
-            context_parallel=self.context_parallel,
-            cache_format=self.cache_format,
-            memory_bytes=memory,
-            weights_bytes=weights,
-            context=self.context,
-            block_tokens=one.block_tokens,
-            drafts=self.drafts,
-            bytes_per_token=one.bytes_per_token,
-            bytes_per_request=one.bytes_per_request,
-            dense_bf16_bytes_per_token=one.dense_bytes_per_token,
-            pools=_pools(one),
-            fits=counts,
-        )
+            fits.append(dict(context=context, bytes_per_request=device.used(schema, 1), requests=fit, bytes_left=left))
+        given = ("config", "mesh", "context_parallel", "cache_format", "context", "drafts")
+        computed = ("block_tokens", "bytes_per_token", "bytes_per_request")
+        report: dict[str, Any] = {name: getattr(self, name) for name in given}
+        report |= {name: getattr(one, name) for name in computed}
+        report |= dict(memory_bytes=memory, weights_bytes=weights)
+        report |= dict(dense_bf16_bytes_per_token=one.dense_bytes_per_token, pools=_pools(one), fits=fits)
         if self.max_requests is not None:
-            longest = min(device.longest_context(one, self.max_requests), config.max_position_embeddings)
+            longest = device.longest_context(one, self.max_requests)
             report |= dict(max_requests=self.max_requests, longest_context=longest)
         return report
-
-
-def _parse_size(name: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ValueError(f"--{name}: {str(error).removeprefix('memory=')}") from None
 
 
 def _read_config(name: str, *, mtp: bool) -> "DSV4Config":
@@ -172,13 +146,7 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """The capacity of one device.
-
-    Attributes:
-      memory: bytes for the cache.
-      num_shards: number of shards of the requests along the mesh's data axis.
-      holders: number of devices that share the blocks of a request.
-    """
+    """The bytes of one device for the cache, the mesh's shards of requests, and the devices that share a block."""
 
     memory: int
     num_shards: int
@@ -192,22 +160,18 @@ class _Device:
 
     def requests(self, one: "CacheSchema") -> int:
         """Returns the maximum number of full requests in a shard."""
-        slots = one.memory_bytes() + (self.holders - 1) * (one.memory_bytes() - one.max_blocks * one.block_bytes)
-        count = self.holders * self.memory // slots
-        # A device may hold one block more than its share, because blocks are not divided.
-        while self.used(one, count) > self.memory:
-            count -= 1
-        return count
+        counts = range(1, self.memory + 1)
+        return bisect.bisect_right(counts, self.memory, key=lambda count: self.used(one, count))
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
         """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
-        entry, requests = one.block_table_struct().dtype.itemsize, -(-requests // self.num_shards)
-        fixed = one.memory_bytes() - one.max_blocks * (one.block_bytes + entry)
-        room = max(0, self.memory - requests * fixed)
-        blocks = room * self.holders // (requests * (one.block_bytes + entry * self.holders))
-        while blocks and requests * blocks * entry + -(-requests * blocks // self.holders) * one.block_bytes > room:
-            blocks -= 1
-        return blocks * one.block_tokens
+        limit, size, shard = one.config.max_position_embeddings, one.block_tokens, -(-requests // self.num_shards)
+
+        def used(blocks: int) -> int:
+            context = min(blocks * size, limit)
+            return self.used(dataclasses.replace(one, max_context=context, num_blocks=blocks), shard)
+
+        return min(bisect.bisect_right(range(1, -(-limit // size) + 1), self.memory, key=used) * size, limit)
 
 
 def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
@@ -217,9 +181,7 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     console.print(_rows(one), highlight=False)
 
     columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
-    pools = Table(*columns[:1], title="Bytes, over all layers", title_justify="left")
-    for column in columns[1:]:
-        pools.add_column(column, justify="right")
+    pools = _numbers("Bytes, over all layers", *columns)
     for name, pool in report["pools"].items():
         pools.add_row(name, *_pool_cells(pool, tokens))
     pools.add_section()
@@ -235,17 +197,21 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
     if report["mesh"]:
         title += f" on each device of {report['mesh']}" + ", context parallel" * report["context_parallel"]
-    fits = Table(title=title, title_justify="left")
-    for column in ("context", "bytes a request", "requests", "bytes left"):
-        fits.add_column(column, justify="right")
+    fits = _numbers(title, "context", "bytes a request", "requests", "bytes left")
     for row in report["fits"]:
-        each, count, left = row["bytes_per_request"], row["requests"], row["bytes_left"]
-        style = "bold" if row["context"] == context else None
-        fits.add_row(f"{row['context']:,}", f"{each:,}", f"{count:,}", f"{left:,}", style=style)
+        fits.add_row(*(f"{count:,}" for count in row.values()), style="bold" if row["context"] == context else None)
     console.print(fits)
     if "max_requests" in report:
         requests, longest = report["max_requests"], report["longest_context"]
         console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
+
+
+def _numbers(title: str, first: str, *columns: str) -> Table:
+    """Returns an empty table whose columns but the first hold numbers."""
+    table = Table(first, title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 _POOL_KEYS = ("per_block", "per_request", "full")

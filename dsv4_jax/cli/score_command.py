@@ -10,23 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli.options import (
-    CacheFormat,
-    ContextParallel,
-    Dtype,
-    ExpertParallel,
-    MeshOption,
-    Weights,
-    check_at_least,
-    check_writable,
-    load_model,
-    make_manager,
-    mesh_sizes,
-    notify,
-    optional,
-)
-from dsv4_jax.data import read_config
-from dsv4_jax.parallel.mesh import make_mesh
+from dsv4_jax.cli import options
+from dsv4_jax.cli.options import ModelOptions, optional
 
 
 if TYPE_CHECKING:
@@ -34,8 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreCommand:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreCommand(ModelOptions):
     """Computes the likelihood of given tokens, running them through the cache.
 
     All rows run as one batch: the first P tokens in chunks of N, the others one at a time, as in decoding. Prints each
@@ -56,7 +41,6 @@ class ScoreCommand:
       chunk: number of tokens N of each row in a prefill step.
       decode_from: number of tokens P before the first decode step; 0 = every token one at a time. Default: T, so
         that all tokens go in chunks.
-      dtype: dtype of activations, and of weights unless --weights is given.
       index_topk: number of entries that a token attends to in CSA layers. Default: as in config.json.
       window_only: attend to the sliding window only, in all layers.
       drafts: number of drafts K; also write the predictions of the model's multi-token-prediction block: mtp_logits
@@ -72,12 +56,6 @@ class ScoreCommand:
     text: Annotated[Path | None, optional("FILE.txt")] = None
     chunk: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     decode_from: Annotated[int | None, optional("P")] = None
-    cache_format: CacheFormat = "v4"
-    dtype: Dtype = "bfloat16"
-    weights: Weights = None
-    mesh: MeshOption = None
-    expert_parallel: ExpertParallel = False
-    context_parallel: ContextParallel = False
     index_topk: Annotated[int | None, optional("K")] = None
     window_only: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
@@ -86,39 +64,39 @@ class ScoreCommand:
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
-        check_at_least(1, chunk=self.chunk)
-        check_at_least(0, drafts=self.drafts)
+        options.check_at_least(1, chunk=self.chunk, index_topk=self.index_topk)
+        options.check_at_least(0, drafts=self.drafts, decode_from=self.decode_from)
         if self.drafts and self.window_only:
             raise ValueError("--window-only is for the model alone: leave out --drafts")
-        check_writable("out", self.out)
-        config = read_config(self.checkpoint, mtp=self.drafts > 0)
+        if (self.ids is None) == (self.text is None):
+            raise ValueError("give --ids or --text, one of them")
+        options.check_file("ids", self.ids)
+        options.check_file("text", self.text)
+        options.check_writable("out", self.out)
+        checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
-            check_at_least(1, index_topk=self.index_topk)
             config = dataclasses.replace(config, index_topk=self.index_topk)
-        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
-        sharding = mesh_sizes(self.mesh, config, **parallel)
-        notify(f"Starting JAX and reading {self.checkpoint} ...")
+        self.check_mesh(config)
+        options.notify(f"Starting JAX and reading {checkpoint} ...")
         import numpy as np
 
         from dsv4_jax.checkpoint import read_tokenizer
-        from dsv4_jax.cli.scoring import log_likelihoods, score_ids, text_bytes
+        from dsv4_jax.cli.scoring import log_likelihoods, read_ids, score_ids, text_bytes
 
-        mesh = make_mesh(sharding) if sharding else None
-        tokenizer = read_tokenizer(self.checkpoint)
-        ids = self._read_tokens(tokenizer)
+        tokenizer = read_tokenizer(checkpoint)
+        ids = self._read_text(tokenizer) if self.ids is None else read_ids(self.ids)
         rows, total = ids.shape
         prefill = total if self.decode_from is None else self.decode_from
-        if not 0 <= prefill <= total:
+        if prefill > total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        cache = dict(drafts=self.drafts, mesh=mesh, context_parallel=self.context_parallel)
-        manager = make_manager(config, rows, total, self.cache_format, self.dtype, **cache)
+        options.check_context(config, total, "--text" if self.ids is None else "--ids")
+        manager = self.make_manager(config, rows, total, self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        placement = dict(mesh=mesh, expert_parallel=self.expert_parallel)
-        model = load_model(self.checkpoint, config, self.dtype, self.weights, progress=False, **placement)
+        model = self.load_model(checkpoint, config)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
-        options: dict[str, Any] = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
-        results = _collect(score_ids(model, manager, ids, sizes, **options), rows, sizes)
+        record = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
+        results = _collect(score_ids(model, manager, ids, sizes, **record), rows, sizes)
         if self.drafts:
             results["mtp_logits"] = results["mtp_logits"][:, 1:]  # nothing precedes the first token
         likelihoods = np.stack([log_likelihoods(*row) for row in zip(results["logits"], ids, strict=True)])
@@ -131,16 +109,10 @@ class ScoreCommand:
             np.savez(file, **results)
         _print_table(means, results.get("bits_per_byte"), total)
 
-    def _read_tokens(self, tokenizer: "Tokenizer | None") -> "np.ndarray":
-        """Returns the ids [B, T] of --ids or --text."""
+    def _read_text(self, tokenizer: "Tokenizer | None") -> "np.ndarray":
+        """Returns the ids [1, T] of --text."""
         import numpy as np
 
-        from dsv4_jax.cli.scoring import read_ids
-
-        if (self.ids is None) == (self.text is None):
-            raise ValueError("give --ids or --text, one of them")
-        if self.ids is not None:
-            return read_ids(self.ids)
         assert self.text is not None
         if tokenizer is None:
             raise ValueError("--text needs a tokenizer.json beside the weights, and there is none: use --ids")

@@ -49,9 +49,8 @@ def score_step(
 def _score_drafts(model, cache, batch, streams, logits, count, per_row):
     """Runs the multi-token-prediction block at a step's tokens, those of a request one after another.
 
-    Returns:
-      The results and the cache. The results are "mtp_logits" [T, vocab] of each token, "draft_tokens" [T, count] after
-      it and their "draft_logits" [T, count, vocab].
+    Returns the cache and "mtp_logits" [T, vocab] of each token, "draft_tokens" [T, count] after it and their
+    "draft_logits" [T, count, vocab].
     """
     before, shifted, cache = advance_streams(cache, streams, batch)
     slots = cache.lengths.shape[0]
@@ -79,16 +78,9 @@ def score_ids(
     window_only: bool = False,
     drafts: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Runs all rows of ids [B, T] as one batch of requests in lockstep.
+    """Runs all rows of ids [B, T] as one batch of requests in lockstep, `sizes` tokens of each row in each step.
 
-    Args:
-      model: the model.
-      manager: a manager with a slot for each row.
-      ids: [B, T] int32 token ids.
-      sizes: number of tokens of each row in each step; they sum to T.
-      layers: whether to return the input and output of attention in each layer.
-      window_only: whether all layers attend to the sliding window only.
-      drafts: number of drafts of the multi-token-prediction block after each token.
+    With `window_only`, all layers attend to the sliding window only. `layers` and `drafts` are those of `score_step`.
 
     Yields:
       The results of `score_step` for the n tokens of a step, each array [B, n, ...].

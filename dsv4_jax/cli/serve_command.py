@@ -1,34 +1,31 @@
 """`dsv4-jax serve`."""
 
+import contextlib
 import dataclasses
 import importlib.util
-import math
+import ipaddress
 import os
 import re
+import socket
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from dsv4_jax.cli.options import (
-    CacheFormat,
-    ContextParallel,
-    Dtype,
-    ExpertParallel,
-    MeshOption,
-    Weights,
-    check_at_least,
-    load_model,
-    mesh_sizes,
-    optional,
-)
-from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
-from dsv4_jax.parallel.mesh import make_mesh
+from dsv4_jax.cli import options
+from dsv4_jax.cli.options import ModelOptions, optional
+from dsv4_jax.data import block_tokens
+from dsv4_jax.parallel.mesh import check_divisible
+from dsv4_jax.sizes import parse_bytes
 
+
+if TYPE_CHECKING:
+    from dsv4_jax.config import DSV4Config
+    from dsv4_jax.engine import Engine
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
 
 
-@dataclasses.dataclass(frozen=True)
-class ServeCommand:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeCommand(ModelOptions):
     """Serves a model over HTTP, in OpenAI's protocol.
 
     OpenAI's clients connect to http://HOST:PORT/v1: the openai package, chat front ends, load generators. The page at /
@@ -47,7 +44,7 @@ class ServeCommand:
     Attributes:
       checkpoint: folder with config.json and safetensors files, and tokenizer.json for text. Default: the packaged
         model.
-      host: address to listen at. Any other than 127.0.0.1 needs an API key.
+      host: address to listen at. One that other machines reach needs an API key.
       port: port to listen at; 0 takes a free one.
       api_key: key that clients must send as Authorization: Bearer KEY. Default: the environment variable
         DSV4_JAX_API_KEY, which other users of the machine do not see.
@@ -60,15 +57,14 @@ class ServeCommand:
       memory: size of the cache, such as 20GiB. Requests wait while all its blocks are taken. Default: enough for
         --max-requests requests of --context tokens.
       token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
-        longer.
+        longer. Default: 256; with --batch-invariant that of a decode step, --max-requests times (1 + --drafts).
       drafts: number of tokens that prompt lookup may draft for a request in a step; 0 = no speculative decoding.
       num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
-        last bit. Decode steps are slower.
+        last bit. Every step then takes as long as the largest, see --token-budget for its size.
       request_seconds: time limit of a request, waiting included.
       grace_seconds: time that running requests have to finish after the server is told to stop.
-      dtype: dtype of activations, and of weights unless --weights is given.
     """
 
     checkpoint: Annotated[Path | None, optional("DIR")] = None
@@ -76,114 +72,118 @@ class ServeCommand:
     port: int = 8000
     api_key: Annotated[str | None, optional("KEY")] = None
     insecure: bool = False
-    mesh: MeshOption = None
-    expert_parallel: ExpertParallel = False
-    context_parallel: ContextParallel = False
     model_name: Annotated[str | None, optional("NAME")] = None
     max_requests: int = 16
     max_waiting: int = 256
     context: Annotated[int | None, optional("TOKENS")] = None
     memory: Annotated[str | None, optional("SIZE")] = None
-    token_budget: int = 256
+    token_budget: Annotated[int | None, optional("TOKENS")] = None
     drafts: int = 2
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
     request_seconds: float = 600.0
     grace_seconds: float = 30.0
-    cache_format: CacheFormat = "v4"
-    dtype: Dtype = "bfloat16"
-    weights: Weights = None
 
     def run(self) -> None:
         """Runs the server until it is told to stop; raises ValueError or OSError after a user's mistake."""
+        # Mistakes are found before JAX is imported and the weights are read, which take long.
+        api_key = self._check()
+        checkpoint, config = options.open_checkpoint(self.checkpoint)
+        context = self._check_model(config)
+        folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+        name = self.model_name or folder.resolve().name
+        with _listen(self.host, self.port) as listener:
+            from dsv4_jax.checkpoint import read_tokenizer
+            from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
+
+            tokenizer, end_tokens = read_tokenizer(checkpoint), tuple(config.eos_token_id)
+            engine = AsyncEngine(self._engine(checkpoint, config, context, name), max_waiting=self.max_waiting)
+            address = f"[{self.host}]" if ":" in self.host else self.host
+            url = f"http://{address}:{listener.getsockname()[1]}"
+            print(f"{name}: {url} when its programs are compiled", flush=True)
+            server = ServerOptions(name, end_tokens, api_key, self.request_seconds)
+            HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
+
+    def _check(self) -> str | None:
+        """Checks the options that do not depend on the model, and returns the API key."""
         missing = [name for name in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
         if missing:
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
-        from dsv4_jax.checkpoint import read_tokenizer
-        from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
-        from dsv4_jax.serve.server import listen
-
-        # Mistakes are found before the weights are read, which takes long.
-        api_key = self._check()
-        checkpoint = packaged_checkpoint() if self.checkpoint is None else self.checkpoint
-        config, tokenizer = read_config(checkpoint), read_tokenizer(checkpoint)
-        folder = checkpoint.parent if checkpoint.is_file() else checkpoint
-        options = ServerOptions(
-            model_name=self.model_name or folder.resolve().name,
-            end_tokens=tuple(config.eos_token_id),
-            api_key=api_key,
-            request_seconds=self.request_seconds,
-        )
-        with listen(self.host, self.port) as listener:
-            engine = AsyncEngine(self._engine(checkpoint, config, options), max_waiting=self.max_waiting)
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            print(
-                f"{options.model_name}: http://{host}:{listener.getsockname()[1]} when its programs are compiled",
-                flush=True,
-            )
-            HTTPServer(create_app(engine, tokenizer, options), grace_seconds=self.grace_seconds).run([listener])
-
-    def _check(self) -> str | None:
-        """Checks the options and returns the API key."""
         steps = self.num_scheduler_steps
-        check_at_least(1, max_requests=self.max_requests, token_budget=self.token_budget, num_scheduler_steps=steps)
-        check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
-        check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
+        positive = dict(max_requests=self.max_requests, token_budget=self.token_budget, context=self.context)
+        options.check_at_least(1, **positive, num_scheduler_steps=steps)
+        options.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
+        options.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if steps > 1 and (self.drafts or self.batch_invariant):
             raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch-invariant")
-        if self.context is not None:
-            check_at_least(1, context=self.context)
+        if self.memory is not None:
+            parse_bytes(self.memory)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port {self.port} must be from 0 to 65535")
         api_key = os.environ.get(_KEY_VARIABLE) if self.api_key is None else self.api_key
         if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
             raise ValueError("the API key must be one or more printable ASCII characters without spaces")
-        if self.host != "127.0.0.1" and api_key is None and not self.insecure:
+        if not _is_loopback(self.host) and api_key is None and not self.insecure:
             raise ValueError(
                 f"--host {self.host} lets others use this server: give --api-key KEY (or the environment variable "
                 f"{_KEY_VARIABLE}), or --insecure if that is what you want"
             )
         return api_key
 
-    def _engine(self, checkpoint: Path, config: Any, options: Any) -> Any:
-        import jax.numpy as jnp
+    @property
+    def _step_tokens(self) -> int:
+        """The number of tokens of the largest step, which holds the last tokens and drafts of all requests."""
+        decode = self.max_requests * (1 + self.drafts)
+        return max(decode, self.token_budget or (decode if self.batch_invariant else 256))
 
-        from dsv4_jax.engine import Engine, PromptLookup
-        from dsv4_jax.host import KVCacheManager, PrefixCache
-        from dsv4_jax.serve.protocol import MAX_LOGPROBS
-
+    def _check_model(self, config: "DSV4Config") -> int:
+        """Checks the options that depend on the model's configuration, and returns the length of the context."""
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
-        sizes = mesh_sizes(self.mesh, config, **parallel)
-        mesh = make_mesh(sizes) if sizes else None
-        size = block_tokens(config)
-        blocks = self.max_requests * -(-context // size)
-        blocks += -blocks % math.prod(sizes.values())
+        check_divisible(self.check_mesh(config), max_requests=self.max_requests)
+        return context
+
+    def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
+        from dsv4_jax.engine import Engine, PromptLookup
+        from dsv4_jax.host import KVCacheManager, PrefixCache
+        from dsv4_jax.serve.protocol import MAX_LOGPROBS
+
+        blocks = self.max_requests * -(-context // block_tokens(config))
+        blocks += -blocks % (1 if self.devices is None else self.devices.size)
         manager = KVCacheManager(
             config,
             memory=self.memory,
             num_blocks=blocks if self.memory is None else None,
             max_requests=self.max_requests,
             max_context=context,
-            block_tokens=size,
-            kv_format=self.cache_format,
-            dtype=jnp.dtype(self.dtype),
             max_query_tokens=1 + self.drafts,
-            mesh=mesh,
-            context_parallel=self.context_parallel,
+            **self.cache_options(config),
         )
-        sharding = dict(mesh=mesh, expert_parallel=self.expert_parallel)
-        model = load_model(checkpoint, config, self.dtype, self.weights, progress=False, **sharding)
         return Engine(
-            model,
+            self.load_model(checkpoint, config),
             manager,
-            token_budget=max(self.token_budget, self.max_requests * (1 + self.drafts)),
+            token_budget=self._step_tokens,
             drafter=PromptLookup() if self.drafts else None,
-            prefix=PrefixCache(manager, key=options.model_name),
+            prefix=PrefixCache(manager, key=name),
             batch_invariant=self.batch_invariant,
             num_scheduler_steps=self.num_scheduler_steps,
             max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
         )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 takes a free one. Raises ValueError if the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port} cannot be listened at: {error.strerror}") from None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from dsv4_jax.arguments import check_real, check_whole
+from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
 
 
 @jax.tree_util.register_static
@@ -32,14 +32,8 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self):
-        temperature, top_p = check_real("temperature", self.temperature), check_real("top_p", self.top_p)
-        # Logits divided by it must stay finite in float32.
-        if not (temperature == 0 or 1e-5 <= temperature <= 1e5):
-            raise ValueError(f"temperature={temperature} must be 0 (greedy) or positive, from 1e-5 to 1e5")
-        if not np.finfo(np.float32).tiny <= top_p <= 1:
-            raise ValueError(f"top_p={top_p} must be in (0, 1]")
-        top_k = check_whole("top_k", self.top_k, 0, 2**31 - 1)
-        for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p).items():
+        checked = dict(temperature=check_temperature, top_k=check_top_k, top_p=check_top_p)
+        for name, value in ((name, check(getattr(self, name))) for name, check in checked.items()):
             object.__setattr__(self, name, value)  # one type per field, so that equal parameters hash equally
 
 

@@ -7,3 +7,4 @@ from dsv4_jax.engine.generate import generate, stream
 from dsv4_jax.engine.metrics import EngineMetrics, PoolUse
 from dsv4_jax.engine.requests import Output, Request, RequestParams
 from dsv4_jax.engine.search import Candidate, beam_search, n_best
+from dsv4_jax.engine.text import stream_text

@@ -59,17 +59,14 @@ class Engine(Summarized):
           model: the model.
           manager: the manager, which must hold no request.
           cache: a cache of the manager, which the engine donates; None = an empty one.
-          drafter: source of draft tokens, on the host (`PromptLookup()`) or on the device (`MTPDrafter()`); None = no
-            drafts.
+          drafter: source of draft tokens, such as `PromptLookup()` or `MTPDrafter()`; None = no drafts.
           prefix: a prefix cache of this manager, which shares the blocks of equal prefixes; None = no sharing.
           options: fields of `EngineConfig`.
 
         Raises:
           TypeError: an option is unknown or has the wrong type.
           ValueError: the manager holds requests, the cache or `prefix` belongs to another manager, the model has no
-            block for `MTPDrafter`, or an option is out of range: `token_budget` must hold a token and its drafts for
-            every slot, `draft_tokens` be less than the manager's `max_query_tokens`, `max_logprobs` be at most the
-            vocabulary, and `num_scheduler_steps` be 1 with drafts or `batch_invariant`.
+            block for `MTPDrafter`, or an option is out of the range that `EngineConfig` states.
         """
         check_no_requests(manager)
         if cache is not None:
@@ -142,19 +139,17 @@ class Engine(Summarized):
 
         Raises:
           TypeError: a parameter is unknown, missing or has the wrong type.
-          ValueError: a parameter is out of range or exceeds the engine's own, the id is taken, the prompt is empty or
-            holds invalid ids, or the request needs more tokens than the cache ever holds.
+          ValueError: a parameter is out of range, the id is taken, the prompt is empty or holds invalid ids, or the
+            request needs more tokens than the cache ever holds.
         """
         checked, limit = RequestParams(**params), self.config.draft_tokens or 0
         ids = check_request(self.manager, prompt, checked.max_new_tokens)
         draft_tokens = limit if checked.draft_tokens is None else checked.draft_tokens
         if draft_tokens > limit:
             raise ValueError(f"{draft_tokens=} must be from 0 to {limit}, the engine's draft_tokens")
-        top_logprobs, prompt_logprobs = checked.top_logprobs, checked.prompt_logprobs
-        if max(top_logprobs, prompt_logprobs) > self.config.max_logprobs:
-            raise ValueError(
-                f"{top_logprobs=}, {prompt_logprobs=}: the engine has max_logprobs={self.config.max_logprobs}"
-            )
+        top, prompt_logprobs, most = checked.top_logprobs, checked.prompt_logprobs, self.config.max_logprobs
+        if max(top, prompt_logprobs) > most:
+            raise ValueError(f"top_logprobs={top}, {prompt_logprobs=}: the engine has max_logprobs={most}")
         if not isinstance(id, Hashable):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
@@ -287,16 +282,7 @@ class Engine(Summarized):
     def _execute(self, scheduled: list[ScheduledRequest]):
         """Runs a batch and gives each request its tokens."""
         scheduler = self._scheduler
-        sampling, seeds, failed = self._runner.batched_sampling([item.request for item in scheduled])
-        for request, error in failed.items():
-            scheduler.finish(request, "error", error)
-        scheduled = [item for item in scheduled if item.request not in failed]
-        if not scheduled:
-            return
-        tokens = {item.request.slot: item.tokens for item in scheduled}
-        forced = {item.request.slot: item.forced_tokens for item in scheduled}
-        top = any(item.forced_tokens and item.request.params.top_logprobs for item in scheduled)
-        batch, output, rows, scheduler.cache = self._runner(scheduler.cache, tokens, forced, sampling, seeds, top)
+        batch, output, rows, scheduler.cache = self._runner(scheduler.cache, scheduled)
         output = self.manager.requests.get(output)
         self._metrics.steps += 1
         self._metrics.mixed_steps += batch.prefill
@@ -305,20 +291,14 @@ class Engine(Summarized):
 
     def _execute_steps(self, counts: dict[Request, int]) -> bool:
         """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""
-        scheduler, runner = self._scheduler, self._runner
-        sampling, seeds, failed = runner.batched_sampling(list(counts))
-        if failed:
-            return False
-        tokens = {request.slot: request.tokens[-1:] for request in counts}
-        max_tokens = {request.slot: count for request, count in counts.items()}
         try:
-            output, scheduler.cache = runner.run_steps(scheduler.cache, tokens, max_tokens, sampling, seeds)
+            output, self._scheduler.cache = self._runner.run_steps(self._scheduler.cache, counts)
         except CacheFullError:
             return False
         self._metrics.steps += max(counts.values())
         for request, count in counts.items():
             here = request.slot, slice(count)
-            update_steps(scheduler, request, StepOutput(output.tokens[here], output.logprobs[here]))
+            update_steps(self._scheduler, request, StepOutput(output.tokens[here], output.logprobs[here]))
         return True
 
     def _next_order(self):

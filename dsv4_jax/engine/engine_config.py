@@ -14,9 +14,9 @@ class EngineConfig:
 
     Attributes:
       token_budget: the most tokens that a step runs, in each shard of a mesh's axis "data". A larger budget reads
-        prompts faster and delays running requests longer.
-      draft_tokens: the most drafts of a request that a step verifies. None = 0 without a drafter, else as many as the
-        manager's `max_query_tokens` allows.
+        prompts faster and delays running requests longer. It must hold a token and its drafts for every slot.
+      draft_tokens: the most drafts of a request that a step verifies, less than the manager's `max_query_tokens`.
+        None = 0 without a drafter, else as many as possible.
       batch_invariant: whether all steps run in one program of `token_budget` tokens. Matrix products with another
         number of rows may add in another order, so the last bit of a logit can depend on whether a token came in a
         chunk, alone or as a draft. This option prevents it and makes decode steps slower.
@@ -38,9 +38,8 @@ class EngineConfig:
           manager: the engine's manager.
           drafter: the engine's drafter, or None.
         """
-        schema, slots = manager.schema, manager.requests.slots_per_shard
+        schema, slots, draft_tokens = manager.schema, manager.requests.slots_per_shard, self.draft_tokens
         spare = schema.max_query_tokens - 1
-        draft_tokens = self.draft_tokens
         if draft_tokens is None:
             draft_tokens = spare if drafter is not None else 0
         if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -94,23 +95,15 @@ def generate(
 
 
 def generate_on_device(
-    model: Model,
-    manager: KVCacheManager,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    seed: int,
-    stop_tokens: tuple[int, ...],
-    chunk: int,
-    drafts: int,
+    model: Model, manager: KVCacheManager, prompts: Any, *, max_new_tokens: int, chunk: int, drafts: int, **options: Any
 ) -> list[tuple[list[int], list[int]]]:
     """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
-    model, options = CompiledModel.of(model), dict(sampling=sampling, stop_tokens=check_stop_tokens(stop_tokens))
+    seed, options["stop_tokens"] = options.pop("seed"), check_stop_tokens(options["stop_tokens"])
+    model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         _check_room(manager, prompts, max_new_tokens)
-        limit = dict(max_new_tokens=max_new_tokens)
-        requests = [engine.add(prompt, seed=seed + i, **limit, **options) for i, prompt in enumerate(prompts)]
+        limits = dict(max_new_tokens=max_new_tokens) | options
+        requests = [engine.add(prompt, seed=seed + i, **limits) for i, prompt in enumerate(prompts)]
         prefill(engine, requests)
         seeds = np.zeros((manager.schema.max_requests,), np.uint32)
         for request in requests:
@@ -129,6 +122,8 @@ def generate_on_device(
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: int = 0):
     """Returns a context that makes, and closes, an engine whose steps hold `chunk` prompt tokens besides decoding."""
     check_positive(chunk=chunk)
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        raise TypeError(f"{prompts=} must be a list of prompts, each a list of token ids, such as [[1, 2, 3]]")
     if len(prompts) == 0:
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)

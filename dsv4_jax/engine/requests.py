@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -176,9 +176,7 @@ class Request(Summarized):
         """Keeps log-probabilities of the request's tokens.
 
         Args:
-          start: position of the first token.
-          logprobs: [n] log-probabilities of the tokens from `start` on.
-          top: the likeliest tokens at these positions, or None.
+          start, logprobs, top: position of the first token, [n] log-probabilities, and the likeliest tokens or None.
         """
         count, first = len(logprobs), start - self._scored_from
         here = slice(first, first + count)
@@ -187,26 +185,21 @@ class Request(Summarized):
             self._top.ids[here], self._top.logprobs[here] = top.ids[:count, :k], top.logprobs[:count, :k]
 
     def extend(
-        self,
-        tokens: list[int],
-        logprobs: Sequence[float] | np.ndarray,
-        num_drafts: int = 0,
-        top: TopLogprobs | None = None,
+        self, tokens: list[int], logprobs: Sequence[float] | np.ndarray, num_drafts: int = 0, top: Any = None
     ) -> list[int]:
         """Appends drawn tokens up to one that ends the request; returns the appended ones.
 
         Args:
           tokens: the accepted drafts and the token drawn after them.
-          logprobs: log-probabilities of at least these tokens.
+          logprobs, top: their log-probabilities, and the likeliest tokens in their places if asked for.
           num_drafts: number of drafts that the step verified.
-          top: the likeliest tokens in their places, if asked for.
         """
         new = tokens[: self.remaining]
         stop = next((i for i, token in enumerate(new) if token in self.params.stop_tokens), None)
         new = new if stop is None else new[: stop + 1]
-        length, count = self._length + len(new), len(new)
+        length = self._length + len(new)
         self._ids[self._length : length] = new
-        self.score(self._length, logprobs[:count], top)
+        self.score(self._length, logprobs[: len(new)], top)
         reason = "stop" if stop is not None else "length" if length == len(self._ids) else None
         self._length, self.finish_reason = length, reason
         self.drafted_tokens += num_drafts

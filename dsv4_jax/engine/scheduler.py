@@ -89,7 +89,7 @@ class Scheduler:
     def add(self, *requests: Request) -> None:
         """Queues requests, with or without a slot."""
         for request in requests:
-            self._list(request)
+            bisect.insort(self._list_of(request), request, key=_rank)
         self.requests.update({request.id: request for request in requests})
 
     def fork(self, request: Request, children: list[Request]) -> None:
@@ -120,15 +120,11 @@ class Scheduler:
         request.finish_reason, request.error, request.offloaded = reason, error, None
         if request.slot >= 0:
             self.manager.release(request.slot)
-        self._unlist(request)
+        self._list_of(request).remove(request)
         request.slot = -1
         self.requests.pop(request.id, None)
-        if error is not None:
-            self.metrics.failed += 1
-        elif reason == "cancelled":
-            self.metrics.cancelled += 1
-        else:
-            self.metrics.finished += 1
+        counter = dict(error="failed", cancelled="cancelled").get(reason, "finished")
+        setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
 
     def restart(self) -> None:
         """Recovers from an error: frees all slots and queues the unfinished requests, which read their tokens again."""
@@ -288,17 +284,14 @@ class Scheduler:
         self._move(request, -1)
         self.metrics.preemptions += 1
 
-    def _list(self, request):
-        bisect.insort(self.waiting if request.slot < 0 else self.running, request, key=_rank)
-
-    def _unlist(self, request):
-        (self.waiting if request.slot < 0 else self.running).remove(request)
+    def _list_of(self, request):
+        return self.waiting if request.slot < 0 else self.running
 
     def _move(self, request, slot):
         """Gives a waiting request a slot, or a running one none (-1)."""
-        self._unlist(request)
+        self._list_of(request).remove(request)
         request.slot = slot
-        self._list(request)
+        bisect.insort(self._list_of(request), request, key=_rank)
 
 
 _rank = operator.attrgetter("rank")

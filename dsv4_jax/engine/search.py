@@ -113,9 +113,7 @@ def beam_search(
     try:
         search.prefill(max_new_tokens)
         while len(search.ended) < beams and search.length < max_new_tokens:
-            if search.length:
-                search.decode()
-            search.extend(stop_tokens)
+            search.step(stop_tokens)
     finally:
         manager.release_all()
     found = search.ended if len(search.ended) >= beams else search.ended + search.alive
@@ -145,13 +143,11 @@ class _BeamSearch:
         for tokens in np.split(self._prompt, range(self._chunk, len(self._prompt), self._chunk)):
             self._run({self._slots[0]: tokens})
 
-    def decode(self):
-        """Runs the last token of each unfinished answer."""
-        self._follow_parents()
-        self._run({slot: beam.tokens[-1:] for slot, beam in zip(self._slots, self.alive, strict=True)})
-
-    def extend(self, stop_tokens):
+    def step(self, stop_tokens):
         """Extends the unfinished answers by one token each: keeps the best that go on, and collects those that end."""
+        if self.length:
+            self._follow_parents()
+            self._run({slot: beam.tokens[-1:] for slot, beam in zip(self._slots, self.alive, strict=True)})
         top = self._manager.requests.get(self._top)
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))

@@ -9,12 +9,9 @@ from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
 
 
 def update(scheduler: Scheduler, item: ScheduledRequest, output: StepOutput) -> None:
-    """Gives a request the accepted tokens, forgets rejected drafts, and finishes the request if it is done.
+    """Gives a request the accepted tokens of `output`, which has the request's rows of the step, on the host.
 
-    Args:
-      scheduler: the scheduler of all requests.
-      item: the request and the tokens that it brought to the step.
-      output: the step's output for the request's rows, on the host.
+    Forgets rejected drafts, and finishes the request if it is done.
     """
     request, manager, metrics = item.request, scheduler.manager, scheduler.metrics
     known, length, scored = len(request.tokens), manager.length(request.slot), item.num_scored

@@ -160,7 +160,12 @@ class KVCacheManager(Summarized):
           TypeError: the ids are not whole numbers.
           ValueError: there are no ids, they are not one-dimensional, or one is outside the vocabulary.
         """
-        array = np.asarray(ids)
+        if isinstance(ids, str):
+            raise TypeError(f"{name}={ids[:20]!r} is text: encode it first, such as tokenizer.encode(text).ids")
+        try:
+            array = np.asarray(ids)
+        except ValueError:
+            raise ValueError(f"{name} holds lists of several lengths: give the ids of one request, [n]") from None
         if array.size == 0:
             raise ValueError(f"{name} is empty: give at least one token id")
         if not np.issubdtype(array.dtype, np.integer):

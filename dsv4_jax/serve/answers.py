@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import secrets
@@ -16,13 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.engine import Candidate
-from dsv4_jax.engine.requests import check_request
+from dsv4_jax.engine.text import AnswerText, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody, CompletionBody, parse, usage
+from dsv4_jax.serve.protocol import ChatBody, CompletionBody, GenerationBody, usage
 from dsv4_jax.serve.service import Service
-from dsv4_jax.serve.text import AnswerText, token_offsets
 
 
 _log = logging.getLogger("dsv4_jax.serve")
@@ -48,61 +48,35 @@ class EventStream(StreamingResponse):
 class Answer:
     """The answer to one HTTP request: its prompts, its requests to the engine, and their texts."""
 
+    body_type: ClassVar[type[GenerationBody]]
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
     def __init__(self, service: Service, body: Any, start: float):
-        """Encodes the prompts. Takes too long for the event loop.
+        """Encodes the prompts of a body that came at `start` by `time.monotonic`. Takes too long for the event loop.
 
-        Args:
-          service: the server's state.
-          body: the client's parsed body.
-          start: time of the request's arrival, by `time.monotonic`.
-
-        Raises:
-          APIError: the prompts are too long, or need a feature that the server lacks.
+        Raises APIError if the prompts are too long, or need a feature that the server lacks.
         """
         self._service, self._body, self._start = service, body, start
         self._generation: Generation | None = None
-        self._samples = getattr(body, "best_of", None) or body.n
-        if self._samples > 1 and body.temperature == 0:
-            raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")
+        self._samples = body.num_samples
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
         self._stops = list(body.stop)
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
-        if (count := len(self._prompts) * self._samples) > service.engine.capacity:
-            message = f"{count} answers are more than the {service.engine.capacity} that the server takes at once"
-            raise APIError(400, message, param="n")
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        if (most := max(body.num_top or 0, self._scores_prompts)) > service.engine.engine.config.max_logprobs:
-            message = (
-                f"this takes an engine with max_logprobs={most}, it has {service.engine.engine.config.max_logprobs}"
-            )
-            raise APIError(400, message, param="logprobs")
-        shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts) * self._samples
-        if body.num_top is not None and (total := shown * (1 + body.num_top)) > _MAX_LOGPROBS:
-            message = (
-                f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}: ask for fewer tokens"
-            )
-            raise APIError(400, message, param="logprobs")
+        self._check_size()
         self.choices = []
         for i, prompt in enumerate(self._prompts):
             offsets = token_offsets(service.tokenizer, prompt) if self._scores_prompts else []
             for index in range(i * self._samples, (i + 1) * self._samples):
                 text = AnswerText(service.tokenizer, prompt, self._stops)
                 self.choices.append(Choice(index, text, self._echo(i), offsets))
-        self._head = dict(
-            id=f"{self.id_prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=service.options.model_name
-        )
-
-    @staticmethod
-    def parse(content: bytes) -> Any:
-        """Parses a body. Raises APIError if it is wrong."""
-        raise NotImplementedError
+        created, model = int(time.time()), service.options.model_name
+        self._head = dict(id=f"{self.id_prefix}-{uuid.uuid4().hex}", created=created, model=model)
 
     def _encode(self) -> Sequence[Sequence[int]]:
         """Returns the token ids of each prompt."""
@@ -129,11 +103,7 @@ class Answer:
         return []
 
     def submit(self) -> None:
-        """Submits the requests to the engine.
-
-        Raises:
-          APIError: the queue is full.
-        """
+        """Submits the requests to the engine; raises APIError if the queue is full."""
         body, service = self._body, self._service
         if not self._limit and not self._scores_prompts:
             return
@@ -167,8 +137,7 @@ class Answer:
 
     def _response(self):
         shown = []
-        for first in range(0, len(self.choices), self._samples):
-            answers = self.choices[first : first + self._samples]
+        for answers in itertools.batched(self.choices, self._samples):
             if self._samples > self._body.n:
                 answers = sorted(answers, key=_score, reverse=True)[: self._body.n]
             shown += answers
@@ -244,6 +213,24 @@ class Answer:
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(400, str(error), param=name) from None
 
+    def _check_size(self) -> None:
+        """Raises APIError if the answer is more than the server makes or keeps at once."""
+        engine, count = self._service.engine, len(self._prompts) * self._samples
+        if self._samples > 1 and self._body.temperature == 0:
+            raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")
+        if count > engine.capacity:
+            message = f"{count} answers are more than the {engine.capacity} that the server takes at once"
+            raise APIError(400, message, param="n")
+        if self._body.num_top is None:
+            return
+        most = engine.engine.config.max_logprobs
+        if (need := max(self._body.num_top, self._scores_prompts)) > most:
+            raise APIError(400, f"this takes an engine with max_logprobs={need}, it has {most}", param="logprobs")
+        shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts)
+        if (total := shown * self._samples * (1 + self._body.num_top)) > _MAX_LOGPROBS:
+            message = f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}"
+            raise APIError(400, f"{message}: ask for fewer tokens", param="logprobs")
+
     def _check_limit(self) -> int:
         """Returns the maximum number of new tokens of each request."""
         manager, longest = self._service.engine.engine.manager, max(map(len, self._prompts))
@@ -254,8 +241,6 @@ class Answer:
         if limit > room or longest > context:
             message = f"a prompt of {longest} tokens and {limit} new ones are more than the context of {context} tokens"
             raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
-        for prompt in self._prompts:
-            check_request(manager, prompt, max(limit, 1))
         return limit
 
 
@@ -263,11 +248,8 @@ class CompletionAnswer(Answer):
     """The answer to POST /v1/completions."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    body_type = CompletionBody
     _body: CompletionBody
-
-    @staticmethod
-    def parse(content: bytes) -> CompletionBody:
-        return parse(CompletionBody, content)
 
     def _encode(self) -> Sequence[Sequence[int]]:
         return [self._ids(prompt) for prompt in self._body.prompts]
@@ -300,11 +282,8 @@ class ChatAnswer(Answer):
     """The answer to POST /v1/chat/completions."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    body_type = ChatBody
     _body: ChatBody
-
-    @staticmethod
-    def parse(content: bytes) -> ChatBody:
-        return parse(ChatBody, content)
 
     def _encode(self) -> Sequence[Sequence[int]]:
         if self._service.chat is None:

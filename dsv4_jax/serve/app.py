@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.errors import APIError, unavailable
+from dsv4_jax.serve.protocol import parse
 from dsv4_jax.serve.service import ServerOptions, Service
 
 
@@ -157,7 +158,7 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
             raise unavailable("the server is stopping and takes no new requests")
         if not service.engine.alive:
             raise APIError(500, "the engine's thread has ended; the server's log says more")
-        body = kind.parse(await _read(request, service.max_body_bytes))
+        body = parse(kind.body_type, await _read(request, service.max_body_bytes))
         _check_model(service, body.model)
         answer = await asyncio.to_thread(kind, service, body, start)
         answer.submit()

@@ -7,11 +7,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from dsv4_jax.decode.sampling import SamplingParams, TopLogprobs
+from dsv4_jax.decode.sampling import TopLogprobs
 from dsv4_jax.engine import Engine, Request
 
 
@@ -110,18 +110,7 @@ class AsyncEngine:
         self._send(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    def submit(
-        self,
-        prompts: Sequence[np.ndarray],
-        *,
-        n: int = 1,
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        seed: int,
-        stop_tokens: Sequence[int],
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-    ) -> Generation:
+    def submit(self, prompts: Sequence[np.ndarray], *, n: int = 1, seed: int, **params: Any) -> Generation:
         """Queues `n` requests for each prompt. Sample k of a prompt uses seed + k, as in `n_best`.
 
         With a prefix cache, the first sample reads the prompt before the others start, so that its full blocks are
@@ -130,7 +119,8 @@ class AsyncEngine:
         Args:
           prompts: [n] token ids each, already checked with `check_request`.
           n: number of samples of each prompt.
-          max_new_tokens, sampling, seed, stop_tokens, top_logprobs, prompt_logprobs: arguments of `Engine.add`.
+          seed: seed of the first sample.
+          params: further fields of `RequestParams`.
 
         Raises:
           ValueError: there are more requests than the server's capacity.
@@ -141,14 +131,7 @@ class AsyncEngine:
             raise ValueError(f"{len(prompts)} prompts with {n} samples each are more than {self.capacity} requests")
         if count + self.unfinished > self.capacity:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting, the most is {self.capacity}")
-        add = functools.partial(
-            self.engine.add,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=tuple(stop_tokens),
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        add = functools.partial(self.engine.add, **params)
         adds = [functools.partial(add, prompt, seed=seed + k) for prompt in prompts for k in range(n)]
         generation = Generation(self, adds, n)
         self.unfinished += count

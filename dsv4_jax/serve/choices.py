@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TokenBytes
 from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.text import AnswerText
 
 
 # JSON has no infinity; vLLM sends this number for impossible tokens.
@@ -18,13 +18,9 @@ _MIN_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
-    """A token of a text.
+    """A token of a text, the likeliest tokens in its place, and where it, or text held back before it, begins.
 
-    Attributes:
-      token: id of the token.
-      logprob: log-probability; None for the first token of a prompt.
-      top: the likeliest tokens in its place and their log-probabilities.
-      offset: position in the text where the token, or text held back before it, begins.
+    The first token of a prompt has no log-probability.
     """
 
     token: int

@@ -1,10 +1,12 @@
 """Bodies of OpenAI's API that clients send, and the usage that answers report."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from dsv4_jax.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
@@ -29,6 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
 )
 
 
+_MAX_NAME = 100  # characters of a field's name that an error repeats
 # vLLM's limit. OpenAI allows 5 for completions and 20 for chats.
 MAX_LOGPROBS = 20
 
@@ -38,30 +41,36 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Options of a stream. `include_usage`: send a last event with the usage."""
+    """Options of a stream. `include_usage`: send a last event with the usage. Events are not padded."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _GenerationBody(_Body):
+class GenerationBody(_Body):
     """Fields that completions and chat completions share. A null field counts as absent."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=128)
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: Annotated[float, AfterValidator(check_temperature)] = 1.0
+    top_p: Annotated[float, AfterValidator(check_top_p)] = 1.0
     top_k: int = Field(0, ge=-1, lt=2**31)  # as in vLLM, 0 and -1 take all tokens
     seed: int | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
     stop_token_ids: list[int] = Field([], max_length=1024)
     ignore_eos: bool = False
     user: str | None = None  # OpenAI's id of the end user; not used
+
+    @property
+    def num_samples(self) -> int:
+        """The number of answers to draw for each prompt."""
+        return self.n
 
     @model_validator(mode="before")
     @classmethod
@@ -76,7 +85,7 @@ class _GenerationBody(_Body):
         }
 
 
-class CompletionBody(_GenerationBody):
+class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
     prompt: Any
@@ -90,7 +99,7 @@ class CompletionBody(_GenerationBody):
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} must be at least n={self.n}")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of answers are compared when they are complete: leave out stream, or best_of")
+            raise ValueError(f"best_of={self.best_of} compares complete answers: leave out stream, or best_of")
         return self
 
     @property
@@ -99,12 +108,13 @@ class CompletionBody(_GenerationBody):
         return self.logprobs
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or token ids.
+    def num_samples(self) -> int:
+        """The number of answers to draw for each prompt, the best of which are returned."""
+        return self.best_of or self.n
 
-        Raises:
-          APIError: `prompt` has another type.
-        """
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or token ids; APIError if `prompt` has another type."""
         prompts = self.prompt
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and _is_id(prompts[0])):
             prompts = [prompts]
@@ -148,7 +158,7 @@ class Message(_Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(_GenerationBody):
+class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -170,11 +180,7 @@ class ChatBody(_GenerationBody):
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
-    """Parses the body of a request.
-
-    Raises:
-      APIError: 400, naming every field that is wrong.
-    """
+    """Parses the body of a request; raises APIError 400, naming the fields that are wrong."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
@@ -183,12 +189,13 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
         raise APIError(400, "the body is nested too deeply") from None
     shown = "; ".join(map(_explain, wrong[:8]))
     more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-    location = wrong[0]["loc"]
-    raise APIError(400, shown + more, param=str(location[0]) if location else None)
+    # An error that concerns several fields begins with the value of one: "best_of=2 must be ..".
+    location = wrong[0]["loc"] or re.findall(r"(\w+)=", wrong[0]["msg"])
+    raise APIError(400, shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
 
 
 def _explain(wrong: Mapping[str, Any]) -> str:
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"]).strip(".")[:200]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"]).strip(".")[:_MAX_NAME]
     match wrong["type"]:
         case "extra_forbidden" if name in _NEUTRAL:
             return f"{name}: this server only takes {' or '.join(map(repr, _NEUTRAL[name]))}, or leave it out"

@@ -1,14 +1,71 @@
 """Runs the application with uvicorn, with a graceful shutdown."""
 
 import asyncio
+import resource
 import signal
 import socket
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.service import Service
+
+
+_HEAD_SECONDS = 30.0  # time limit for the head of a request, of which a silent connection has sent nothing
+# Descriptors that stay free for files and for connections that are being refused.
+_SPARE_DESCRIPTORS = 64
+
+
+class _Protocol(H11Protocol):
+    """HTTP with limits on the time of a request's head and on connections, and with errors in the API's format."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
+            return self._refuse(unavailable("the server has too many connections"))
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Overrides uvicorn's answer in plain text."""
+        self._refuse(APIError(400, msg))
+
+    def _watch_head(self) -> None:
+        """Limits the time until the head is complete, from its first byte or the connection's start on."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop_watching()
+        elif self._head_timer is None:
+            error = APIError(408, f"the head of the request did not arrive within {_HEAD_SECONDS:g} seconds")
+            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._refuse, error)
+
+    def _stop_watching(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: APIError) -> None:
+        """Answers with an error, unless an answer has begun, and closes the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            response = error.response()
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            head = h11.Response(status_code=error.status, headers=headers)
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 class HTTPServer(uvicorn.Server):
@@ -19,11 +76,11 @@ class HTTPServer(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette, *, grace_seconds: float, access_log: bool = True):
-        """Makes a server of an application from `create_app`. `run(sockets=[listen(..)])` runs it."""
+        """Makes a server of an application from `create_app`. `run(sockets=[..])` runs it."""
         # Five more seconds to send the errors to clients.
         limit = int(grace_seconds) + 5
-        config = uvicorn.Config(app, lifespan="on", access_log=access_log, timeout_graceful_shutdown=limit)
-        super().__init__(config)
+        options = dict(access_log=access_log, timeout_graceful_shutdown=limit)
+        super().__init__(uvicorn.Config(app, http=_Protocol, ws="none", lifespan="on", **options))
         self._service: Service = app.state.service
         self._grace_seconds = grace_seconds
 
@@ -38,9 +95,3 @@ class HTTPServer(uvicorn.Server):
         self._service.stopping = True
         asyncio.get_running_loop().call_later(self._grace_seconds, self._service.abort_all)
         await super().shutdown(sockets)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free one. Raises OSError if the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)

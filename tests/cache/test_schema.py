@@ -54,7 +54,7 @@ def test_block_budget_is_the_most_that_fits(memory):
 
 
 def test_budget_without_room_for_a_block_is_refused():
-    with pytest.raises(ValueError, match=r"memory_bytes=1000 holds no block: 8 slots take \d+ bytes"):
+    with pytest.raises(ValueError, match=r"memory=1000 holds no block: 8 slots take \d+ bytes"):
         compute_block_budget(CONFIGS["flash"], 1000, max_requests=8, max_context=1024)
 
 

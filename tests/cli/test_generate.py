@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
-from dsv4_jax.cli.options import load_model
+from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from tests.paths import DATA, TINY
 
@@ -70,7 +70,7 @@ def test_meshes_that_cannot_be(refused, mesh, message):
 
 
 def test_expert_parallel_want_a_mesh(refused):
-    assert "expert_parallel=True needs a mesh with more" in " ".join(refused("generate", "--expert-parallel").split())
+    assert "--expert-parallel needs a mesh with more" in " ".join(refused("generate", "--expert-parallel").split())
 
 
 def test_streams_then_reports(run):
@@ -142,7 +142,7 @@ def test_on_device_loop_equals_transformers(run):
         (["--prompt-ids", "5,258"], "--prompt-ids[1]=258 is outside the vocabulary: ids go from 0 to 257"),
         (["--prompt-ids=-1,5"], "--prompt-ids[0]=-1 is outside the vocabulary"),
         (["--prompt-ids", ",".join(["7"] * 32769)], "max_position_embeddings=32768"),
-        (["--max-new-tokens", "40000"], "a request of 40016 tokens"),
+        (["--max-new-tokens", "40000"], "--max-new-tokens 40000: a request of 40000 tokens"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be at least 1"),
         (["--n-best", "0"], "--n-best 0 must be at least 1"),
@@ -153,11 +153,11 @@ def test_on_device_loop_equals_transformers(run):
         (["--beams", "2", "--on-device-loop"], "--on-device-loop makes one answer"),
         (["--prompt", "a\udcff"], "--prompt is no UTF-8 text: character 1 is the byte 0xff"),
         (["--chunk", "-1"], "--chunk -1 must be at least 1"),
-        (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or positive"),
-        (["--temperature", "nan"], "temperature=nan"),
-        (["--top-k", "-1"], "top_k=-1 must be at least 0"),
-        (["--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
-        (["--top-k", "4294967295"], "top_k=4294967295 must be at most 2147483647"),
+        (["--temperature", "-1"], "--temperature -1.0 must be 0 (greedy) or positive"),
+        (["--temperature", "nan"], "--temperature nan must be 0"),
+        (["--top-k", "-1"], "--top-k -1 must be at least 0"),
+        (["--top-p", "0"], "--top-p 0.0 must be in (0, 1]"),
+        (["--top-k", "4294967295"], "--top-k 4294967295 must be at most 2147483647"),
         (["--checkpoint", "no/such/folder"], "cannot read the configuration no/such/folder: No such file"),
         # 24 dims of a head are not rotated: not whole groups of 64.
         (["--checkpoint", DATA / "hf_tiny"], "24"),
@@ -230,7 +230,7 @@ def test_on_a_gpu_weights_stay_as_they_are_stored(monkeypatch, weights, on_gpu):
     monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", lambda *args, weights, **options: weights)
     for backend, expected in dict(cpu=weights, gpu=on_gpu).items():
         monkeypatch.setattr("jax.default_backend", lambda: backend)  # noqa: B023
-        assert load_model(TINY, None, "bfloat16", weights, progress=False) == expected
+        assert ModelOptions(weights=weights).load_model(TINY, None) == expected
 
 
 def test_mistakes_about_text_are_explained(refused, with_text, tmp_path):

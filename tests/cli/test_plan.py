@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cli.options import make_manager
+from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.paths import DATA, TINY
@@ -132,21 +132,21 @@ def test_tables_show_the_numbers(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory", "80 apples"], "--memory: '80 apples' must be a number with one of the units"),
-        (["--memory", "80"], "--memory: '80' must be a number with one of the units B, KB, MB, GB"),
-        (["--memory", "-5"], "--memory: '-5' must be a number"),
-        (["--weights", "much"], "--weights: 'much' must be a number"),
+        (["--memory", "80 apples"], "--memory '80 apples' must be a number with one of the units"),
+        (["--memory", "80"], "--memory '80' must be a number with one of the units B, KB, MB, GB"),
+        (["--memory", "-5"], "--memory '-5' must be a number"),
+        (["--weights", "much"], "--weights 'much' must be a number"),
         (["--weights", "81GiB"], "are more than --memory"),
         (["--context", "0"], "--context 0 must be at least 1"),
         (["--context", "1048577"], "max_position_embeddings=1048576"),
-        (["--block-tokens", "100"], "block_tokens=100 must be a multiple of the compression rate 128"),
-        (["--block-tokens", "0"], "block_tokens=0 must be at least 1"),
-        (["--max-query-tokens", "0"], "max_query_tokens=0 must be at least 1"),
+        (["--block-tokens", "100"], "--block-tokens 100 must be a multiple of the compression rate 128"),
+        (["--block-tokens", "0"], "--block-tokens 0 must be at least 1"),
+        (["--max-query-tokens", "0"], "--max-query-tokens 0 must be at least 1"),
         (["--max-requests", "-1"], "--max-requests -1 must be at least 1"),
         (["--mesh", "data=2,model=3"], "model=3 does not divide num_attention_heads=64, o_groups=8"),
         (
             ["--mesh", "data=2", "--context-parallel", ""],
-            "context_parallel=True needs a mesh with more than one device",
+            "--context-parallel needs a mesh with more than one device",
         ),
         (["--config", "v4_mini"], "--config v4_mini is neither v4_flash nor v4_pro nor an existing folder"),
         (["--config", DATA], "cannot read the configuration"),
@@ -169,5 +169,5 @@ def test_blocks_are_whole_entries_of_any_rate(run, tmp_path, ratios, expected):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     given = ["--config", tmp_path, "--memory", "1GiB", "--context", "1000", "--json"]
     assert json.loads(run("plan", *given))["block_tokens"] == expected
-    manager = make_manager(DSV4Config.from_hf(tmp_path), 2, 1000, "v4", "bfloat16")
+    manager = ModelOptions().make_manager(DSV4Config.from_hf(tmp_path), 2, 1000)
     assert manager.schema.block_tokens == expected and manager.schema.max_context >= 1000

@@ -89,9 +89,9 @@ def test_files_that_hold_no_array_are_explained(refused, tmp_path, content):
     ("options", "message"),
     [
         (["--decode-from", "76"], "--decode-from 76 must be from 0 to 75"),
-        (["--decode-from", "-1"], "--decode-from -1 must be from 0 to 75"),
+        (["--decode-from", "-1"], "--decode-from -1 must be at least 0"),
         (["--chunk", "0"], "--chunk 0 must be at least 1"),
-        (["--ids", "no_such.npy"], "No such file or directory: 'no_such.npy'"),
+        (["--ids", "no_such.npy"], "--ids no_such.npy cannot be read: No such file or directory"),
         (
             ["--out", "no/such/folder/scores.npz"],
             "--out no/such/folder/scores.npz cannot be written: No such file or directory",

@@ -3,12 +3,16 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import httpx2 as httpx
 import pytest
+
+from dsv4_jax.cli.serve_command import ServeCommand, _is_loopback
+from tests.paths import DATA
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,7 @@ import pytest
         (["--num-scheduler-steps", "4"], "--num-scheduler-steps 4 needs --drafts 0, and no --batch-invariant"),
         (["--mesh", "2"], "mesh '2' must be AXIS=DEVICES"),
         (["--mesh", "model=4"], "model=4 does not divide o_groups=2, vocab_size=258"),
-        (["--mesh", "data=2", "--max-requests", "3"], "mesh axis data=2 does not divide max_requests=3"),
+        (["--mesh", "data=2", "--max-requests", "3"], "mesh axis data=2 does not divide --max-requests 3"),
         (["--grace-seconds", "nan"], "--grace-seconds nan must be at least 0"),
         (["--context", "99999"], "--context 99999 is longer than the model's: max_position_embeddings=32768"),
     ],
@@ -30,6 +34,75 @@ import pytest
 def test_mistakes_are_explained(refused, options, message, monkeypatch):
     monkeypatch.delenv("DSV4_JAX_API_KEY", raising=False)
     assert message in refused("serve", "--port", "0", *options)
+
+
+def test_mistakes_are_told_at_once():
+    """Within a second on an idle machine, because JAX is not imported for them."""
+    mistakes = {
+        "--host 1.2.3.4 --port 0 --insecure": "--host 1.2.3.4 --port 0 cannot be listened at: Cannot assign requested",
+        "--host 0.0.0.0": "lets others use this server",
+        "--port 70000": "--port 70000 must be",
+        "--memory 12": "--memory '12' must be a number with one of the units",
+        "--context 99999": "--context 99999 is longer",
+        "--context-parallel": "--context-parallel needs a mesh",
+        "--expert-parallel": "--expert-parallel needs a mesh",
+        "--mesh model=4": "does not divide o_groups=2",
+        "--checkpoint README.md": "--checkpoint README.md is neither a folder nor a safetensors file",
+        "--checkpoint nowhere": "cannot read the configuration nowhere",
+        "--drafts -1": "--drafts -1 must be at least 0",
+        "--max-requests 0": "--max-requests 0 must be at least 1",
+        "--num-scheduler-steps 4": "needs --drafts 0",
+    }
+    others = {
+        "generate --temperature -1": "--temperature -1.0 must be 0",
+        "generate --top-p 2": "--top-p 2.0 must be in (0, 1]",
+        "generate --top-k -3": "--top-k -3 must be at least 0",
+        "generate --max-new-tokens 100000": "--max-new-tokens 100000: a request of 100000 tokens",
+        "generate --checkpoint README.md": "--checkpoint README.md is neither",
+        "generate --checkpoint tests/data/hf_tiny --drafts 1": "no multi-token-prediction block",
+        "score --checkpoint tests/data/hf_tiny --out x.npz --ids no.npy": "--ids no.npy cannot be read: No such file",
+        "score --checkpoint tests/data/hf_tiny --out x.npz": "give --ids or --text",
+        "plan --config v4_flash --memory 12 --context 9": "--memory '12' must be",
+    }
+    mistakes = {f"serve {options}": message for options, message in mistakes.items()} | others
+    code = "import sys; from dsv4_jax.cli import main\n"
+    code += "for text in sys.argv[1:]: assert main(text.split()) == 2 and 'jax' not in sys.modules, text"
+    run = [sys.executable, "-c", code, *mistakes]
+    begin = time.monotonic()
+    environment = {name: value for name, value in os.environ.items() if name != "DSV4_JAX_API_KEY"}
+    done = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=DATA.parents[1], env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.splitlines()
+    assert len(told) == len(mistakes)
+    for line, message in zip(told, mistakes.values(), strict=True):
+        assert line.startswith("Error: ") and message in line
+    assert time.monotonic() - begin < 30  # all of them, on a busy machine
+
+
+def test_this_machine_needs_no_key():
+    for host, is_loopback in {"localhost": True, "127.0.0.2": True, "::1": True, "0.0.0.0": False, "a": False}.items():
+        assert _is_loopback(host) == is_loopback
+
+
+def test_batch_invariant_decode_steps_are_no_larger_than_others():
+    sizes = dict(max_requests=4, drafts=2)
+    assert ServeCommand(**sizes)._step_tokens == 256
+    assert ServeCommand(**sizes, batch_invariant=True)._step_tokens == 12
+    assert ServeCommand(**sizes, batch_invariant=True, token_budget=64)._step_tokens == 64
+    assert ServeCommand(**sizes, token_budget=1)._step_tokens == 12
+
+
+def test_a_port_in_use_is_named(refused):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--host localhost --port {port} cannot be listened at: Address already in use" in refused(
+            "serve", "--host", "localhost", "--port", port
+        )
+
+
+def test_a_mesh_on_a_cpu_says_how_to_get_devices(refused):
+    err = refused("generate", "--mesh", "data=64")
+    assert "needs 64 devices" in err and "set JAX_NUM_CPU_DEVICES=64 to try it on a CPU" in err
 
 
 def test_a_missing_extra_is_named(refused, monkeypatch):

@@ -109,6 +109,22 @@ def test_bad_requests_are_refused_before_anything_runs(model, manager, how, prom
     assert manager.free_slots == 3 and manager.free_blocks == 12
 
 
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        (["In the beginning"], TypeError, "prompt='In the beginning' is text: encode it first"),
+        ("In the beginning", TypeError, "must be a list of prompts, each a list of token ids"),
+        ([1, 2, 3], TypeError, r"prompts=\[1, 2, 3\] must be a list of prompts, .*, such as \[\[1, 2, 3\]\]"),
+        ([[1, [2, 3]]], ValueError, "prompt holds lists of several lengths: give the ids of one request"),
+    ],
+)
+def test_prompts_of_another_kind_are_explained(model, manager, prompts, error, message):
+    with pytest.raises(error, match=message):
+        generate(model, manager, prompts, max_new_tokens=6)
+    assert manager.free_slots == 3
+
+
 def test_generate_says_when_prompts_do_not_fit_at_once(model, manager):
     with pytest.raises(CacheFullError, match="5 prompts do not fit at once \\(3 do\\); use stream"):
         generate(model, manager, PROMPTS, max_new_tokens=6)

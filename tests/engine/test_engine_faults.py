@@ -8,7 +8,7 @@ import copy
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import CompiledModel, SamplingParams, StepOutput
+from dsv4_jax.decode import CompiledModel, StepOutput
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache
 from tests.host.faults import ENGINE, HOST, Fault, Inject, consistent
@@ -161,17 +161,3 @@ def test_a_fault_anywhere_leaves_a_whole_engine(lives, name, files, every, opcod
             life.drain()
         n += every
     assert n > 3 * every
-
-
-def test_a_request_that_cannot_be_prepared_fails_alone(monkeypatch):
-    monkeypatch.setattr(CompiledModel, "sample_step", formula_step)
-    life = Life()
-    bad = life.engine.add(ids(5), max_new_tokens=4, sampling=SamplingParams(1.0), id="bad")
-    life.add(7, 0, 4)
-    object.__setattr__(bad.params.sampling, "top_k", 2**31)  # as no argument can make it
-    outputs = life.engine.step()
-    assert [output.request for output in outputs] == [bad, life.requests[0]]
-    assert bad.finish_reason == "error" and isinstance(bad.error, OverflowError) and bad.slot == -1
-    life.told = {life.requests[0].order: outputs[1].tokens}
-    life.drain()
-    assert life.engine.metrics.failed == 1 and life.engine.metrics.restarts == 0

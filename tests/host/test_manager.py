@@ -80,7 +80,7 @@ class TestSizes:
             (dict(block_tokens=24), "block_tokens=24"),
             (dict(kv_format="v5"), "v5"),
             (dict(num_blocks=None, memory="20 gigs"), "20 gigs"),
-            (dict(num_blocks=None, memory=1000), "memory_bytes=1000 holds no block"),
+            (dict(num_blocks=None, memory=1000), "memory=1000 holds no block"),
         ],
     )
     def test_sizes_that_make_no_cache(self, changes, message):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
-from dsv4_jax.serve.server import listen
 from tests.paths import PACKAGED
 
 
@@ -58,7 +58,7 @@ def serving(engine, tokenizer, *, max_waiting=40, grace_seconds=20.0, **options)
     options = ServerOptions("tiny", end_tokens=(257,), **options)
     engine = AsyncEngine(engine, max_waiting=max_waiting)
     app = create_app(engine, tokenizer, options)
-    with listen("127.0.0.1", 0) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         server = HTTPServer(app, grace_seconds=grace_seconds, access_log=False)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import socket
 import threading
 import time
 
@@ -227,7 +228,8 @@ def test_models_health_and_pages(server):
     assert server.client.models.retrieve("tiny").max_model_len == CONTEXT
     assert server.http.get("/health").json() == dict(status="ok")
     assert server.http.get("/ready").json() == dict(status="ready")
-    assert "<title>" in server.http.get("/").text
+    page = server.http.get("/").text
+    assert "<title>" in page and 'rel="icon"' in page and "by requests<br>and the prefix cache" in page
     text = server.http.get("/metrics").text
     assert "dsv4_jax_slots 4.0" in text and "process_resident_memory_bytes" in text
     assert 'dsv4_jax_http_responses_total{path="/ready",status="200"} 1.0' in text
@@ -248,14 +250,14 @@ def test_models_health_and_pages(server):
         (dict(prompt="a", max_tokens=-1), "max_tokens", "greater than or equal to 0"),
         (dict(prompt="a", max_tokens=256), "max_tokens", "a prompt of 2 tokens and 256 new ones are more than the"),
         (dict(prompt="a" * 300), "max_tokens", "context of 256 tokens"),
-        (dict(prompt="a", temperature=-0.5), "temperature", "temperature: Input should be greater than or equal to 0"),
-        (dict(prompt="a", top_p=0), "top_p", "top_p: Input should be greater than 0"),
+        (dict(prompt="a", temperature=-0.5), "temperature", "temperature=-0.5 must be 0 (greedy) or positive"),
+        (dict(prompt="a", top_p=0), "top_p", "top_p=0.0 must be in (0, 1]"),
         (
             dict(prompt="a", color=3, n=0),
             "n",
             "than or equal to 1; color: there is no such field",
         ),
-        (dict(prompt="a", n=3, best_of=2), None, "best_of=2 must be at least n=3"),
+        (dict(prompt="a", n=3, best_of=2), "best_of", "best_of=2 must be at least n=3"),
         (dict(prompt="a", n=2, temperature=0), "n", "2 answers with temperature 0 would all be the same"),
         (dict(prompt="a", n=45), "n", "45 answers are more than the 44 that the server takes at once"),
         (dict(prompt="a", best_of=10**12), "best_of", "best_of: Input should be less than or equal to 128"),
@@ -273,7 +275,19 @@ def test_models_health_and_pages(server):
         (dict(messages=[]), "messages", "messages: List should have at least 1 item"),
         (dict(messages=[dict(role="tool", content="x")]), "messages", "messages[0].role: Input should be 'system'"),
         (dict(messages=[dict(role="user", content="x")], tools=[{}]), "tools", "tools: this server only takes []"),
-        (dict(messages=[dict(role="user", content="x")], top_logprobs=3), None, "top_logprobs=3 needs logprobs: true"),
+        (
+            dict(messages=[dict(role="user", content="x")], top_logprobs=3),
+            "top_logprobs",
+            "top_logprobs=3 needs logprobs: true",
+        ),
+        (dict(prompt="a", temperature=1e-6), "temperature", "temperature=1e-06 must be 0 (greedy) or positive, from"),
+        ({"prompt": "a", "x" * 5000: 1}, "x" * 100, f"{'x' * 100}: there is no such field"),
+        (dict(prompt="a", stream_options=dict(include_usage=True, include_obfuscation=False)), None, None),
+        (
+            dict(prompt="a", stream_options=dict(include_obfuscation=True)),
+            "stream_options",
+            "stream_options.include_obfuscation: Input should be False",
+        ),
         (dict(messages=[dict(role="user", content="x")], top_logprobs=0, logprobs=False), None, None),
     ],
 )
@@ -287,6 +301,39 @@ def test_a_mistake_is_named(server, body, param, message, monkeypatch):
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert message in error["message"]
+
+
+def test_connections_that_send_no_whole_head_end(serve_again, monkeypatch):
+    monkeypatch.setattr("dsv4_jax.serve.server._HEAD_SECONDS", 0.3)
+    with serve_again() as server:
+        address = server.url.removeprefix("http://").split(":")
+
+        def answer(sent):
+            with socket.create_connection(address, timeout=20) as connection:
+                connection.sendall(sent)
+                received = b""
+                while part := connection.recv(4096):  # until the server closes
+                    received += part
+            head, _, body = received.partition(b"\r\n\r\n")
+            return int(head.split()[1]), json.loads(body)["error"]
+
+        for sent, status, message in [
+            (b"", 408, "the head of the request did not arrive within 0.3 seconds"),
+            (b"GET /health HTTP/1.1\r\nHost:", 408, "the head of the request did not arrive"),
+            (b"nonsense\r\n\r\n", 400, "Invalid HTTP request"),
+        ]:
+            found, error = answer(sent)
+            assert found == status and message in error["message"] and error["type"] == "invalid_request_error"
+        # A connection that is kept for further requests, and a body that comes late, are no half-sent heads.
+        assert server.http.get("/health").status_code == 200
+        time.sleep(0.5)
+        assert server.http.get("/health").status_code == 200
+        late = (part for part in [b'{"prompt": [5],', b'"max_tokens": 1}'] if time.sleep(0.3) is None)
+        response = server.http.post("/v1/completions", content=late, headers={"Content-Type": "application/json"})
+        assert response.status_code == 200
+        monkeypatch.setattr("dsv4_jax.serve.server._SPARE_DESCRIPTORS", 2**40)
+        found, error = answer(b"")
+        assert found == 503 and "too many connections" in error["message"]
 
 
 def test_other_mistakes_have_their_status(server):

@@ -8,11 +8,11 @@ from hypothesis import given, strategies as st
 
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.engine.text import AnswerText, StopStrings, stream_text, token_offsets
 from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.chat import ChatTemplate
 from dsv4_jax.serve.choices import Choice, ScoredToken, TokenNames
 from dsv4_jax.serve.protocol import Message
-from dsv4_jax.serve.text import AnswerText, StopStrings, token_offsets
 
 
 def shown(answer, tokens):
@@ -123,3 +123,20 @@ def test_a_chat_is_written_as_the_release_does(tokenizer, tmp_path):
     expected = "System: Be kind.\n\nUser: a\n\nUser: b\n\nAssistant: c\n\nUser: d\n\nAssistant:"
     assert plain.render(messages) == expected
     assert plain.encode(messages) == [256, *expected.encode()] and plain.stops == ("\n\nUser:",)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_text_in_text_out_from_python(tokenizer, monkeypatch):
+    """Without the stop token and what follows a stop string; every step but the text's is `stream`."""
+    asked = {}
+
+    def tokens(model, manager, prompts, **options):
+        asked.update(options, prompts=prompts)
+        return ((0, token) for token in [*"l\u00e4\u00dft es Licht werden".encode(), 257, 65])
+
+    monkeypatch.setattr("dsv4_jax.engine.text.stream", tokens)
+    answer = list(stream_text(None, None, tokenizer, "Gott ", max_new_tokens=9, stop_tokens=(257,)))
+    assert "".join(answer) == "l\u00e4\u00dft es Licht werden"
+    assert asked == dict(prompts=[tokenizer.encode("Gott ").ids], max_new_tokens=9, stop_tokens=(257,))
+    stopped = stream_text(None, None, tokenizer, "Gott ", stop=["Licht", "Wer"], max_new_tokens=9)
+    assert "".join(stopped) == "l\u00e4\u00dft es "

@@ -1,11 +1,50 @@
 """Turns a request's tokens into text of whole characters that ends before a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TextStream
+from dsv4_jax.decode.step import Model
+from dsv4_jax.engine.generate import stream
+from dsv4_jax.host import KVCacheManager
+
+
+def stream_text(
+    model: Model,
+    manager: KVCacheManager,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[str]:
+    """Generates text from text, and yields it in pieces of whole characters as it comes.
+
+    Args:
+      model, manager: as for `stream`.
+      tokenizer: the model's tokenizer, from `read_tokenizer`.
+      prompt: the text to continue.
+      stop: strings before the first of which the text ends.
+      options: further arguments of `stream`; `max_new_tokens` is required. Stop tokens are no part of the text.
+
+    Yields:
+      Pieces of the answer.
+
+    Raises:
+      TypeError, ValueError: as for `stream`.
+    """
+    ids = tokenizer.encode(prompt).ids
+    text = AnswerText(tokenizer, ids, stop)
+    for _, token in stream(model, manager, [ids], **options):
+        if token in options.get("stop_tokens", ()):
+            break
+        yield text.add(token)
+        if text.stopped:
+            return
+    yield text.finish()
 
 
 class StopStrings:
