@@ -18,7 +18,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import KVFormat, RowCodec, hadamard, round_to
+from dsv4_jax.quant import KVFormat, RowCodec, round_to
 
 
 @jax.tree_util.register_dataclass
@@ -268,16 +268,11 @@ class DenseHandle:
 
     def _rounded(self, x, codec: RowCodec):
         """Returns rows as a later read would."""
-        stored = codec.decode(codec.encode(jax.lax.stop_gradient(x)), x.dtype)
-        return _straight_through(x, stored, self.cache.quantize)
+        return jnp.where(self.cache.quantize, codec.fake_quantize(x, x.dtype), x)
 
     def _rounded_index(self, x, *, keys):
-        codec, still = self._group.key, jax.lax.stop_gradient(x)
-        stored = codec.decode(codec.encode(still)) if keys else codec.round_query(still)
-        # Rotating both keys and queries changes the dot products only by rounding.
-        rotates = codec.layout is not None and codec.layout.hadamard
-        turned = round_to(hadamard(x.astype(jnp.float32)), x.dtype) if rotates else x
-        return _straight_through(jnp.where(self.cache.quantize, turned, x), stored, self.cache.quantize)
+        rounded = (self._group.key.fake_quantize if keys else self._group.key.round_query)(x)
+        return jnp.where(self.cache.quantize, rounded.astype(x.dtype), x)
 
 
 def _product(spec, x, y):
@@ -324,9 +319,3 @@ def _index_loss(weights, total, scores):
     # Only finite numbers, so that a row without visible entries has no NaN gradient.
     log_q = jax.nn.log_softmax(jnp.where(jnp.isfinite(scores), scores, -1e30), axis=-1)
     return jnp.sum(jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0), axis=-1)
-
-
-def _straight_through(x, stored, on):
-    """Returns `stored` if `on`, else x, with the gradient of x."""
-    still = jax.lax.stop_gradient(x)
-    return jnp.where(on, stored.astype(x.dtype), still) + (x - still)

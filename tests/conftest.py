@@ -27,6 +27,23 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# The folders of `-m quick`: formats, cache and its host side. They take 240 s of one core.
+QUICK = ("tests/cache/", "tests/host/", "tests/quant/")
+NOT_QUICK = ("slow", "gpu", "aot")
+
+
+def pytest_report_header(config):
+    if not config.option.markexpr or config.option.markexpr == "not gpu and not slow":
+        return "all tests take about 14 minutes on two idle cores; -m quick selects two minutes of them"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(QUICK) and not any(map(item.get_closest_marker, NOT_QUICK)):
+            item.add_marker("quick")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """Files share few programs: without this a worker grows to several GB, and slows down."""

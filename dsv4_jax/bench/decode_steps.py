@@ -305,7 +305,7 @@ def _expert_memory(config, kv_format, options):
     if options.expert_memory != "auto":
         return ExpertMemory(options.expert_memory)
     batches, contexts = options.cases(config, "gpu")
-    schema = CacheSchema.from_config(config, **_sizes(max(batches), max(contexts), kv_format, options))
+    schema = CacheSchema(config, **_sizes(max(batches), max(contexts), kv_format, options))
     return ExpertMemory(reserved_bytes=PROGRAM_BYTES + _cache_bytes(schema, None))
 
 

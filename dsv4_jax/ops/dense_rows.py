@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.gather import fake_quantize, gather_all_compressed_kv
+from dsv4_jax.ops.gather import gather_all_compressed_kv
 from dsv4_jax.ops.views import AttentionKV, SWAView, run_bounds, take, valid_lengths
 from dsv4_jax.quant import Rows
 from pallas_kernels.formats.pool_operands import Rings
@@ -59,7 +59,7 @@ def dense_rows(
     dtype = new_kv.dtype
     runs = _find_runs(window, slots, positions)
     past_rows = window.codec.decode(runs.past_rows, dtype).reshape(runs.past.size, -1)
-    rows = jnp.concatenate([fake_quantize(window, new_kv, dtype), past_rows])
+    rows = jnp.concatenate([window.codec.fake_quantize(new_kv, dtype), past_rows])
     past_end = tokens + (runs.index + 1) * (window.window - 1)
 
     first_entry, counts, entries = jnp.zeros((tokens,), jnp.int32), jnp.zeros((tokens,), jnp.int32), None

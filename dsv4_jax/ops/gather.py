@@ -95,7 +95,7 @@ def gather_swa_kv(
 def _gather_swa_kv_xla(view, slots, positions, new_kv, *, dtype):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     if new_kv is not None:
-        new_kv = fake_quantize(view, new_kv, dtype)
+        new_kv = view.codec.fake_quantize(new_kv, dtype)
     return window_rows(view, slots, positions, tokens, run_bounds(slots)[0], new_kv, dtype)
 
 
@@ -113,11 +113,6 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
         index = tokens[:, None] - distance
         kv = jnp.where((index >= starts[:, None])[..., None], take(new_kv, index), kv)
     return _mask(kv, valid)
-
-
-def fake_quantize(view: SWAView, kv: Float[Array, "T D"], dtype) -> Float[Array, "T D"]:
-    """Quantizes and dequantizes rows by the view's format, as storing and reading them would."""
-    return view.codec.decode(view.codec.encode(kv), dtype)
 
 
 def _mask(kv, valid):

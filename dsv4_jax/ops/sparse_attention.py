@@ -12,7 +12,7 @@ from dsv4_jax.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.context_parallel import attend_to_shards
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs, ring_of_call
 from dsv4_jax.ops.dispatch import dispatch
-from dsv4_jax.ops.gather import fake_quantize, gather_all_compressed_kv, gather_compressed_kv, window_rows
+from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, window_rows
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import AttentionKV, run_bounds
 from dsv4_jax.quant import round_to
@@ -110,7 +110,7 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
     """Applies `attend_dense(q [H, D], rows [N, D], valid [N])` to each token and the rows that it sees."""
     window, compressed, new_kv = kv.window, kv.compressed, kv.new_kv
     if new_kv is not None:
-        new_kv = fake_quantize(window, new_kv, q.dtype)
+        new_kv = window.codec.fake_quantize(new_kv, q.dtype)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def attend(token):

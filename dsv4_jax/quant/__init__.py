@@ -3,6 +3,8 @@
 from dsv4_jax.quant.codecs import (
     BlockFP8Rows,
     EntryFP8Rows,
+    FakeQuantKeys,
+    FakeQuantRows,
     IndexRows,
     KeyCodec,
     MXFP4Keys,
@@ -12,7 +14,15 @@ from dsv4_jax.quant.codecs import (
     RowCodec,
     Rows,
 )
-from dsv4_jax.quant.formats import FORMATS, KVFormat, PerEntryFormat, PlainFormat, V4Format, kv_format
+from dsv4_jax.quant.formats import (
+    FORMATS,
+    FakeQuantFormat,
+    KVFormat,
+    PerEntryFormat,
+    PlainFormat,
+    V4Format,
+    kv_format,
+)
 from dsv4_jax.quant.fp4 import decode_e2m1, decode_mxfp4, decode_nvfp4, encode_e2m1, encode_mxfp4, encode_nvfp4
 from dsv4_jax.quant.fp8 import (
     decode_e4m3,
@@ -22,6 +32,14 @@ from dsv4_jax.quant.fp8 import (
     encode_fp8_block,
     encode_fp8_entry,
 )
-from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, hadamard, ordered_sum, round_to
+from dsv4_jax.quant.numerics import (
+    e8m0_ceil,
+    e8m0_reciprocal,
+    e8m0_value,
+    hadamard,
+    ordered_sum,
+    round_to,
+    straight_through,
+)
 from dsv4_jax.quant.pages import flashmla_page_bytes, from_flashmla_pages, to_flashmla_pages
 from dsv4_jax.quant.quantized_weight import WEIGHT_BLOCK, QuantizedWeight

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK, NVFP4_GROUP, decode_mxfp4, decode_nvfp4, encode_mxfp4, encode_nvfp4
 from dsv4_jax.quant.fp8 import FP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
-from dsv4_jax.quant.numerics import hadamard, round_to
+from dsv4_jax.quant.numerics import hadamard, round_to, straight_through
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 
 
@@ -92,6 +92,10 @@ class RowCodec(abc.ABC):
     @abc.abstractmethod
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         """Dequantizes rows to [..., D] of `dtype`; each value is an exact float32 product, rounded once."""
+
+    def fake_quantize(self, kv: Float[Array, "*rows D"], dtype: Any) -> Float[Array, "*rows D"]:
+        """Encodes and decodes rows, as storing and reading them would, with the gradient of unquantized rows."""
+        return straight_through(self.decode(self.encode(kv), dtype), kv)
 
     def _split(self, kv):
         kv = kv.astype(jnp.float32)
@@ -207,8 +211,19 @@ class KeyCodec(abc.ABC):
         """Dequantizes keys to [..., Di] float32, in the rotated basis if the codec rotates."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Rotates and rounds queries [..., Di] as keys are, and returns them in q's dtype (dsv4.md 4)."""
-        return round_to(self.decode(self.encode(q)), q.dtype)
+        """Rotates and rounds queries [..., Di] as keys are, and returns them in q's dtype (dsv4.md 4).
+
+        The gradient is that of the rotation.
+        """
+        return straight_through(round_to(self.decode(self.encode(q)), q.dtype), self._rotate(q.astype(jnp.float32)))
+
+    def fake_quantize(self, keys: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
+        """Encodes and decodes keys, to float32; the gradient is that of the rotation."""
+        return straight_through(self.decode(self.encode(keys)), self._rotate(keys.astype(jnp.float32)))
+
+    def _rotate(self, keys):
+        """Changes the basis to that of `decode`."""
+        return keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +246,11 @@ class MXFP4Keys(KeyCodec):
         return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", hadamard=True)
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        rotated = round_to(hadamard(keys.astype(jnp.float32)), jnp.bfloat16)
+        rotated = round_to(self._rotate(keys.astype(jnp.float32)), jnp.bfloat16)
         return IndexRows(*encode_mxfp4(rotated.astype(jnp.float32)))
+
+    def _rotate(self, keys):
+        return hadamard(keys)
 
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
         return decode_mxfp4(rows.codes, rows.scale)
@@ -284,6 +302,40 @@ class PlainKeys(KeyCodec):
 
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
         return rows.codes.astype(jnp.float32)
+
+
+# --- training ---
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeQuantRows(PlainRows):
+    """Rows with the values of another codec, stored as numbers through which gradients pass.
+
+    Attributes:
+      codec: the codec whose values they are.
+    """
+
+    codec: RowCodec
+
+    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
+        return super().encode(self.codec.fake_quantize(kv, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeQuantKeys(PlainKeys):
+    """Keys with the values of another codec, stored as numbers through which gradients pass.
+
+    Attributes:
+      codec: the codec whose values they are.
+    """
+
+    codec: KeyCodec
+
+    def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
+        return super().encode(self.codec.fake_quantize(keys))
+
+    def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
+        return self.codec.round_query(q)
 
 
 def _check_multiple(format_name: str, dim_name: str, dim: int, block: int) -> None:

@@ -95,6 +95,27 @@ class PlainFormat(KVFormat):
         return codecs.PlainKeys(index_dim, self.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class FakeQuantFormat(KVFormat):
+    """The values of a quantized format, stored as float32, with straight-through gradients: for training.
+
+    Attributes:
+      format: the quantized format.
+    """
+
+    name: ClassVar[str] = "fake_quant"
+    format: KVFormat = V4Format()
+
+    def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
+        return codecs.FakeQuantRows(nope_dim, rope_dim, jnp.float32, self.format.entries(nope_dim, rope_dim))
+
+    def window(self, nope_dim: int, rope_dim: int) -> RowCodec:
+        return codecs.FakeQuantRows(nope_dim, rope_dim, jnp.float32, self.format.window(nope_dim, rope_dim))
+
+    def keys(self, index_dim: int) -> KeyCodec:
+        return codecs.FakeQuantKeys(index_dim, jnp.float32, self.format.keys(index_dim))
+
+
 FORMATS = {cls.name: cls for cls in (V4Format, PerEntryFormat, PlainFormat)}
 
 

@@ -1,5 +1,6 @@
 """Arithmetic whose bits must not depend on the compiler, the backend or the shape of the batch."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -17,6 +18,17 @@ def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
         return x.astype(dtype)
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+@jax.custom_jvp
+def straight_through(value: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `value`, a rounded x, with the gradient of x."""
+    return value
+
+
+@straight_through.defjvp
+def _(primals, tangents):
+    return primals[0], tangents[1].astype(primals[0].dtype)
 
 
 def ordered_sum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
