@@ -276,7 +276,7 @@ def test_the_repr_and_the_names_are_short():
     assert repr(DSV4Config.v4_flash()).startswith(
         "DSV4Config(2 window only, 21 csa of 4 tokens, 20 hca of 128 tokens; hidden_size=4096, "
     )
-    schema = CacheSchema.from_config(DSV4Config.v4_flash(), num_blocks=8, max_requests=2, max_context=1024)
+    schema = CacheSchema(DSV4Config.v4_flash(), num_blocks=8, max_requests=2, max_context=1024)
     assert len(repr(DSV4Config.v4_pro())) < 240 and len(repr(schema)) < 700
     assert dir(dsv4_jax.config) == ["CSA", "DSV4Config", "HCA", "LAYER_TYPES", "LayerSpec", "RopeScaling", "SLIDING"]
 
