@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, UInt8
 
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
-from dsv4_jax.expert_pages.pages import THREADS, ExpertPages
+from dsv4_jax.expert_pages.paged_experts import THREADS, ExpertPages
 
 
 # Memory of the GPU for programs: their temporary buffers, CUDA graphs and code.

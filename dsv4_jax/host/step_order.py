@@ -2,7 +2,7 @@
 
 Batches and caches are recognized by one array of theirs. So nothing is added to the pytrees, programs and their keys
 stay as they are, and records vanish with the arrays. Arrays that a user's own program returned are unknown, and nothing
-is checked for them; `decode.launch` records what the steps of this package return.
+is checked for them; `decode.step_launch` records what the steps of this package return.
 """
 
 import dataclasses

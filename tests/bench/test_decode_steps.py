@@ -116,9 +116,9 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["step", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide batches=3"),
+        (["step", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide --batches 3"),
         (["all_reduce", "--mesh", "data=2"], "--mesh data=2 must have more than one device along the axis model"),
-        (["model", "--expert-parallel"], "expert_parallel=True needs a mesh with more than one device"),
+        (["model", "--expert-parallel"], "--expert-parallel needs a mesh with more than one device"),
         (["step", "--mesh", "model=4"], "mesh axis model=4 does not divide o_groups=2, vocab_size=258"),
         (["step", "--plot", "x.pdf"], "--plot x.pdf must end in .png"),
         (["step", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),

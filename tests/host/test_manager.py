@@ -135,7 +135,7 @@ class TestAdmit:
             ([[1, 2], [3, 4]], ValueError, r"prompt_ids has shape \(2, 2\)"),
             ([1.0], TypeError, "prompt_ids must hold whole numbers, not float64"),
             ([True], TypeError, "prompt_ids must hold whole numbers, not bool"),
-            ("12", TypeError, "prompt_ids must hold whole numbers"),
+            ("12", TypeError, "prompt_ids='12' is text: encode it first"),
             ([2**70], TypeError, "prompt_ids must hold whole numbers"),
         ],
     )

@@ -180,7 +180,8 @@ class TestRefusals:
     def test_a_min_length_that_the_rings_do_not_reach(self, saved, target, tmp_path, floor):
         path = self.forged(saved[0], tmp_path, min_length=floor)
         if floor == 40:  # a number in place of its text
-            assert load_request(path, make(), make().init_cache(), key="tiny")[0] == 0
+            manager = make()
+            assert load_request(path, manager, manager.init_cache(), key="tiny")[0] == 0
         else:
             self.refuses(path, target, "min_length is .* must be from 38 to 40")
 
