@@ -185,7 +185,8 @@ class StackDecoder:
         self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "tokens")
         self._cache: KVCache | None = None
         self._slots: list[int] = []
-        self._step: Any = None  # compiled when it first runs
+        self._step: Any = None  # the programs, compiled or loaded when they first run
+        self._loop: Any = None
 
     def start_requests(self, past: int) -> None:
         """Replaces all requests by new ones with `past` tokens each."""
@@ -213,8 +214,7 @@ class StackDecoder:
         """Runs one decode step and returns its output."""
         args = self.stack, self._cache, batch, self._x
         if self._step is None:
-            options = dict(tokens=self.tokens, drafts=self.drafts)
-            program = find_program(stack_step, args, options) or compile_program(stack_step, args, options)
+            program = _program(stack_step, args, tokens=self.tokens, drafts=self.drafts)
             self._step, self.step_text = program.call, program.call.as_text() or ""
             self.compile_seconds = {name: round(seconds, 2) for name, seconds in program.seconds.items()}
         y, self._cache = self._step(*args)
@@ -224,12 +224,19 @@ class StackDecoder:
         """Runs `steps` steps of one token on the device. Returns the last output. `batch` has `reserve=steps - 1`."""
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
-        y, self._cache = stack_loop(self.stack, self._cache, batch, self._x, steps=steps)
+        args = self.stack, self._cache, batch, self._x
+        if self._loop is None:
+            self._loop = _program(stack_loop, args, steps=steps).call
+        y, self._cache = self._loop(*args)
         return y
 
     def free_cache(self) -> None:
         """Frees the cache's memory. `start_requests` makes a new cache."""
         self._cache = None
+
+
+def _program(function, args, **options):
+    return find_program(function, args, options) or compile_program(function, args, options)
 
 
 def floor_bytes(decoder: StackDecoder, context: int) -> int:

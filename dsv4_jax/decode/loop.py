@@ -10,9 +10,9 @@ from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, one_token_batch
-from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, last_token_indices, sample_tokens
+from dsv4_jax.decode.step_launch import compiled_step
 
 
 @jax.tree_util.register_dataclass

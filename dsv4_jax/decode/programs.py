@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.decode.step_launch import launch
 from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, sample_step
+from dsv4_jax.decode.step_launch import launch
 
 
 @jax.tree_util.register_pytree_node_class

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import check_drafts, draft, forward_for_drafts, one_token_batch
-from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.decode.sampling import (
     GREEDY,
     BatchedSamplingParams,
@@ -19,6 +18,7 @@ from dsv4_jax.decode.sampling import (
     sample,
     top_logprobs,
 )
+from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.views import run_bounds
 
 

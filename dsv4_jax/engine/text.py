@@ -101,6 +101,8 @@ class AnswerText:
         if self._stream is not None:
             for token in prompt[-self._CONTEXT :]:
                 self._stream.add(int(token))
+        # An incomplete character at the prompt's end is the prompt's, unless a token completes it.
+        self._prompt_rest = "" if self._stream is None else self._stream.finish()
 
     @property
     def stopped(self) -> bool:
@@ -109,13 +111,17 @@ class AnswerText:
     def add(self, token: int) -> str:
         """Adds a token and returns the text that can be shown."""
         if self._stream is not None:
-            return self._stops.add(self._stream.add(token))
+            piece = self._stream.add(token)
+            if piece:
+                self._prompt_rest = ""
+            return self._stops.add(piece)
         text, self._separator = f"{self._separator}{token}", " "
         return text
 
     def finish(self) -> str:
         """Returns the text that was held back, after the last token."""
-        text = "" if self._stream is None else self._stops.add(self._stream.finish())
+        rest = "" if self._stream is None else self._stream.finish()
+        text = self._stops.add(rest.removeprefix(self._prompt_rest))
         return text if self.stopped else text + self._stops.finish()
 
 

@@ -38,6 +38,8 @@ def test_bytes_that_never_become_a_character_are_replaced(tokenizer):
 def test_a_prompt_may_end_inside_a_character(tokenizer):
     first, *rest = "é".encode()
     assert shown(AnswerText(tokenizer, [97, first], []), rest) == ["é", ""]
+    # The prompt shows its own incomplete character.
+    assert shown(AnswerText(tokenizer, [97, first], []), b"") == [""]
 
 
 def test_without_a_tokenizer_text_is_ids():
