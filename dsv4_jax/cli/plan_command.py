@@ -154,14 +154,17 @@ class _Device:
 
     def used(self, one: "CacheSchema", requests: int) -> int:
         """Returns the bytes that `requests` full requests of its shard take on the device."""
-        # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
-        slot = one.memory_bytes() - one.max_blocks * one.block_bytes
-        return requests * slot + -(-requests * one.max_blocks // self.holders) * one.block_bytes
+        return self._bytes_by_requests(one)(requests)
 
     def requests(self, one: "CacheSchema") -> int:
         """Returns the maximum number of full requests in a shard."""
-        counts = range(1, self.memory + 1)
-        return bisect.bisect_right(counts, self.memory, key=lambda count: self.used(one, count))
+        return bisect.bisect_right(range(1, self.memory + 1), self.memory, key=self._bytes_by_requests(one))
+
+    def _bytes_by_requests(self, one):
+        # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
+        blocks, block = one.max_blocks, one.block_bytes
+        slot = one.memory_bytes() - blocks * block
+        return lambda requests: requests * slot + -(-requests * blocks // self.holders) * block
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
         """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
