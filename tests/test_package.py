@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pydoc
 import types
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import dsv4_jax
 import pallas_kernels
+from dsv4_jax.decode import decode_loop, decode_step, forward, sample_step
 
 
 @pytest.mark.parametrize("name", dsv4_jax.__all__)
@@ -34,3 +36,9 @@ def test_no_two_modules_or_classes_share_a_name():
     assert len(classes) > 100
     del classes["Config"]  # the tuning choices of a kernel, beside it
     assert not [name for name, count in [*modules.items(), *classes.items()] if count > 1]
+
+
+@pytest.mark.parametrize("step", [forward, decode_step, sample_step, decode_loop])
+def test_help_shows_a_compiled_step_as_the_function_that_it_is(step):
+    text = pydoc.plain(pydoc.render_doc(step))
+    assert f"{step.__name__}(model: " in text and "Args:" in text and "PjitFunction" not in text

@@ -1,13 +1,17 @@
 """What objects show of themselves: short, and without reading an array."""
 
 import html.parser
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.cache.request_rows import read_request
 from dsv4_jax.engine.requests import Request, RequestParams
+from dsv4_jax.host import PrefixCache
+from dsv4_jax.host.offload import OffloadedRequest
 from dsv4_jax.summary import MAX_ROWS, Share, Summarized, Summary
 from tests.host.managers import ids, make
 
@@ -70,6 +74,15 @@ def test_a_manager_shows_what_its_requests_hold(parts):
     for words in ("slots  2 of 4", "blocks  4 of 12", "slot 0  40 of 96 tokens in 3 blocks", "slot 1  3 of 96 tokens"):
         assert words in page
     assert '<progress value="40" max="96">' in manager._repr_html_()
+
+
+def test_requests_elsewhere_and_prefixes_show_their_sizes(parts):
+    manager, cache = parts[0], parts[1]
+    rows = jax.tree.map(np.asarray, read_request(cache, 0, 0, 0, boundary=True))
+    request = OffloadedRequest(length=40, min_length=38, rows=rows, blocks={}, identity={})
+    assert re.fullmatch(r"OffloadedRequest\(40 tokens, [\d.]+ KiB\)", repr(request))
+    assert "can be rewound to" in request._repr_html_()
+    assert repr(PrefixCache(manager, key="tiny")) == "PrefixCache(0 blocks, 0 snapshots (0 B))"
 
 
 def test_a_request_shows_its_progress():

@@ -252,9 +252,11 @@ class KVCacheManager(Summarized):
         """
         if reserve < 0:
             raise ValueError(f"{reserve=} must not be negative")
+        if not isinstance(tokens, Mapping):
+            raise TypeError(f"tokens must map slots to token ids, {{slot: ids}}, got a {type(tokens).__name__}")
         if not tokens:
             raise ValueError("tokens is empty: a step needs at least one slot with tokens")
-        ids = {slot: self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()}
+        ids = {check_whole("slot", slot): self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()}
         return prepare_forward(self.requests, ids, reserve, prefill_size, decode_size)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:

@@ -15,10 +15,12 @@ from dsv4_jax.host.manager import KVCacheManager
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.shard_placement import best_shard
 from dsv4_jax.host.step_order import record_write
+from dsv4_jax.sizes import readable_bytes
+from dsv4_jax.summary import Summarized, Summary
 
 
-@dataclasses.dataclass(frozen=True)
-class OffloadedRequest:
+@dataclasses.dataclass(frozen=True, repr=False)
+class OffloadedRequest(Summarized):
     """A request whose live bytes are in host memory.
 
     Attributes:
@@ -39,6 +41,10 @@ class OffloadedRequest:
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves((self.rows, self.blocks)))
+
+    def _summary(self) -> Summary:
+        words = f"{self.length} tokens", readable_bytes(self.nbytes)
+        return Summary(words, {"can be rewound to": f"{self.min_length} tokens"})
 
 
 def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = "") -> OffloadedRequest:

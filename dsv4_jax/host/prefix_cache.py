@@ -16,6 +16,8 @@ from dsv4_jax.host.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
 from dsv4_jax.host.step_order import record_write
+from dsv4_jax.sizes import readable_bytes
+from dsv4_jax.summary import Summarized, Summary
 
 
 @dataclasses.dataclass
@@ -50,7 +52,7 @@ class PrefixMetrics:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class PrefixCache:
+class PrefixCache(Summarized):
     """Shares the blocks of equal prefixes between requests, bit for bit.
 
     A chain of hashes over token ids finds a request's full blocks. To continue after them, a request also needs its
@@ -117,6 +119,11 @@ class PrefixCache:
         snapshots = len(self._snapshots)
         held = dict(snapshots=snapshots, snapshot_bytes=snapshots * self.bytes_per_snapshot)
         return dataclasses.replace(self._metrics, blocks=len(self._tree.nodes), **held)
+
+    def _summary(self) -> Summary:
+        found = self.metrics
+        snapshots = f"{found.snapshots} snapshots ({readable_bytes(found.snapshot_bytes)})"
+        return Summary((f"{found.blocks} blocks", snapshots), {"hit rate": f"{found.hit_rate:.0%}"})
 
     @property
     def evictable(self) -> int:

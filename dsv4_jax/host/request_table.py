@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
@@ -113,8 +114,8 @@ class RequestTable:
         self.newest_lengths: weakref.ref[jax.Array] | None = None
 
     def state(self, slot: int) -> RequestState:
-        """Returns the state of a request; raises ValueError if the slot is not admitted."""
-        if slot not in self.states:
+        """Returns the state of a request; raises TypeError or ValueError if the slot is not one that is admitted."""
+        if check_whole("slot", slot) not in self.states:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {sorted(self.states)}")
         return self.states[slot]
 

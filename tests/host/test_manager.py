@@ -1,6 +1,7 @@
 """The manager: what batches hold, their sizes, and that every refusal leaves the manager as it was."""
 
 import copy
+import inspect
 
 import chex
 import jax
@@ -266,6 +267,19 @@ class TestPrepareForward:
         unchanged(manager)
         with pytest.raises(error, match=message):
             manager.prepare_forward(tokens, reserve=reserve)
+
+    @pytest.mark.parametrize(
+        ("tokens", "message"),
+        [
+            ([[1, 2]], r"tokens must map slots to token ids, \{slot: ids\}, got a list"),
+            ({0.0: [1]}, "slot=0.0 must be a whole number"),
+        ],
+    )
+    def test_slots_are_whole_numbers_that_map_to_ids(self, tokens, message):
+        manager = make()
+        manager.admit()
+        with pytest.raises(TypeError, match=message):  # without the tests' own type checks
+            inspect.unwrap(KVCacheManager.prepare_forward)(manager, tokens)
 
     def test_after_a_refusal_the_rest_still_fits(self):
         manager = make(num_blocks=2)
