@@ -94,7 +94,7 @@ class GenerateCommand(ModelOptions):
         self._check()
         checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         options.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
-        sizes = self.check_mesh(config)
+        sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
         options.notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
@@ -111,7 +111,7 @@ class GenerateCommand(ModelOptions):
         manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
-        model = CompiledModel(self.load_model(checkpoint, config, progress=progress))
+        model = CompiledModel(self.load_model(checkpoint, manager.schema, progress=progress))
         device = jax.devices()[0].device_kind
         options.notify(options.compiling_for(device))
 

@@ -22,7 +22,9 @@ from dsv4_jax.sizes import parse_bytes
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from dsv4_jax.cache import CacheSchema
     from dsv4_jax.config import DSV4Config
+    from dsv4_jax.expert_pages import ExpertMemory
     from dsv4_jax.host import KVCacheManager
     from dsv4_jax.nn import DeepseekV4ForCausalLM
 
@@ -91,9 +93,16 @@ class ModelOptions:
     mesh: MeshOption = None
     expert_parallel: ExpertParallel = False
     context_parallel: ContextParallel = False
+    expert_memory: ExpertMemoryOption = None
 
-    def check_mesh(self, config: "DSV4Config") -> dict[str, int]:
-        """Returns the sizes of --mesh by axis; raises ValueError if it cannot shard the model."""
+    def check_devices(self, config: "DSV4Config") -> dict[str, int]:
+        """Returns the sizes of --mesh by axis. Call it before JAX starts.
+
+        Raises:
+          ValueError: the mesh cannot shard the model, or --expert-memory does not go with the other options.
+        """
+        if expert_bytes(self.expert_memory, self.mesh) is not None and self.weights not in (None, "quantized"):
+            raise ValueError(f"--expert-memory needs --weights quantized, got {self.weights}")
         parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
         return mesh_sizes(self.mesh, config, **parallel)
 
@@ -102,10 +111,11 @@ class ModelOptions:
         """The devices of --mesh; None for the default device."""
         return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
 
-    def load_model(self, checkpoint: Path, config: "DSV4Config", *, progress: bool = False) -> "DeepseekV4ForCausalLM":
+    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "DeepseekV4ForCausalLM":
         """Loads a checkpoint, and logs the tensors of a user's own one that are not used.
 
-        Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere.
+        Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere. With
+        --expert-memory auto, experts leave room for a cache of this schema.
         """
         import jax
         import jax.numpy as jnp
@@ -113,7 +123,9 @@ class ModelOptions:
 
         from dsv4_jax.checkpoint import load_checkpoint
 
-        weights = "quantized" if self.weights is None and jax.default_backend() == "gpu" else self.weights
+        experts = self._expert_memory(schema)
+        stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
+        weights = "quantized" if stay else self.weights
         log = logging.getLogger("dsv4_jax")
         if checkpoint != packaged_checkpoint() and not log.handlers:
             log.setLevel(logging.INFO)
@@ -121,7 +133,19 @@ class ModelOptions:
             log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
         sharding = dict(mesh=self.devices, expert_parallel=self.expert_parallel)
         types = dict(dtype=jnp.dtype(self.dtype), weights=weights)
-        return load_checkpoint(checkpoint, config, **types, progress=progress, **sharding)
+        return load_checkpoint(checkpoint, schema.config, **types, progress=progress, expert_memory=experts, **sharding)
+
+    def _expert_memory(self, schema: "CacheSchema") -> "ExpertMemory | None":
+        if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
+            return None
+        import jax
+
+        from dsv4_jax.expert_pages import PROGRAM_BYTES, CudaMemory, ExpertMemory
+
+        memory = CudaMemory(jax.devices()[0])
+        if size == "auto":
+            return ExpertMemory(reserved_bytes=PROGRAM_BYTES + schema.memory_bytes(), memory=memory)
+        return ExpertMemory(size, memory=memory)
 
     def cache_options(self, config: "DSV4Config") -> dict[str, Any]:
         """Returns the arguments of a `KVCacheManager` that do not depend on the requests."""

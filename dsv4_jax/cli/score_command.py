@@ -76,7 +76,7 @@ class ScoreCommand(ModelOptions):
         checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
             config = dataclasses.replace(config, index_topk=self.index_topk)
-        self.check_mesh(config)
+        self.check_devices(config)
         options.notify(f"Starting JAX and reading {checkpoint} ...")
         import numpy as np
 
@@ -93,7 +93,7 @@ class ScoreCommand(ModelOptions):
         manager = self.make_manager(config, rows, total, self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
-        model = self.load_model(checkpoint, config)
+        model = self.load_model(checkpoint, manager.schema)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         record = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
         results = _collect(score_ids(model, manager, ids, sizes, **record), rows, sizes)

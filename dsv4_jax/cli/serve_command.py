@@ -142,7 +142,7 @@ class ServeCommand(ModelOptions):
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
             raise ValueError(f"--context {context} is longer than the model's: max_position_embeddings={limit}")
-        check_divisible(self.check_mesh(config), max_requests=self.max_requests)
+        check_divisible(self.check_devices(config), max_requests=self.max_requests)
         return context
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
@@ -162,7 +162,7 @@ class ServeCommand(ModelOptions):
             **self.cache_options(config),
         )
         return Engine(
-            self.load_model(checkpoint, config),
+            self.load_model(checkpoint, manager.schema),
             manager,
             token_budget=self._step_tokens,
             drafter=PromptLookup() if self.drafts else None,

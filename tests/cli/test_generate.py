@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_on_a_gpu_weights_stay_as_they_are_stored(monkeypatch, weights, on_gpu):
     monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", lambda *args, weights, **options: weights)
     for backend, expected in dict(cpu=weights, gpu=on_gpu).items():
         monkeypatch.setattr("jax.default_backend", lambda: backend)  # noqa: B023
-        assert ModelOptions(weights=weights).load_model(TINY, None) == expected
+        assert ModelOptions(weights=weights).load_model(TINY, mock.Mock(config=None)) == expected
 
 
 def test_mistakes_about_text_are_explained(refused, with_text, tmp_path):

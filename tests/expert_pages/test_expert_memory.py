@@ -11,6 +11,7 @@ from flax import nnx
 
 from dsv4_jax.bench.model_stack import random_stack
 from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import decode_step
 from dsv4_jax.expert_pages import ExpertMemory, Mover
@@ -117,6 +118,18 @@ def test_memory_that_is_short_is_told_before_anything_is_made():
 def test_other_weights_are_refused(options):
     with pytest.raises(ValueError, match='expert_memory= needs weights="quantized" and no mesh'):
         load_checkpoint(CHECKPOINT, expert_memory=ExpertMemory(memory=CpuMemory()), **options)
+
+
+def test_the_option_of_the_command_line(monkeypatch, model):
+    for name in ("ALLOCATOR", "PREALLOCATE"):
+        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", "")  # the option sets them
+    schema = KVCacheManager(read_config(CHECKPOINT), num_blocks=2, max_requests=1, max_context=128).schema
+    for text, on_host in dict(auto=0, **{f"{5 * LAYERS * EACH}B": 3}).items():
+        memory = CpuMemory()
+        monkeypatch.setattr("dsv4_jax.expert_pages.CudaMemory", lambda device: memory)  # noqa: B023
+        loaded = ModelOptions(expert_memory=text).load_model(CHECKPOINT, schema)
+        assert sum(size for size, host in memory.handles.values() if host) == on_host * LAYERS * EACH
+        assert jax.tree.structure(loaded) == jax.tree.structure(model)
 
 
 def test_without_a_gpu_it_is_said():
