@@ -63,7 +63,7 @@ def load_checkpoint(
         dtype: dtype of the activations, bfloat16 or float32.
         weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantized
             storage exactly. "quantized" keeps quantized weights quantized in memory and dequantizes them on use, with
-            equal results. None = `dtype`. The module decides which parameters are always float32.
+            equal results. None = the dtype of the activations. The module decides which parameters are always float32.
         mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
             `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
         expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
@@ -76,7 +76,7 @@ def load_checkpoint(
         The model. Tensors of multi-token prediction are left out, and logged, if the configuration has none.
 
     Raises:
-        ValueError: `dtype` or `weights` is invalid; a file is broken (see `reader`); tensors are missing, extra,
+        ValueError: the dtype or `weights` is invalid; a file is broken (see `reader`); tensors are missing, extra,
             mis-shaped, of the wrong kind or have wrong scales (all in one message); weights are NaN or infinite; the
             mesh does not divide the model or would split a block of weights with one scale; a device is out of memory.
     """
