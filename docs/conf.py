@@ -56,6 +56,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
+# NumPy's `dtype` in a signature is also the short name of several attributes.
+suppress_warnings = ["ref.python"]
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
