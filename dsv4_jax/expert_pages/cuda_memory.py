@@ -94,7 +94,11 @@ class CudaMemory:
     def map(self, address: int, nbytes: int, handle: Any, *, for_cpu: bool = False) -> None:
         """Maps physical memory to reserved addresses, for the GPU and, if it is the host's memory, for the CPU.
 
-        Rights for the CPU triple the time. The memory may be mapped elsewhere, too.
+        Args:
+          address: first address.
+          nbytes: size of the mapping.
+          handle: the physical memory, which may be mapped elsewhere, too.
+          for_cpu: whether the CPU may read and write it, which triples the time.
         """
         with self._current():
             self._call("cuMemMap", address, nbytes, 0, handle, 0)
@@ -111,7 +115,13 @@ class CudaMemory:
             self._call("cuMemUnmap", address, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copies between addresses of the GPU and the host, beside running programs, and waits for the copy alone."""
+        """Copies between addresses of the GPU and the host, beside running programs, and waits for the copy alone.
+
+        Args:
+          target: first address to write.
+          source: first address to read.
+          nbytes: number of bytes.
+        """
         with self._current():
             self._call("cuMemcpyAsync", target, source, nbytes, self._stream)
             self._call("cuStreamSynchronize", self._stream)

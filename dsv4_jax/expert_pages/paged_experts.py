@@ -182,7 +182,12 @@ class Mover:
             raise
 
     def stage(self, layer: int, hot: int, cold: int) -> bool:
-        """Begins to copy a swap: expert `hot` of a layer moves to the GPU, `cold` to the host.
+        """Begins to copy a swap of two experts.
+
+        Args:
+          layer: number of the layer among those of the pages.
+          hot: expert in host memory, which moves to the GPU.
+          cold: expert on the GPU, which moves to the host.
 
         Returns:
           Whether there was spare memory for it; if not, `remap` makes room.

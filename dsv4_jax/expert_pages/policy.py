@@ -26,7 +26,13 @@ class PlacementPolicy:
 
     @classmethod
     def start(cls, num_layers: int, num_experts: int, **options: float) -> "PlacementPolicy":
-        """Returns a policy that has seen no token."""
+        """Returns a policy that has seen no token.
+
+        Args:
+          num_layers: number of layers with experts.
+          num_experts: number of experts of a layer.
+          options: `half_life` and `margin`.
+        """
         return cls(np.zeros((num_layers, num_experts)), **options)
 
     def count(self, hits: Int[np.ndarray, "L E"], tokens: int) -> None:

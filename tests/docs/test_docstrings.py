@@ -8,7 +8,7 @@ import re
 from dsv4_jax.config import DSV4Config, RopeScaling
 
 
-PARTS = ("cache", "checkpoint", "cli", "decode", "engine", "host", "nn", "ops", "quant", "serve")
+PARTS = ("cache", "checkpoint", "cli", "decode", "engine", "expert_pages", "host", "nn", "ops", "quant", "serve")
 PACKAGES = ["dsv4_jax", *(f"dsv4_jax.{part}" for part in PARTS), "pallas_kernels"]
 
 
