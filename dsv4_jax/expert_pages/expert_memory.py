@@ -108,7 +108,10 @@ class ExpertMemory:
         return pages.array
 
 
-_PREALLOCATED = "JAX takes most of a GPU when it starts, unless XLA_PYTHON_CLIENT_PREALLOCATE=false is set before."
+_PREALLOCATED = (
+    "JAX takes most of a GPU when it starts, unless XLA_PYTHON_CLIENT_PREALLOCATE=false and "
+    "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async are set before."
+)
 
 
 def _gb(count: int) -> str:
