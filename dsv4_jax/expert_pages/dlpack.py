@@ -30,7 +30,7 @@ class _Tensor(ctypes.Structure):
 
 
 _CUDA, _CPU, _UNSIGNED = 2, 1, 1
-# What a tensor owns, by its address, until the array over it is gone.
+# The objects that a tensor needs, by its address, until the array over it is gone.
 _owned: dict[int, tuple[Any, ...]] = {}
 
 
@@ -73,14 +73,18 @@ def array_over(
       address: address of the first byte, on the device.
       shape: shape of the array, whose bytes are contiguous.
       device: the GPU, or a CPU in tests.
-      free: is called once, after the array and all programs that read it are gone.
+      free: is called once, after the array and all programs that read it are gone; never if this function raises.
     """
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))
     kind, number = (_CUDA, device.local_hardware_id) if device.platform == "gpu" else (_CPU, 0)
     tensor = _Tensor(address, kind, number, len(shape), _UNSIGNED, 8, 1, sizes, strides, 0, None, _delete_pointer)
     _owned[ctypes.addressof(tensor)] = tensor, sizes, strides, free
-    array = jax.dlpack.from_dlpack(_Exporter(tensor))
+    try:
+        array = jax.dlpack.from_dlpack(_Exporter(tensor))
+    except BaseException:
+        del _owned[ctypes.addressof(tensor)]
+        raise
     # A step whose arguments are committed compiles again when its outputs, which then are, come back as arguments.
     return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
 

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from unittest import mock
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.expert_pages import ExpertPages, Mover
+from dsv4_jax.expert_pages import ExpertPages, Mover, dlpack
 from tests.expert_pages.cpu_memory import CpuMemory
 
 
@@ -124,6 +125,14 @@ def test_nothing_stays_when_mapping_fails(monkeypatch, call):
     with pytest.raises(RuntimeError, match="cuMemSetAccess"):
         make(memory, [])
     assert memory.is_empty()
+
+
+def test_nothing_stays_when_jax_refuses_the_memory(monkeypatch):
+    memory = CpuMemory()
+    monkeypatch.setattr("jax.dlpack.from_dlpack", mock.Mock(side_effect=RuntimeError("no such memory")))
+    with pytest.raises(RuntimeError, match="no such memory"):
+        make(memory, [])
+    assert memory.is_empty() and not dlpack._owned
 
 
 def test_spare_memory_that_is_short_leaves_nothing(data):
