@@ -141,7 +141,7 @@ class _Call:
         with _reported(f"cannot load {self.function.__qualname__}"):
             executable = self.load(*entry)
         if executable is None:
-            # What JAX's cache has loaded cannot be serialized again: on a CPU it lacks functions when it runs.
+            # An executable from JAX's cache cannot be serialized again: on a CPU it lacks functions when it runs.
             with _without_jax_cache():
                 executable = lowered.compile()
             with _reported(f"cannot keep {self.function.__qualname__}"):
