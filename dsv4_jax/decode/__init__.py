@@ -4,5 +4,5 @@ from dsv4_jax.decode.drafts import DraftingModel
 from dsv4_jax.decode.loop import LoopOutput, decode_loop
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs, sample
-from dsv4_jax.decode.step import Model, StepOutput, decode_step, forward, last_token_indices, sample_step
+from dsv4_jax.decode.step import EarlierTokens, Model, StepOutput, decode_step, forward, last_token_indices, sample_step
 from dsv4_jax.parallel.sharded_step import sharded_step

@@ -132,7 +132,7 @@ def _advance(model, sampling, seeds, stop_tokens, state):
     batch, options = _with_drafts(state.last_tokens, state.draft_tokens, is_live), None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
-    step, cache = sample_tokens(model, state.cache, batch, indices, sampling, seeds, options, drafts)
+    step, cache = sample_tokens(model, state.cache, batch, indices, sampling, seeds, options, drafts=drafts)
     logprobs = None if state.output.logprobs is None else step.logprobs
     drawn = LoopOutput(step.tokens, logprobs, step.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)

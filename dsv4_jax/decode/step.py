@@ -98,6 +98,25 @@ class StepOutput:
         return StepOutput(self.tokens[rows], self.logprobs[rows], top, self.draft_tokens)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EarlierTokens:
+    """Tokens that an earlier step drew and this step runs, without a visit to the host.
+
+    Attributes:
+      tokens: [m] int32, `StepOutput.tokens` of the earlier step.
+      indices: [T] int32, the entry of `tokens` that takes the place of each token of the batch; -1 = none.
+    """
+
+    tokens: Any
+    indices: Any
+
+    def fill(self, batch: Batch) -> Batch:
+        """Returns the batch with these tokens in their places."""
+        drawn = self.tokens[jnp.maximum(self.indices, 0)]
+        return dataclasses.replace(batch, token_ids=jnp.where(self.indices >= 0, drawn, batch.token_ids))
+
+
 @compiled_step(static_argnames=("drafts",))
 def sample_step(
     model: Model,
@@ -107,6 +126,7 @@ def sample_step(
     sampling: SamplingParams | BatchedSamplingParams = GREEDY,
     seeds: UInt32[Array, "slots"] | None = None,
     logprobs: LogprobOptions | None = None,
+    earlier: EarlierTokens | None = None,
     *,
     drafts: int = 0,
 ) -> tuple[StepOutput, KVCache]:
@@ -127,6 +147,7 @@ def sample_step(
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
       logprobs: which log-probabilities to find besides those of the drawn tokens; None = no others.
+      earlier: tokens of the batch that only the device knows; None = the host knows all.
       drafts: number of tokens to draft per request, less than the cache's `max_query_tokens` (static).
 
     Returns:
@@ -135,7 +156,7 @@ def sample_step(
     Raises:
       RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
-    return sample_tokens(model, cache, batch, logits_indices, sampling, seeds, logprobs, drafts)
+    return sample_tokens(model, cache, batch, logits_indices, sampling, seeds, logprobs, earlier, drafts)
 
 
 def sample_tokens(
@@ -146,9 +167,11 @@ def sample_tokens(
     sampling: SamplingParams | BatchedSamplingParams = GREEDY,
     seeds: UInt32[Array, "slots"] | None = None,
     logprobs: LogprobOptions | None = None,
+    earlier: EarlierTokens | None = None,
     drafts: int = 0,
 ) -> tuple[StepOutput, KVCache]:
     """Does what `sample_step` does, inside a traced function."""
+    batch = batch if earlier is None else earlier.fill(batch)
     num_slots = cache.lengths.shape[0]
     indices = last_token_indices(batch, num_slots) if logits_indices is None else logits_indices
     seeds = jnp.zeros((num_slots,), jnp.uint32) if seeds is None else seeds

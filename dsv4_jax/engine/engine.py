@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
@@ -17,7 +18,8 @@ from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
 from dsv4_jax.engine.runner import StepRunner
-from dsv4_jax.engine.scheduler import ScheduledRequest, Scheduler
+from dsv4_jax.engine.scheduler import Scheduler
+from dsv4_jax.engine.steps import LaunchedStep, ScheduledRequest
 from dsv4_jax.engine.updates import update, update_steps
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
@@ -34,13 +36,17 @@ class Engine(Summarized):
     On a mesh with an axis "data" each shard runs its own requests, in steps of one program. A request goes to a shard
     where it fits, to the one with its longest prefix, or else to the one with the most free slots.
 
+    While a step's tokens are on their way to the host, the next step runs already (`EngineConfig.overlap`). It takes
+    the newest tokens from the device. Requests that end by their length are not in it; one that turns out to have ended
+    by a stop token has run one token in vain. A step that has to preempt a request waits, since it needs the tokens.
+
     If a step raises, the engine stays usable: the requests that ran are queued again and continue from the tokens they
     have. Not thread-safe.
 
     Attributes:
       manager: the owner of the slots and blocks; only the engine may admit requests to it.
       prefix: the prefix cache, or None.
-      config: EngineConfig with its `draft_tokens` filled in.
+      config: EngineConfig with its `draft_tokens` and `overlap` filled in.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Engine(Summarized):
         drafter = None if on_device else drafter
         self._scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
         self._orders = itertools.count()
+        self._launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
 
     def _summary(self) -> Summary:
         running, waiting = self.running, self.waiting
@@ -93,7 +100,7 @@ class Engine(Summarized):
 
     @property
     def cache(self) -> KVCache:
-        """The cache after the last step."""
+        """The cache after the last step that was launched."""
         return self._scheduler.cache
 
     @property
@@ -223,7 +230,7 @@ class Engine(Summarized):
 
         Args:
           decode: whether to draw tokens. If False, the step reads each request's tokens up to its last one, and may
-            have nothing to do.
+            have nothing to do. The tokens of a step that the call before launched still come.
 
         Returns:
           An output for each request that got tokens or failed since the last call that returned.
@@ -259,14 +266,17 @@ class Engine(Summarized):
     # --- one step ---
 
     def _run_step(self, decode):
+        """Reads the step that the call before launched, or else a new one, and launches the next one before that."""
         scheduler = self._scheduler
         with self._restart_on_error(), lost_process_named():
             scheduler.current = ()
-            scheduler.admit()
-            self._metrics.waits += len(scheduler.waiting)
-            counts = scheduler.schedule_steps() if decode else {}
-            if not (counts and self._execute_steps(counts)) and (scheduled := scheduler.schedule(decode=decode)):
-                self._execute(scheduled)
+            launched, self._launched = self._launched, None
+            if launched is None or launched.is_in_vain:
+                launched = self._launch_first(decode)
+            if launched is not None:
+                if self.config.overlap:
+                    self._launched = self._launch_ahead(launched, decode)
+                self._read(launched)
         self._metrics.pools = pool_use(self.manager, self._metrics.pools)
 
     @contextlib.contextmanager
@@ -275,19 +285,48 @@ class Engine(Summarized):
         try:
             yield
         except BaseException:
+            self._launched = None
             self._scheduler.restart()
             self._metrics.restarts += 1
             raise
 
-    def _execute(self, scheduled: list[ScheduledRequest]):
-        """Runs a batch and gives each request its tokens."""
+    def _launch(self, scheduled: list[ScheduledRequest], after: LaunchedStep | None = None) -> LaunchedStep:
+        """Launches a step, without waiting for it or for the step `after` whose tokens it runs."""
+        launched, self._scheduler.cache = self._runner(self._scheduler.cache, scheduled, after)
+        return launched
+
+    def _launch_first(self, decode: bool) -> LaunchedStep | None:
+        """Launches a step while none runs. Returns None if there is nothing to run, or if several steps ran."""
         scheduler = self._scheduler
-        batch, output, rows, scheduler.cache = self._runner(scheduler.cache, scheduled)
-        output = self.manager.requests.get(output)
+        scheduler.admit()
+        counts = scheduler.schedule_steps() if decode else {}
+        if counts and self._execute_steps(counts):
+            return None
+        scheduled = scheduler.schedule(decode=decode)
+        return self._launch(scheduled) if scheduled else None
+
+    def _launch_ahead(self, launched: LaunchedStep, decode: bool) -> LaunchedStep | None:
+        """Launches the step behind one that is not read. Returns None if there is none, or if it has to wait."""
+        scheduler = self._scheduler
+        scheduler.current = launched.requests
+        scheduler.take_snapshots(launched)
+        scheduler.admit()
+        try:
+            scheduled = scheduler.schedule(decode=decode, in_flight=launched.newest_tokens())
+        except CacheFullError:
+            return None
+        return self._launch(scheduled, launched) if scheduled else None
+
+    def _read(self, launched: LaunchedStep) -> None:
+        """Waits for a step's output and gives each request its tokens."""
+        scheduler, scheduler.current = self._scheduler, launched.requests
+        output = jax.device_get(launched.output)
         self._metrics.steps += 1
-        self._metrics.mixed_steps += batch.prefill
-        for item in scheduled:
-            update(scheduler, item, output[rows[item.request.slot]])
+        self._metrics.mixed_steps += launched.prefill
+        for item in launched.scheduled:
+            if item.request.finish_reason is None:
+                rows = launched.rows[item.request.slot]
+                update(scheduler, item, output[rows], launched.snapshots.get(item.request))
 
     def _execute_steps(self, counts: dict[Request, int]) -> bool:
         """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""

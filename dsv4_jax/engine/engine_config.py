@@ -23,6 +23,9 @@ class EngineConfig:
       max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts.
       num_scheduler_steps: number of decode steps that a call of `step` runs on the device without the host, while all
         requests decode and none waits. Their tokens come together. Excludes drafts and `batch_invariant`.
+      overlap: whether a call of `step` launches the next step before it reads the tokens of its own, so that the device
+        does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter, since the
+        positions of a step depend on the drafts that the step before accepted, and with `num_scheduler_steps` above 1.
     """
 
     token_budget: int = 256
@@ -30,9 +33,10 @@ class EngineConfig:
     batch_invariant: bool = False
     max_logprobs: int = 0
     num_scheduler_steps: int = 1
+    overlap: bool = True
 
     def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
-        """Checks the values and fills in `draft_tokens`; raises as `Engine` says.
+        """Checks the values and fills in `draft_tokens` and `overlap`; raises as `Engine` says.
 
         Args:
           manager: the engine's manager.
@@ -59,7 +63,7 @@ class EngineConfig:
         steps, batch_invariant = check_whole("num_scheduler_steps", self.num_scheduler_steps, 1), self.batch_invariant
         if steps > 1 and (drafter is not None or batch_invariant):
             raise ValueError(f"num_scheduler_steps={steps} must be 1 with a drafter, or {batch_invariant=}")
-        return config
+        return dataclasses.replace(config, overlap=self.overlap and drafter is None and steps == 1)
 
     def decode_size(self, slots: int) -> int:
         """Returns the number of tokens of a decode step of `slots` requests: their last tokens and drafts."""

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
-from dsv4_jax.decode.step import StepOutput
+from dsv4_jax.decode.step import EarlierTokens
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
-from dsv4_jax.engine.scheduler import ScheduledRequest
+from dsv4_jax.engine.steps import LaunchedStep, ScheduledRequest
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.forward import first_tokens
 
@@ -34,6 +34,8 @@ class StepRunner:
         self._model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations
+        none = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
+        self._no_tokens = manager.requests.put(none, "tokens")
 
     @property
     def compilations(self) -> int:
@@ -41,11 +43,11 @@ class StepRunner:
         return self._model.compilations - self._compilations_before
 
     def __call__(
-        self, cache: KVCache, scheduled: Sequence[ScheduledRequest]
-    ) -> tuple[Batch, StepOutput, dict[int, slice], KVCache]:
+        self, cache: KVCache, scheduled: Sequence[ScheduledRequest], after: LaunchedStep | None = None
+    ) -> tuple[LaunchedStep, KVCache]:
         """Prepares a batch and launches its step, without waiting for it; the cache is donated.
 
-        Returns the batch, the output on the device, {slot: its rows of the output} and the cache.
+        Each `ScheduledRequest.source` is a row of the step `after`.
         """
         config, table = self._config, self._manager.requests
         decode_size = 0 if config.batch_invariant else self.decode_size
@@ -58,18 +60,24 @@ class StepRunner:
             slot: slice(at, at + counts[slot]) for slot, at in first_tokens(table, counts, self.decode_size).items()
         }
         logits_indices, forced = np.full((2, table.num_shards * self.decode_size), -1, np.int32)
+        sources = np.full((len(batch.slots),), -1, np.int32)
         for item in scheduled:
             slot = item.request.slot
+            if item.source >= 0:
+                sources[starts[slot]] = item.source % self.decode_size  # within its shard
             end = starts[slot] % shard_size + len(item.tokens)  # within its shard
             logits_indices[rows[slot]] = range(end - counts[slot], end)
             forced[rows[slot]] = item.forced_tokens
         wants_top = any(item.forced_tokens and item.request.params.top_logprobs for item in scheduled)
         args = logits_indices, *self._sampling([item.request for item in scheduled])
+        options = None
         if config.max_logprobs:
-            args += (LogprobOptions(forced, np.bool_(wants_top), config.max_logprobs),)
-        args = table.put(args, "tokens")
-        output, cache = self._model.sample_step(cache, batch, *args, drafts=self._device_drafts)
-        return batch, output if wants_top else dataclasses.replace(output, top_logprobs=None), rows, cache
+            options = LogprobOptions(forced, np.bool_(wants_top), config.max_logprobs)
+        *args, sources = table.put((*args, options, sources), "tokens")
+        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
+        output, cache = self._model.sample_step(cache, batch, *args, earlier, drafts=self._device_drafts)
+        tokens, output = output.tokens, output if wants_top else dataclasses.replace(output, top_logprobs=None)
+        return LaunchedStep(scheduled, tokens, table.begin_get(output), rows, len(batch.slots), batch.prefill), cache
 
     def run_steps(self, cache: KVCache, counts: Mapping[Request, int]) -> tuple[LoopOutput, KVCache]:
         """Runs up to `num_scheduler_steps` decode steps at once, `counts[request]` of each request; see `__call__`.
@@ -106,8 +114,8 @@ class StepRunner:
         for count in (min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1):
             request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
             request.slot = slot = manager.admit(num_tokens=count)
-            batch, _, _, cache = self(cache, [ScheduledRequest(request, request.tokens)])
-            sizes["mixed" if batch.prefill else "decode"] = len(batch.slots)
+            launched, cache = self(cache, [ScheduledRequest(request, request.tokens, start=0)])
+            sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
             if count == 1:
                 if 1 < config.num_scheduler_steps < max_context:
                     with contextlib.suppress(CacheFullError):  # in so small a cache steps always run alone

@@ -1,9 +1,8 @@
 """Decides which requests run: admission, the tokens that each brings to a step, and preemption."""
 
 import bisect
-import dataclasses
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 
 import jax
 import numpy as np
@@ -13,38 +12,10 @@ from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
+from dsv4_jax.engine.steps import UNKNOWN, LaunchedStep, ScheduledRequest
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.offload import capture
 from dsv4_jax.host.shard_placement import fits
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduledRequest:
-    """A request and the tokens that it brings to a step.
-
-    Attributes:
-      request: the request.
-      tokens: [n] int32 ids that follow those in the cache.
-      is_prefill: whether they are prompt tokens or read again after a restart, rather than the last drawn token.
-      num_drafts: number of drafts at the end of `tokens`.
-      forced_tokens: [m] known tokens that follow the last m of `tokens`, to be scored; -1 = draw one.
-    """
-
-    request: Request
-    tokens: np.ndarray
-    is_prefill: bool = False
-    num_drafts: int = 0
-    forced_tokens: Sequence[int] = (-1,)
-
-    @property
-    def samples(self) -> bool:
-        """Whether a token is drawn after the last one."""
-        return bool(self.forced_tokens) and self.forced_tokens[-1] < 0
-
-    @property
-    def num_scored(self) -> int:
-        """The number of `forced_tokens` that belong to the prompt."""
-        return sum(token >= 0 for token in self.forced_tokens)
 
 
 class Scheduler:
@@ -95,18 +66,20 @@ class Scheduler:
     def fork(self, request: Request, children: list[Request]) -> None:
         """Queues copies of a request. Those for which there is room run at once.
 
-        Full blocks are shared. The bytes of children without room wait in host memory, as after preemption.
+        Full blocks are shared. The bytes of children without room wait in host memory, as after preemption. If a step
+        that was launched already runs the request's last token, the children run it again, to draw with their seeds.
         """
-        offloaded, slots = request.offloaded, []
-        if request.slot >= 0 and self.manager.length(request.slot):
+        offloaded, slots, slot = request.offloaded, [], request.slot
+        if slot >= 0 and (length := min(self.manager.length(slot), len(request.tokens) - 1)):
             table = self.manager.requests
-            room = min(len(children), len(table.free_slots(table.shard(request.slot))))
+            room = min(len(children), len(table.free_slots(table.shard(slot))))
             if room < len(children):
-                offloaded = capture(self.manager, self.cache, request.slot)
+                offloaded = capture(self.manager, self.cache, slot, length=length)
             try:
-                slots, self.cache = self.manager.fork(self.cache, request.slot, room) if room else ([], self.cache)
+                if room:
+                    slots, self.cache = self.manager.fork(self.cache, slot, room, length=length)
             except CacheFullError:
-                offloaded = offloaded or capture(self.manager, self.cache, request.slot)
+                offloaded = offloaded or capture(self.manager, self.cache, slot, length=length)
         for child, slot in zip(children, slots, strict=False):
             child.slot = slot
         for child in children[len(slots) :]:
@@ -141,7 +114,11 @@ class Scheduler:
             self.cache = jax.device_put(self.manager.init_cache(), self._shardings)
 
     def admit(self) -> None:
-        """Gives slots to waiting requests in order, up to the first one that does not fit."""
+        """Gives slots to waiting requests in order, up to the first one that does not fit, and counts the others."""
+        self._admit_all()
+        self.metrics.waits += len(self.waiting)
+
+    def _admit_all(self):
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
             self.current = (request,)
@@ -158,15 +135,41 @@ class Scheduler:
             self._move(request, slot)
             request.offloaded = None
 
-    def schedule(self, *, decode: bool = True) -> list[ScheduledRequest]:
+    def take_snapshots(self, launched: LaunchedStep) -> None:
+        """Reads the rows of requests that a launched step brings to a block boundary, since the next one may lose them.
+
+        `update` gives them to the prefix cache once the step's output is known.
+        """
+        if self.prefix is None:
+            return
+        block = self.manager.schema.block_tokens
+        for item in launched.scheduled:
+            if item.end // block > item.start // block and item.request.finish_reason is None:
+                launched.snapshots[item.request] = self.prefix.snapshot(self.cache, item.request.slot)
+
+    def schedule(
+        self, *, decode: bool = True, in_flight: Mapping[Request, int] | None = None
+    ) -> list[ScheduledRequest]:
         """Chooses the tokens of the next step: last tokens with drafts, then unread tokens within the budget.
 
-        Reserves their blocks, and preempts requests if necessary. `decode` is that of `Engine.step`.
+        Reserves their blocks, and preempts requests if necessary.
+
+        Args:
+          decode: as for `Engine.step`.
+          in_flight: if the step before was launched and not read, {request for which it draws a token: the row of its
+            output with that token}. No request is preempted then, since its tokens are not known.
+
+        Raises:
+          CacheFullError: a request has to be preempted, and `in_flight` is given.
         """
         self.current = tuple(self.running)
-        unread = {request: len(request.tokens) - self.manager.length(request.slot) for request in self.running}
-        decoding = [request for request, count in unread.items() if count == 1]
-        scheduled = [item for request in decoding if decode and (item := self._schedule_decode(request))]
+        drawn = in_flight or {}
+        unread = {r: len(r.tokens) + (r in drawn) - self.manager.length(r.slot) for r in self.running}
+        decoding = [request for request, count in unread.items() if decode and count == 1]
+        if in_flight is None:
+            scheduled = [item for request in decoding if (item := self._schedule_decode(request))]
+        else:
+            scheduled = [self._schedule_ahead(r, drawn.get(r, -1)) for r in decoding if r.remaining > (r in drawn)]
         readers = [request for request, count in unread.items() if count > 1 and request.slot >= 0]
         table = self.manager.requests
         # Each shard's remaining tokens, and its remaining rows of output after one row for each reader.
@@ -186,7 +189,7 @@ class Scheduler:
                 forced += [-1] if end == known else []
                 rows[shard] -= max(len(forced) - 1, 0)
                 tokens = request.tokens[start:end]
-                scheduled.append(ScheduledRequest(request, tokens, is_prefill=True, forced_tokens=forced))
+                scheduled.append(ScheduledRequest(request, tokens, start, is_prefill=True, forced_tokens=forced))
                 budget[shard] -= end - start
         self.current = tuple(item.request for item in scheduled)
         return scheduled
@@ -241,8 +244,8 @@ class Scheduler:
         while request.slot >= 0:
             try:
                 self.manager.allocate(request.slot, 1 + len(drafts))
-                tokens = np.concatenate([request.tokens[-1:], drafts])
-                return ScheduledRequest(request, tokens, not request.generated, len(drafts), [-1] * len(tokens))
+                tokens, start = np.concatenate([request.tokens[-1:], drafts]), len(request.tokens) - 1
+                return ScheduledRequest(request, tokens, start, not request.generated, len(drafts), [-1] * len(tokens))
             except CacheFullError:
                 if len(drafts):
                     drafts = drafts[:0]  # no request is preempted for the sake of drafts
@@ -250,6 +253,16 @@ class Scheduler:
                     shard = self.manager.requests.shard
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return None
+
+    def _schedule_ahead(self, request, source):
+        """Returns the last token of a request, which is row `source` of a step that the host has not read; -1 = known.
+
+        Raises CacheFullError if no block is free for it.
+        """
+        self.manager.allocate(request.slot, 1)
+        tokens = request.tokens[-1:] if source < 0 else UNKNOWN
+        is_prefill = source < 0 and not request.generated
+        return ScheduledRequest(request, tokens, self.manager.length(request.slot), is_prefill, source=source)
 
     def _draft(self, request):
         """Returns [n] int32 drafts, no more than a step may verify."""

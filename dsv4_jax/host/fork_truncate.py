@@ -15,9 +15,9 @@ from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.host.step_order import record_write
 
 
-def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
+def fork(table: RequestTable, cache: KVCache, slot: int, n: int, length: int | None) -> tuple[list[int], KVCache]:
     """Implements `KVCacheManager.fork`."""
-    parent = table.state(slot)
+    parent = table.state(slot).shortened(length, slot)
     if n < 1:
         raise ValueError(f"{n=} must be at least 1")
     if not parent.length:
@@ -27,10 +27,16 @@ def fork(table: RequestTable, cache: KVCache, slot: int, n: int) -> tuple[list[i
     shared = parent.blocks[:full]
     with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
         table.allocator.share(shared * n)
-        states = {}
+        states, cached = {}, parent.cached_blocks[:full]
         for child in slots:
             blocks = shared + copies[child]
-            states[child] = dataclasses.replace(parent, blocks=blocks, published_blocks=len(blocks), admitted=0)
+            states[child] = dataclasses.replace(
+                parent,
+                blocks=blocks,
+                published_blocks=len(blocks),
+                cached_blocks=cached,
+                admitted=0,
+            )
         new = _copy_request(table, cache, slot, states, parent.blocks[full] if partial else -1, copies)
         record_write(table, cache, new, states)
     return slots, new

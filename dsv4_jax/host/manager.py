@@ -320,7 +320,7 @@ class KVCacheManager(Summarized):
         state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:full])
         step_order.commit(self.requests, slot, state)
 
-    def fork(self, cache: KVCache, slot: int, n: int) -> tuple[list[int], KVCache]:
+    def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, which goes on too.
 
         Full blocks are shared. The open block, the rings and the compressor states are copied at once: every child
@@ -330,16 +330,18 @@ class KVCacheManager(Summarized):
           cache: the cache; donated.
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
+          length: number of tokens in each copy. None = all; one less is possible too, and the copies then run the last
+            token again.
 
         Returns:
           (the new slots, the cache).
 
         Raises:
-          ValueError: the slot is not admitted, it holds no tokens, or `n` is not positive.
+          ValueError: the slot is not admitted, it holds no tokens, `n` is not positive, or `length` is another one.
           CacheFullError: too few slots or blocks are free.
         """
         self.check_cache(cache, slot)
-        return fork(self.requests, cache, slot, n)
+        return fork(self.requests, cache, slot, n, length)
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.

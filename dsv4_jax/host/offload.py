@@ -47,14 +47,22 @@ class OffloadedRequest(Summarized):
         return Summary(words, {"can be rewound to": f"{self.min_length} tokens"})
 
 
-def capture(manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = "") -> OffloadedRequest:
-    """Copies a request to host memory without ending it; reads the cache. `key` names the model's weights.
+def capture(
+    manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = "", length: int | None = None
+) -> OffloadedRequest:
+    """Copies a request to host memory without ending it; reads the cache.
 
-    Raises like `offload`.
+    Args:
+      manager, cache, slot: as for `offload`.
+      key: name of the model's weights.
+      length: number of tokens of the copy, as in `KVCacheManager.fork`.
+
+    Raises:
+      ValueError, CacheCorruptionError: as for `offload`.
     """
     manager.check_cache(cache, slot)
     table = manager.requests
-    state = table.state(slot)
+    state = table.state(slot).shortened(length, slot)
     if not state.length:
         raise ValueError(f"slot {slot} holds no tokens yet: there is nothing to keep")
     check_blocks(table, cache, state.cached_blocks, f"slot {slot}")

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.request_rows import read_request, write_request
+from dsv4_jax.cache.request_rows import RequestRows, read_request, write_request
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
@@ -175,7 +176,9 @@ class PrefixCache(Summarized):
             self._tree.touch(path[-1])
         return slot, hit, new
 
-    def observe(self, cache: KVCache, slot: int, tokens: TokenIds) -> None:
+    def observe(
+        self, cache: KVCache, slot: int, tokens: TokenIds, *, length: int | None = None, snapshot: Any = None
+    ) -> None:
         """Caches a request's full blocks, and a snapshot of its last boundary if the policy asks for it.
 
         A snapshot is taken only if the request stands at a block boundary or can still be rewound to it. So call this
@@ -185,6 +188,9 @@ class PrefixCache(Summarized):
           cache: the cache after the step; only read.
           slot: slot of the request.
           tokens: [n] the request's token ids from the first one on, at least up to its last full block.
+          length: number of the request's tokens that count; None = all. Fewer count if a later step was launched
+            already, whose tokens are not known.
+          snapshot: rows of the last boundary up to `length`, from `snapshot`; None = read them now.
 
         Raises:
           ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache belongs to another
@@ -192,7 +198,7 @@ class PrefixCache(Summarized):
         """
         self.manager.check_cache(cache, slot)
         state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
-        full = state.length // block_tokens
+        full = (state.length if length is None else min(length, state.length)) // block_tokens
         if len(tokens) < full * block_tokens:
             raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
         if not full:
@@ -208,9 +214,26 @@ class PrefixCache(Summarized):
             if self.debug and (new := [node for node in path if node.sums is None]):
                 for node, sums in zip(new, block_sums(self._table, cache, [n.block for n in new]).T, strict=True):
                     node.sums = sums
-            # The rings hold the boundary's rows as long as the request can be rewound to it.
-            if path[-1].snapshot is None and state.min_length <= path[-1].length and full % (self.every or 1) == 0:
-                self._take_snapshot(cache, slot, path)
+            if path[full - 1].snapshot is None:
+                snapshot = self._read_snapshot(cache, state, slot, full) if snapshot is None else snapshot
+                if snapshot is not None:
+                    self._keep_snapshot(snapshot, path[:full])
+
+    def snapshot(self, cache: KVCache, slot: int) -> RequestRows | None:
+        """Reads the rows at a request's last block boundary, for a later `observe`.
+
+        Args:
+          cache: the cache; only read.
+          slot: slot of the request.
+
+        Returns:
+          The rows; None if they are gone, or if the policy keeps no snapshot there.
+
+        Raises:
+          ValueError: the slot is not admitted.
+        """
+        state = self._table.state(slot)
+        return self._read_snapshot(cache, state, slot, state.length // self.manager.schema.block_tokens)
 
     def warm_up(self, cache: KVCache, slot: int) -> KVCache:
         """Compiles both programs for snapshots by taking and restoring one; the cache is donated.
@@ -326,13 +349,20 @@ class PrefixCache(Summarized):
             self._tree.add(node)
         return node
 
-    def _take_snapshot(self, cache, slot, path):
-        """Keeps the slot's rows at the end of the last node, within the budget and the policy."""
+    def _read_snapshot(self, cache, state, slot, full):
+        """Reads the rows behind the first `full` blocks of a request, if the policy wants and the rings hold them."""
+        length = full * self.manager.schema.block_tokens
+        # The rings hold the boundary's rows as long as the request can be rewound to it.
+        if not full or state.min_length > length or full % (self.every or 1):
+            return None
+        where = self._table.put((np.int32(slot), np.int32(length)))
+        return read_request(cache, *where, where[1], boundary=True)
+
+    def _keep_snapshot(self, snapshot, path):
+        """Keeps the rows at the end of the last node, within the budget and the policy."""
         node, *before = reversed(path)
         if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:
             self._drop_snapshot(min(self._snapshots, key=lambda node: node.last_used))
-        where = self._table.put((np.int32(slot), np.int32(node.length)))
-        snapshot = read_request(cache, *where, where[1], boundary=True)
         sums = snapshot_sums(self.manager.schema, snapshot) if self.debug else None
         node.snapshot, node.snapshot_sums = snapshot, sums
         self._snapshots.add(node)

@@ -54,6 +54,18 @@ class RequestState:
         min_length = max(self.min_length, length - (schema.max_query_tokens - 1))
         return dataclasses.replace(self, length=length, min_length=min_length)
 
+    def shortened(self, length: int | None, slot: int) -> "RequestState":
+        """Returns the state of a copy with `length` tokens, all (None) or all but the last one, which must run again.
+
+        To run the same token again is always possible: it writes the bytes that are there, and its own row is the only
+        one that it has overwritten.
+        """
+        if length is None or length == self.length:
+            return self
+        if length != self.length - 1:
+            raise ValueError(f"{length=} must be the {self.length} tokens that slot {slot} holds, or one less")
+        return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
+
 
 class BlockEvictor(Protocol):
     """Holds blocks that no request needs and gives them up on demand, as a `PrefixCache` does."""
@@ -166,9 +178,16 @@ class RequestTable:
 
     def get(self, tree: Any) -> Any:
         """Copies the results of a step to the host."""
+        return jax.device_get(self.begin_get(tree))
+
+    def begin_get(self, tree: Any) -> Any:
+        """Begins to copy the results of a step to the host, for a later `get` of the result."""
         if self.mesh is not None and self.mesh.is_multi_process:
             tree = jax.reshard(tree, named_sharding((), self.mesh))
-        return jax.device_get(tree)
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, jax.Array):  # a step of a test may return NumPy arrays
+                leaf.copy_to_host_async()
+        return tree
 
     @contextlib.contextmanager
     def transaction(self, blocks: Mapping[int, int] | None = None) -> Iterator[dict[int, list[int]]]:

@@ -20,9 +20,12 @@ def token_after(position, seed):
     return (7 * position * position + position + 31 * seed) % CONFIG.vocab_size
 
 
-def formula_step(model, cache, batch, rows, sampling, seeds, *, drafts):
+def formula_step(model, cache, batch, rows, sampling, seeds, options, earlier, *, drafts):
     rows, slots, positions, seeds = map(np.asarray, (rows, batch.slots, batch.positions, seeds))
-    at = np.maximum(rows, 0)
+    at, taken = np.maximum(rows, 0), np.flatnonzero(np.asarray(earlier.indices) >= 0)
+    # The tokens that come from the step before are those of their requests.
+    ran = np.asarray(earlier.tokens)[np.asarray(earlier.indices)[taken]]
+    assert ran.tolist() == token_after(positions[taken] - 1, seeds[slots[taken]].astype(int)).tolist()
     tokens = token_after(positions[at], seeds[slots[at]].astype(int))
     record_step(cache, batch, cache)
     return StepOutput(tokens, np.zeros(len(rows), np.float32)), cache
@@ -36,17 +39,17 @@ class Guess:
 
 
 class Life:
-    """An engine, its requests and what it told of them."""
+    """An engine, its requests and what it told of them; with drafts, or with a step that runs ahead."""
 
-    def __init__(self):
+    def __init__(self, drafter=None):
         self.manager = make(num_blocks=6, max_requests=3)
         self.prefix = PrefixCache(self.manager, key="")
         nothing = CompiledModel({})
-        self.engine = Engine(nothing, self.manager, token_budget=30, drafter=Guess(), prefix=self.prefix)
+        self.engine = Engine(nothing, self.manager, token_budget=30, drafter=drafter, prefix=self.prefix)
         self.told, self.requests = {}, []
 
-    def add(self, n, start, new, seed=0):
-        self.requests.append(self.engine.add(ids(n, start), max_new_tokens=new, seed=seed))
+    def add(self, n, start, new, seed=0, **options):
+        self.requests.append(self.engine.add(ids(n, start), max_new_tokens=new, seed=seed, **options))
 
     def step(self):
         for output in self.engine.step():
@@ -81,18 +84,18 @@ class Life:
             assert self.told.get(request.order, []) == request.generated
             known, start = request.tokens.tolist(), len(request.prompt)
             assert known[start:] == [token_after(at, request.params.seed) for at in range(start - 1, len(known) - 1)]
-            assert request.remaining == 0 or request.finish_reason == "cancelled"
+            assert request.remaining == 0 or request.finish_reason in ("cancelled", "stop")
         self.prefix.evict(6)
         consistent(self.manager, self.prefix)
         assert (self.manager.free_slots, self.manager.free_blocks) == (3, 6)
 
 
-def situations():
+def situations(drafter=None):
     """(name, a life that is about to do it, how it does it): each kind of thing that an engine does."""
-    life = Life()
+    life = Life(drafter)
     life.add(30, 0, 24)
     life.add(30, 90, 24, seed=1)
-    life.add(20, 0, 4)
+    life.add(20, 0, 7, stop_tokens=[token_after(22, 0)])  # the fourth: a step ahead runs it in vain
     yield "admit and chunk", copy.deepcopy(life), Life.step
     while not all(request.generated for request in life.requests[:2]):
         life.step()
@@ -122,7 +125,8 @@ def situations():
 def lives():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledModel, "sample_step", formula_step)
-        yield {name: (life, act) for name, life, act in situations()}
+        kinds = {"drafts": Guess(), "ahead": None}
+        yield {kind: {name: (life, act) for name, life, act in situations(kinds[kind])} for kind in kinds}
 
 
 # Copying an engine copies its counter of requests.
@@ -132,18 +136,22 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
 
 # That every line of the host undoes what it began is tested there: here a few of them show that the engine bears it.
 @pytest.mark.parametrize(
-    ("files", "every", "opcodes"),
+    ("kind", "files", "every", "opcodes"),
     [
-        (ENGINE, 1, False),
-        (HOST, 23, False),
-        pytest.param(ENGINE, 11, True, marks=pytest.mark.slow),
-        pytest.param(HOST, 8, False, marks=pytest.mark.slow),
+        ("ahead", ENGINE, 3, False),
+        ("ahead", HOST, 47, False),
+        ("drafts", ENGINE, 9, False),
+        *(
+            pytest.param(kind, *some, marks=pytest.mark.slow)
+            for some in ((ENGINE, 1, False), (ENGINE, 11, True), (HOST, 8, False))
+            for kind in ("ahead", "drafts")
+        ),
     ],
-    ids=["engine", "host, some", "engine, some opcodes", "host, more"],
+    ids=lambda value: {ENGINE: "engine", HOST: "host"}.get(value, str(value)) if isinstance(value, tuple) else None,
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fault_anywhere_leaves_a_whole_engine(lives, name, files, every, opcodes):
-    before, act = lives[name]
+def test_a_fault_anywhere_leaves_a_whole_engine(lives, name, kind, files, every, opcodes):
+    before, act = lives[kind][name]
     n, cut = 0, True
     while cut:
         life, cut, drain = copy.deepcopy(before), False, n // every % 24 == 0

@@ -50,14 +50,14 @@ def test_every_number_whatever_happens(monkeypatch):
         total.append(
             (plain.add(LONG, **options), engine.add(LONG, top_logprobs=i, prompt_logprobs=i % 2 == 1, **options))
         )
-    execute, steps = engine._execute, itertools.count()
+    launch, steps = engine._launch, itertools.count()
 
-    def failing(scheduled):
+    def failing(scheduled, *after):
         if next(steps) == 3:
             raise RuntimeError("once")
-        return execute(scheduled)
+        return launch(scheduled, *after)
 
-    monkeypatch.setattr(engine, "_execute", failing)
+    monkeypatch.setattr(engine, "_launch", failing)
     engine.step()
     for _ in range(2):
         engine.step()

@@ -11,7 +11,8 @@ import dsv4_jax.host
 
 HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.glob("*.py"))
 ENGINE = tuple(
-    str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py")) for n in ("scheduler", "engine", "requests", "updates")
+    str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py"))
+    for n in ("scheduler", "engine", "requests", "runner", "steps", "updates")
 )
 
 

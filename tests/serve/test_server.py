@@ -379,17 +379,17 @@ def test_a_full_queue_says_when_to_come_back(server, monkeypatch):
 def test_a_step_that_raises_fails_its_requests_only(server, expected, monkeypatch):
     """Some of four requests run when a step raises; one with a slot that did not fit, and two that wait, go on."""
     engine, failed = server.engine.engine, []
-    execute = engine._execute
+    launch = engine._launch
     engine.prefix.evict(BLOCKS)  # all prompts are read anew, the first ones in several steps
 
-    def raising(scheduled):
+    def raising(scheduled, *after):
         wait_until(lambda: failed or server.engine.unfinished == 6)
         if not failed and len(scheduled) < len(engine.running):
             failed.extend(item.request for item in scheduled)
             raise RuntimeError("the device is on fire")
-        return execute(scheduled)
+        return launch(scheduled, *after)
 
-    monkeypatch.setattr(engine, "_execute", raising)
+    monkeypatch.setattr(engine, "_launch", raising)
     answers = [None] * 6
 
     def ask(i):
