@@ -1,0 +1,139 @@
+"""Compares the tokens of an engine that launches each step before it reads the one before with those of one that waits.
+
+Requests come and go, share prefixes, stop, are cancelled, forked and preempted, and draw greedily or not.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich
+import tyro
+
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.decode import CompiledModel, SamplingParams
+from dsv4_jax.engine import Engine, PromptLookup, Request
+from dsv4_jax.host import KVCacheManager, PrefixCache
+
+
+TEXT = Path(__file__).parents[1] / "README.md"
+SAMPLINGS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.95), SamplingParams(1.2, top_k=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Random requests.
+
+    Attributes:
+      seed: seed of the requests.
+      prompt_tokens, new_tokens: minimum and maximum of a request.
+      vocabulary: number of token ids.
+    """
+
+    seed: int
+    prompt_tokens: tuple[int, int]
+    new_tokens: tuple[int, int]
+    vocabulary: int
+
+    def make(self, total: int, text: bytes) -> list[dict[str, Any]]:
+        """Returns requests of about `total` new tokens: parameters of `Engine.add`, and when to fork and cancel.
+
+        Every second prompt begins where the text does.
+        """
+        rng, requests, count = np.random.default_rng(self.seed), [], 0
+        while count < total:
+            size, limit = (int(rng.integers(low, high + 1)) for low, high in (self.prompt_tokens, self.new_tokens))
+            begin = 0 if len(requests) % 2 else int(rng.integers(len(text) - size))
+            prompt = [byte % self.vocabulary for byte in text[begin : begin + size]]
+            stops = rng.integers(self.vocabulary, size=rng.integers(3)).tolist()
+            params = dict(prompt=prompt, max_new_tokens=limit, stop_tokens=stops, seed=len(requests))
+            params |= dict(sampling=SAMPLINGS[rng.integers(len(SAMPLINGS))], priority=int(rng.integers(2)))
+            at = {what: int(rng.integers(limit)) for what in ("fork", "cancel") if rng.random() < 0.2}
+            requests.append(params | at)
+            count += limit * (3 if "fork" in at else 1)
+        return requests
+
+
+def serve(engine: Engine, load: list[dict[str, Any]], most: int) -> list[tuple[str, list[int]]]:
+    """Runs the requests, at most `most` at a time; returns (name, tokens) of each request and of its copies.
+
+    A request is forked or cancelled when it has got a given number of tokens.
+    """
+    requests: dict[str, Request] = {}
+    plans: dict[Request, dict[str, Any]] = {}
+    queue = list(enumerate(load))[::-1]
+    while queue or engine.busy:
+        while queue and len(engine.running) + len(engine.waiting) < most:
+            number, params = queue.pop()
+            plan = {what: params[what] for what in ("fork", "cancel") if what in params}
+            request = engine.add(**{name: value for name, value in params.items() if name not in plan})
+            requests[f"request {number}"], plans[request] = request, dict(plan, name=f"request {number}")
+        for output in engine.step():
+            request, plan = output.request, plans.get(output.request, {})
+            if request.error is not None:
+                raise request.error
+            for what in ("fork", "cancel"):
+                if request.finish_reason is None and len(request.generated) >= plan.get(what, 1 << 30):
+                    del plan[what]
+                    if what == "cancel":
+                        engine.cancel(request)
+                        continue
+                    for i, child in enumerate(engine.fork(request, [101, 102])):
+                        requests[f"{plan['name']}, copy {i}"] = child
+    return sorted((name, request.generated) for name, request in requests.items())
+
+
+def compare(left: list[tuple[str, list[int]]], right: list[tuple[str, list[int]]]) -> dict[str, Any]:
+    """Counts equal and differing tokens; those behind the first difference of a text are its consequences."""
+    differing, tokens = [], 0
+    for (name, one), (other_name, other) in zip(left, right, strict=True):
+        assert name == other_name
+        tokens += len(one)
+        if one != other:
+            differing.append(name)
+    return dict(tokens=tokens, texts=len(left), differing_texts=differing)
+
+
+def main(
+    tokens: int = 100_000, slots: int = 16, batch_invariant: bool = True, seed: int = 0, out: Path | None = None
+) -> None:
+    """Serves the same requests three times with the packaged model: with overlap, without it, and with drafts.
+
+    Args:
+      tokens: number of new tokens, about.
+      slots: number of requests that run at once.
+      batch_invariant: run all steps in one program, so that no rounding depends on when a request is admitted.
+      seed: seed of the requests.
+      out: also write the report to this file.
+    """
+    config, model = read_config(packaged_checkpoint()), CompiledModel(load_checkpoint(packaged_checkpoint()))
+    load = Load(seed, (4, 300), (1, 160), config.vocab_size).make(tokens, TEXT.read_bytes())
+    results, report = {}, dict(batch_invariant=batch_invariant, slots=slots)
+    for name, options in dict(overlap={}, waits=dict(overlap=False), drafts=dict(drafter=PromptLookup())).items():
+        drafts = 2 if "drafter" in options else 0
+        sizes = dict(max_requests=slots, max_context=512, block_tokens=128, max_query_tokens=1 + drafts)
+        manager = KVCacheManager(config, num_blocks=int(1.6 * slots), **sizes)
+        prefix = PrefixCache(manager, key="packaged")
+        budget = dict(token_budget=slots * (1 + drafts) + 32, batch_invariant=batch_invariant)
+        engine = Engine(model, manager, prefix=prefix, **budget, **options)
+        # With drafts a step gives several tokens, so a copy would begin elsewhere.
+        own = [{k: v for k, v in p.items() if not drafts or k not in ("fork", "cancel")} for p in load]
+        results[name] = serve(engine, own, most=2 * slots)
+        metrics = engine.metrics
+        counts = ("steps", "preemptions", "cancelled", "finished")
+        report[name] = {count: getattr(metrics, count) for count in counts} | dict(hits=prefix.metrics.hits)
+        rich.print(name, report[name])
+    report["overlap and waits"] = compare(results["overlap"], results["waits"])
+    plain = {f"request {i}" for i, params in enumerate(load) if "cancel" not in params}
+    picked = [[row for row in results[name] if row[0] in plain] for name in ("overlap", "drafts")]
+    report["overlap and drafts"] = compare(*picked)
+    rich.print(report)
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

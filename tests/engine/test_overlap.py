@@ -1,0 +1,59 @@
+"""A step that is launched before the one ahead of it is read changes no token."""
+
+import pytest
+from overlap_tokens import Load, compare, serve
+
+from dsv4_jax.engine import Engine, PromptLookup
+from dsv4_jax.host import PrefixCache
+from tests.decode.bigram import MODEL as BIGRAM
+from tests.engine.test_engine import PROMPTS, add
+from tests.host.managers import make as make_bigram_manager
+
+
+TEXT = bytes(range(256)) * 3
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])
+def test_tokens_are_those_of_an_engine_that_waits(small, wide, prefix):
+    """With forks, cancels, stop tokens, prefix hits, and fewer blocks than the requests need."""
+    load, results = Load(1, (1, 60), (1, 60), 160).make(300, TEXT), []
+    for overlap in (True, False):
+        manager = wide(13)
+        cached = PrefixCache(manager, key="tiny") if prefix else None
+        engine = Engine(small[0], manager, token_budget=20, prefix=cached, overlap=overlap, batch_invariant=True)
+        results.append(serve(engine, load, most=6))
+        metrics = engine.metrics
+        assert engine.config.overlap == overlap and metrics.preemptions and metrics.cancelled
+        assert manager.free_slots == 3 and manager.free_blocks == 13 - (metrics.prefix.blocks if prefix else 0)
+    found = compare(*results)
+    assert found["differing_texts"] == [] and found["tokens"] > 150
+
+
+def test_the_next_step_runs_when_a_call_returns(small, roomy):
+    engine = Engine(small[0], roomy, token_budget=20, batch_invariant=True)
+    request = add(engine, 1, max_new_tokens=4)
+    while not request.generated:
+        engine.step()
+    # The cache has the newest token already; a copy starts before it, and draws with its own seed.
+    assert roomy.length(request.slot) == len(request.tokens) and engine.last_scheduled == (request,)
+    (child,) = engine.fork(request, [9])
+    assert roomy.length(child.slot) == len(child.tokens) - 1
+    told = 0
+    while engine.busy:
+        told += sum(output.request is request for output in engine.step())
+    assert told == 3 and len(child.generated) == 4 and request.generated[:1] == child.generated[:1]
+    steps = engine.metrics.steps
+    engine.step()
+    assert engine.metrics.steps == steps  # the last tokens came by length: no step ran in vain
+
+
+def test_a_copy_starts_before_a_token_of_a_step_ahead_only(small, roomy):
+    slot = roomy.admit(PROMPTS[0])
+    roomy.prepare_forward({slot: PROMPTS[0]})
+    with pytest.raises(ValueError, match="length=1 must be the 3 tokens that slot 0 holds, or one less"):
+        roomy.requests.state(slot).shortened(1, slot)
+
+
+def test_drafts_on_the_host_and_several_steps_do_not_overlap():
+    for options in (dict(drafter=PromptLookup()), dict(num_scheduler_steps=2)):
+        assert not Engine(BIGRAM, make_bigram_manager(), token_budget=24, **options).config.overlap
