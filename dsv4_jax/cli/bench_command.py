@@ -63,7 +63,7 @@ class _Bench:
     def run(self) -> None:
         """Runs the benchmark; raises ValueError if an option is wrong."""
         given = vars(self)
-        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0).items():
+        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
             if name in given:
                 options.check_at_least(minimum, **{name: given[name]})
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
@@ -78,7 +78,8 @@ class _Bench:
                 options.check_writable(option, path)
         if trace := given.get("trace"):
             trace.mkdir(parents=True, exist_ok=True)
-        options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
+        if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
+            options.show_log()
         if self.whole:
             # XLA leaves a quarter of a GPU's memory unused by default.
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -245,6 +246,7 @@ class ModelBench(_DecodeSteps):
 
     For example:
       dsv4-jax bench model --layers 8 --batches 1 8
+      dsv4-jax bench model --expert-memory auto --skew 0.6 --batches 1 --contexts 4096
       dsv4-jax bench model --mesh model=4 --expert-parallel
 
     Attributes:
@@ -258,6 +260,7 @@ class ModelBench(_DecodeSteps):
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
+    skew: options.Skew = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
