@@ -56,9 +56,9 @@ class WeightLayout:
         """Returns the number of array elements that hold so many columns, or the element of a column."""
         return columns // 2 if self.bits == 4 else columns
 
-    def transforms(self) -> tuple[Any, ...]:
-        """Returns the transforms of weights in shared memory for `skinny_mma`."""
-        return (plgpu.TilingTransform((HALF, self.elements(self.segment))),)
+    def transforms(self, segments: int) -> tuple[Any, ...]:
+        """Returns the transforms of weights in shared memory for `skinny_mma`, with `segments` of a row together."""
+        return (plgpu.TilingTransform((HALF, self.elements(segments * self.segment))),)
 
 
 FP8, FP4, BF16 = WeightLayout(8), WeightLayout(4), WeightLayout(16)

@@ -61,14 +61,22 @@ def _load_scales_mosaic(scales_gmem, rows, first):
 
 @primitive
 def multiply_add(
-    acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, layout: WeightLayout, gated: bool
+    acc: jax.Array,
+    codes_smem,
+    scales,
+    inputs_smem,
+    step: jax.Array,
+    layout: WeightLayout,
+    gated: bool,
+    row_segments: int,
 ) -> jax.Array:
     """Returns acc [64, N] + weights @ inputs over the columns of a step; products of FP8 and FP4 count 2**-32.
 
     `codes_smem` [64, elements] has up to 256 bytes a row, a multiple of the layout's `min_segments`. FP4's scales are
     [64, 16] uint8 in shared memory, those of 256 bytes among which the step's are, or [32, 16] where a row has 8. FP8's
     are the result of `load_scales` for all steps. `skinny_prologue.load_inputs` stored the inputs, from whose first
-    column on steps are counted. If `gated`, rows i and 32 + i meet in a thread, see `interleave_halves`.
+    column on steps are counted. If `gated`, rows i and 32 + i meet in a thread, see `interleave_halves`. `row_segments`
+    segments of a row lie together: 1, or all.
     """
     values = quantized_weights.decode(codes_smem[...], layout)
     size = values.shape[1]
@@ -88,39 +96,40 @@ def multiply_add(
 
 
 @multiply_add.mosaic
-def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gated):
+def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gated, row_segments):
     segments = codes_smem.shape[1] // layout.elements(layout.segment)
     tiles, units, _, _ = inputs_smem.shape
     segment_units, together = layout.segment // UNIT, layout.min_segments
+    row_bytes, segment_bytes = row_segments * SEGMENT, SEGMENT if row_segments > 1 else HALF * SEGMENT
 
     def emit(acc, codes, scales, inputs, step):
         thread, step = U32(mlir.thread()), U32(mlir.scalar(step))
         inner, line = thread & 3, thread % 32 >> 2
-        # A tile's halves of 32 rows, of each segment after segment: a thread's two rows.
+        # A tile's halves of 32 rows: a thread's two rows.
         if layout.bits == 16:
             # FP8's order: 32 bytes for each of four threads. Two of these begin with the second 16 bytes, so that the
             # four read from different banks.
             late = inner >> 1
-            start = thread_ops.shared(codes) + late * (HALF * SEGMENT) + ((inner & 1) << 5)
+            start = thread_ops.shared(codes) + late * segment_bytes + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
         else:
             start = thread_ops.shared(codes) + (inner << 4)
             factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
             weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
         if gated:
-            begin = start + ((thread >> 5 << 3) + line) * SEGMENT
+            begin = start + ((thread >> 5 << 3) + line) * row_bytes
             rows = [begin, begin + segments * HALF * SEGMENT]
         else:
             begin = start + (thread >> 6) * (segments * HALF * SEGMENT)
-            begin = begin + (((thread >> 5 & 1) << 4) + line) * SEGMENT
-            rows = [begin, begin + 8 * SEGMENT]
+            begin = begin + (((thread >> 5 & 1) << 4) + line) * row_bytes
+            rows = [begin, begin + 8 * row_bytes]
         fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * segment_units) << 9)
 
         def add_segments(i, *sums):
             """In a loop: less code is fetched sooner."""
             sums, segment = [x.value for x in sums], i * together
             own = fragments + segment * (segment_units << 9)
-            for unit, pairs in weights(segment, [row + segment * (HALF * SEGMENT) for row in rows]):
+            for unit, pairs in weights(segment, [row + segment * segment_bytes for row in rows]):
                 operands = [thread_ops.load_vector(own + (unit + tile * units << 9)) for tile in range(tiles)]
                 for i in (0, 2):
                     a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
@@ -130,7 +139,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
         return [x.value for x in thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))]
 
-    layouts = codes_smem, plgpu.RefType(layout.transforms())
+    layouts = codes_smem, plgpu.RefType(layout.transforms(row_segments))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
     kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
     return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, step, returns=kind)
