@@ -111,14 +111,6 @@ class SkinnyGemm:
         return {layout for layout, _ in self.matrices}
 
     @property
-    def row_segments(self) -> int:
-        """The number of segments of a row that lie together in shared memory, and so are read together.
-
-        Experts' FP4 weights may lie in host memory: reads of 64 bytes through PCIe take longer than those of 256.
-        """
-        return self.segments if FP4 in self.layouts else 1
-
-    @property
     def stages_per_step(self) -> int:
         """The number of stages of a step: a tile has a multiple of four steps that are as long as possible."""
         return most_segments(*self.matrices) // self.segments
@@ -154,7 +146,7 @@ class SkinnyGemm:
         codes = []
         for dtype, layout in kinds.items():
             shape = stages, ROWS, layout.elements(self.segments * layout.segment)
-            codes.append(plgpu.SMEM(shape, dtype, transforms=layout.transforms(self.row_segments)))
+            codes.append(plgpu.SMEM(shape, dtype, transforms=skinny_mma.code_transforms(shape[2])))
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
@@ -281,7 +273,7 @@ def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
         plgpu.barrier_wait(refs.weights_full.at[stage])
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
         operands = codes_smem.at[stage], operand, refs.inputs_smem, step
-        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated, gemm.row_segments)
+        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated)
         _release(refs.weights_empty.at[stage])
         return acc
 
