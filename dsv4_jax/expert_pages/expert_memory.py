@@ -31,7 +31,7 @@ class ExpertMemory:
       reserved_bytes: bytes of the GPU that stay free for the cache and for programs, if `device_bytes` is None.
       memory: the GPU and its host; None for the default device.
       frequencies: for each layer by name, [E] how often its experts are selected: the most frequent ones stay on the
-        GPU. Of a layer that is not there, the first ones do.
+        GPU. Equally frequent ones, and all of a layer that is not there, are spread evenly over the expert numbers.
       layers: expert pages of the matrices of each layer, once they are placed.
     """
 
@@ -105,7 +105,10 @@ class ExpertMemory:
         assert self.memory is not None and self._on_device is not None, "plan comes first"
         frequencies = self.frequencies.get(layer, np.zeros(shape[0]))
         on_host = np.ones(shape[0], bool)
-        on_host[np.argsort(-frequencies, kind="stable")[: self._on_device]] = False
+        # A prompt's tiles run in the order of experts: if those in host memory are spread, the GPU computes with others
+        # while they are read. Multiples of the golden ratio are spread evenly, however many are taken.
+        spread = np.arange(shape[0]) * (5**0.5 - 1) / 2 % 1
+        on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
         pages = ExpertPages(self.memory, shape, on_host, jax.devices()[0])
         pieces = len(matrices) // shape[0]
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
