@@ -1,4 +1,4 @@
-"""How often tokens select each expert, if an expert's weight falls with its rank."""
+"""The share of tokens that select each expert, if weights fall with the rank."""
 
 import numpy as np
 from jaxtyping import Float

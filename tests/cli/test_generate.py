@@ -268,9 +268,9 @@ def test_drafts_need_a_block_that_makes_them(refused):
 
 def test_random_weights_need_no_checkpoint(run, refused, one_layer, tmp_path):
     shutil.copy(one_layer / "config.json", tmp_path)
-    options = "--random-weights", tmp_path, "--skew", 1, "--max-new-tokens", 2
+    options = "--random-weights", tmp_path, "--skew", 1, "--max-new-tokens", 8
     report = json.loads(run("generate", *options, "--ignore-eos", "--json"))
-    assert len(report["tokens"]) == 2 and "text" not in report
+    assert len(report["tokens"]) == 8 and "text" not in report
     assert "--checkpoint and --random-weights exclude each other" in refused(
         "generate", *options, "--checkpoint", one_layer
     )
