@@ -111,15 +111,17 @@ def main(
     """
     config, model = read_config(packaged_checkpoint()), CompiledModel(load_checkpoint(packaged_checkpoint()))
     load = Load(seed, (4, 300), (1, 160), config.vocab_size).make(tokens, TEXT.read_bytes())
-    results, report = {}, dict(batch_invariant=batch_invariant, slots=slots)
-    for name, options in dict(overlap={}, waits=dict(overlap=False), drafts=dict(drafter=PromptLookup())).items():
+    results: dict[str, Any] = {}
+    report: dict[str, Any] = dict(batch_invariant=batch_invariant, slots=slots)
+    engines: dict[str, Any] = dict(overlap={}, waits=dict(overlap=False), drafts=dict(drafter=PromptLookup()))
+    for name, options in engines.items():
         drafts = 2 if "drafter" in options else 0
         sizes = dict(max_requests=slots, max_context=512, block_tokens=128, max_query_tokens=1 + drafts)
         manager = KVCacheManager(config, num_blocks=int(1.6 * slots), **sizes)
         prefix = PrefixCache(manager, key="packaged")
         budget = dict(token_budget=slots * (1 + drafts) + 32, batch_invariant=batch_invariant)
         engine = Engine(model, manager, prefix=prefix, **budget, **options)
-        # With drafts a step gives several tokens, so a copy would begin elsewhere.
+        # A step with drafts gives several tokens, so a copy would begin elsewhere.
         own = [{k: v for k, v in p.items() if not drafts or k not in ("fork", "cancel")} for p in load]
         results[name] = serve(engine, own, most=2 * slots)
         metrics = engine.metrics
@@ -128,8 +130,8 @@ def main(
         rich.print(name, report[name])
     report["overlap and waits"] = compare(results["overlap"], results["waits"])
     plain = {f"request {i}" for i, params in enumerate(load) if "cancel" not in params}
-    picked = [[row for row in results[name] if row[0] in plain] for name in ("overlap", "drafts")]
-    report["overlap and drafts"] = compare(*picked)
+    one, other = ([row for row in results[name] if row[0] in plain] for name in ("overlap", "drafts"))
+    report["overlap and drafts"] = compare(one, other)
     rich.print(report)
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n")
