@@ -53,7 +53,13 @@ class TokenCost:
         return self.layers * float(self._read(skew, tokens)[self.experts - on_host :].sum())
 
     def milliseconds(self, on_host: int, skew: float, tokens: int = 1) -> float:
-        """Returns the expected time of a step; the arguments are those of `misses`."""
+        """Returns the expected time of a step.
+
+        Args:
+          on_host: number of experts of a layer in host memory.
+          skew: see `selection_shares`.
+          tokens: number of tokens of the step.
+        """
         misses = self.misses(on_host, skew, tokens)
         hits = self.layers * float(self._read(skew, tokens).sum()) - misses
         on_device = (self.other_bytes + self.expert_bytes * hits) / self.read_rate
