@@ -14,10 +14,7 @@ from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, samp
 
 @runtime_checkable
 class DraftingModel(Protocol):
-    """The methods of a model that drafts need besides `Model`; `DeepseekV4ForCausalLM` documents each.
-
-    Only those of the model's own kind of draft layers are called.
-    """
+    """The methods of a model with an MTP block that drafts need besides `Model`; see `DeepseekV4ForCausalLM`."""
 
     def forward_streams(
         self, cache: KVCache, batch: Batch
@@ -29,6 +26,17 @@ class DraftingModel(Protocol):
 
     def mtp_write(self, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache: ...
 
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]: ...
+
+
+@runtime_checkable
+class DSparkModel(Protocol):
+    """The methods of a model with DSpark's layers that drafts need besides `Model`; see `DeepseekV4ForCausalLM`."""
+
+    def forward_streams(
+        self, cache: KVCache, batch: Batch
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], KVCache]: ...
+
     def dspark_write(self, taps: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache: ...
 
     def dspark_forward(
@@ -38,8 +46,6 @@ class DraftingModel(Protocol):
     def dspark_correct(
         self, hidden: Float[Array, "n D"], logits: Float[Array, "n vocab"], previous: Int[Array, "n"]
     ) -> tuple[Float[Array, "n vocab"], Float[Array, "n"]]: ...
-
-    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +105,7 @@ def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"])
 
 
 def forward_for_drafts(
-    model: DraftingModel, cache: KVCache, batch: Batch
+    model: Any, cache: KVCache, batch: Batch
 ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], KVCache]:
     """Runs the model, then writes the draft layers' windows. Call it inside a traced function.
 
@@ -117,7 +123,7 @@ def forward_for_drafts(
 
 
 def draft(
-    model: DraftingModel,
+    model: Any,
     cache: KVCache,
     streams: Float[Array, "n h D"],
     batch: Batch,
@@ -133,7 +139,7 @@ def draft(
     arXiv:2408.07978), and the verified token is the one that is drawn without drafts.
 
     Args:
-      model: the model.
+      model: a `DraftingModel` or a `DSparkModel`.
       cache: the cache after `forward_for_drafts` of these tokens.
       streams: [n, hc_mult, hidden] the model's residual streams at each request's last token; unused by DSpark.
       batch: positions of these tokens, with the token drawn after each as its id (`one_token_batch`).
@@ -169,7 +175,7 @@ def draft(
 
 
 def draft_block(
-    model: DraftingModel,
+    model: DSparkModel,
     cache: KVCache,
     anchors: Batch,
     sampling: SamplingParams | BatchedSamplingParams,

@@ -120,7 +120,7 @@ def sample_step(
     all tokens of a request, so prompts have to run with `drafts` too.
 
     Args:
-      model: the model, or a `CompiledModel` if many steps run. With `drafts`, a `DraftingModel`.
+      model: the model, or a `CompiledModel` if many steps run. With `drafts`, a `DraftingModel` or `DSparkModel`.
       cache: the cache; donated: use the returned one from here on.
       batch: from `KVCacheManager.prepare_forward`.
       logits_indices: [n] indices of the batch's tokens to draw after; -1 = none. None: [slots], each slot's last token.
