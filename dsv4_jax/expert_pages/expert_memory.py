@@ -30,19 +30,22 @@ class ExpertMemory:
         but for `reserved_bytes`.
       reserved_bytes: bytes of the GPU that stay free for the cache and for programs, if `device_bytes` is None.
       memory: the GPU and its host; None for the default device.
+      frequencies: for each layer by name, [E] how often its experts are selected: the most frequent ones stay on the
+        GPU. Equally frequent ones, and all of a layer that is not there, are spread evenly over the expert numbers.
       layers: expert pages of the matrices of each layer, once they are placed.
     """
 
     device_bytes: int | None = None
     reserved_bytes: int = PROGRAM_BYTES
     memory: CudaMemory | None = None
+    frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
-    _on_host: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    _on_device: int | None = dataclasses.field(default=None, repr=False)
 
     @property
     def is_planned(self) -> bool:
         """Whether `plan` has decided."""
-        return self._on_host is not None
+        return self._on_device is not None
 
     @property
     def host_bytes(self) -> int:
@@ -78,7 +81,7 @@ class ExpertMemory:
                 f"{on_host} of {experts} experts a layer ({_gb(on_host * each)}) would have to lie in host memory, of "
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
             )
-        self._on_host = np.arange(experts) >= on_device
+        self._on_device = on_device
         if not on_host:
             return f"all {experts} experts a layer fit the GPU ({_gb(experts * each)})"
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
@@ -99,8 +102,14 @@ class ExpertMemory:
           ValueError: an expert is not a whole number of pages.
           MemoryError: the GPU or the host is out of memory.
         """
-        assert self.memory is not None and self._on_host is not None, "plan comes first"
-        pages = ExpertPages(self.memory, shape, self._on_host, jax.devices()[0])
+        assert self.memory is not None and self._on_device is not None, "plan comes first"
+        frequencies = self.frequencies.get(layer, np.zeros(shape[0]))
+        on_host = np.ones(shape[0], bool)
+        # A prompt's tiles run in the order of experts: if those in host memory are spread, the GPU computes with others
+        # while they are read. Multiples of the golden ratio are spread evenly, however many are taken.
+        spread = np.arange(shape[0]) * (5**0.5 - 1) / 2 % 1
+        on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
+        pages = ExpertPages(self.memory, shape, on_host, jax.devices()[0])
         pieces = len(matrices) // shape[0]
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))

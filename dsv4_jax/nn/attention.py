@@ -37,7 +37,7 @@ class StepCarry:
 
     def with_tap(self, layer: int, streams: Float[Array, "T h D"]) -> "StepCarry":
         """Returns the carry with the mean of the streams [T, h, hidden] that leave a layer, if drafts need it."""
-        if layer not in self.taps:
+        if not self.taps or layer not in self.taps:
             return self
         mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
         return dataclasses.replace(self, taps=self.taps | {layer: mean})
