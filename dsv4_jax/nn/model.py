@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
+from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
@@ -45,13 +46,15 @@ class DeepseekV4Model(nnx.Module):
         """Runs one step; returns hidden states, their streams, recorded activations if any, and the updated cache."""
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
-        cache, carry = cache.begin_step(batch), StepCarry(activations={} if record else None)
+        carry = StepCarry(activations={} if record else None, experts={} if counts_experts(cache) else None)
+        cache = cache.begin_step(batch)
         x = self.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
             # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
+        cache = count_experts(cache, batch, carry.experts)
         return *self.hc_head.pre(residual, self.norm), carry.activations or {}, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
