@@ -61,6 +61,11 @@ class LayerSpec:
         return cls(compress_rate=rate, group=group or f"hca{rate}", owner=True)
 
     @property
+    def kind(self) -> "LayerSpec":
+        """The spec without the layer's own places: layers of one kind use the same pools in the same way."""
+        return dataclasses.replace(self, layer=0, ring=0, index=0, selection=OWN if self.selects else self.selection)
+
+    @property
     def selects(self) -> bool:
         """Whether the layer scores keys and selects entries itself."""
         return self.selection == self.layer

@@ -153,7 +153,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for name, label in (("resident", "resident"), ("malloc_in_use", "in use, C library"), ("jax_bytes", "JAX arrays")):
         above.plot(minutes, np.asarray(samples[name]) / MEBIBYTE, label=label)
     above.set(ylabel="MiB", ylim=(0, None), title=f"A server's memory, {samples['sent'][-1]:,} requests")
-    above.legend()
+    above.legend(loc="lower right")
     labels = dict(python_objects="Python objects", jax_arrays="JAX arrays", prefix_blocks="blocks of prefixes")
     for name, label in labels.items():
         counts = np.asarray(samples[name])

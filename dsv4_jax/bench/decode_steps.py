@@ -65,6 +65,7 @@ class StepOptions:
       expert_parallel: whether each device holds some whole experts.
       expert_memory: bytes of the GPU that routed experts may take; "auto" for what is left; None for all experts.
       context_parallel: whether devices share the compressed entries of a request.
+      skew: how unequally tokens select experts, see `checkpoint.random_weights`.
     """
 
     batches: tuple[int, ...] | None = None
@@ -77,6 +78,7 @@ class StepOptions:
     expert_parallel: bool = False
     context_parallel: bool = False
     expert_memory: int | Literal["auto"] | None = None
+    skew: float = 0.0
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
@@ -211,7 +213,9 @@ def _measure(config, kv_format, options, report, loop=True):
         check_shardable(config, options.mesh.shape, options.expert_parallel)
     if options.whole:
         experts = _expert_memory(config, kv_format, options)
-        layers = random_stack(config, mesh=options.mesh, expert_parallel=options.expert_parallel, expert_memory=experts)
+        placing: dict[str, Any] = dict(expert_parallel=options.expert_parallel, expert_memory=experts)
+        layers = random_stack(config, options.mesh, **placing, skew=options.skew)
+        report["skew"] = options.skew
         if experts is not None:
             report["host_bytes"] = experts.host_bytes
     else:

@@ -28,13 +28,15 @@ class LayerCacheHandle(Summarized):
     Attributes:
       batch: inputs of the step.
       pending: [T, head_dim] window rows of a prefill step that are not in the ring yet, or None.
-      spec: spec of the layer (static).
+      spec: spec of the layer (static); with a traced layer, that of some layer of its kind.
+      layer: number of the layer if it is traced, else None.
     """
 
     _cache: Any
     batch: Batch
     pending: Any
     spec: LayerSpec = dataclasses.field(metadata=dict(static=True))
+    layer: Any = None
 
     @property
     def cache(self) -> Any:
@@ -43,7 +45,8 @@ class LayerCacheHandle(Summarized):
 
     def _summary(self) -> Summary:
         spec, config = self.spec, self._cache.schema.config
-        words = [f"layer {spec.layer}", f"window of {config.sliding_window} tokens"]
+        name = f"layer {spec.layer}" if self.layer is None else f"a traced layer like {spec.layer}"
+        words = [name, f"window of {config.sliding_window} tokens"]
         if spec.group is not None:
             words.append(f"{spec.group} entries of {spec.compress_rate} tokens")
         if spec.selection is not None:
@@ -255,7 +258,7 @@ class LayerCacheHandle(Summarized):
     def read_swa_view(self) -> SWAView:
         """Returns a view of the layer's window rings."""
         schema = self._cache.schema
-        return SWAView(self._cache.swa, self.spec.ring, schema.config.sliding_window, schema.window_codec)
+        return SWAView(self._cache.swa, self._place("ring"), schema.config.sliding_window, schema.window_codec)
 
     def read_classical_view(self) -> ClassicalView:
         """Returns a view of the layer's entries through the block table."""
@@ -277,7 +280,7 @@ class LayerCacheHandle(Summarized):
         table = self._cache.block_table
         if self._is_sharded:
             table = to_local_ids(table, "context", jax.tree.leaves(self._group.paged)[0].shape[1])
-        return self.spec.index, table, self.spec.compress_rate
+        return self._place("index"), table, self.spec.compress_rate
 
     def _reduce_rows(self, rows):
         """All-reduces (kv, valid): a row is valid if some device holds it."""
@@ -294,7 +297,13 @@ class LayerCacheHandle(Summarized):
     def _state_view(self, *, keys=False):
         state = self._group.key_state if keys else self._group.state
         arrays = (None, None) if state is None else (state.kv, state.gate)
-        return StateView(*arrays, self.spec.index, self.spec.compress_rate, self.spec.overlap)
+        return StateView(*arrays, self._place("index"), self.spec.compress_rate, self.spec.overlap)
+
+    def _place(self, field):
+        """Returns the layer's row on axis 0 of the rings (`ring`) or of its group's pools (`index`)."""
+        if self.layer is None:
+            return getattr(self.spec, field)
+        return jnp.asarray([getattr(spec, field) for spec in self._cache.schema.layers], jnp.int32)[self.layer]
 
     @property
     def _group(self):

@@ -189,16 +189,30 @@ class KVCache(Summarized):
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
 
-    def handle(self, layer: int, batch: Batch) -> LayerCacheHandle:
+    def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> LayerCacheHandle:
         """Returns one layer's view of the cache for one step, after `begin_step`; allocates nothing.
+
+        Args:
+          layer: number of the layer; it may be traced, as in a `jax.lax.scan` over stacked layers of one kind.
+          batch: inputs of the step.
+          like: number of any layer of a traced layer's kind; None if the model has one kind only.
 
         Raises:
           TypeError: `layer` is not a whole number.
-          ValueError: there is no such layer, or the batch belongs to another cache.
+          ValueError: there is no such layer, the kind of a traced layer is not known, or the batch belongs to another
+            cache.
         """
-        check_whole("layer", layer, 0, len(self.schema.layers) - 1)
         self._check_batch(batch)
-        return LayerCacheHandle(_cache=self, batch=batch, pending=None, spec=self.schema.layers[layer])
+        layers, traced = self.schema.layers, None
+        if isinstance(layer, jax.core.Tracer) and jnp.issubdtype(layer.dtype, jnp.integer) and layer.ndim == 0:
+            if like is None and (other := [spec for spec in layers if spec.kind != layers[0].kind]):
+                raise ValueError(
+                    f"layer is traced and the model's layers are of several kinds: layer 0 is {layers[0]}, layer "
+                    f"{other[0].layer} is {other[0]}; give like=, the number of any layer of the kind that is meant"
+                )
+            traced, layer = layer, like or 0
+        spec = layers[check_whole("layer" if traced is None else "like", layer, 0, len(layers) - 1)]
+        return LayerCacheHandle(_cache=self, batch=batch, pending=None, spec=spec, layer=traced)
 
     def begin_step(self, batch: Batch) -> "KVCache":
         """Applies the host's decisions for this step: new requests, new blocks, new lengths.

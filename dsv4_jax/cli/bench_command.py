@@ -63,7 +63,7 @@ class _Bench:
     def run(self) -> None:
         """Runs the benchmark; raises ValueError if an option is wrong."""
         given = vars(self)
-        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0).items():
+        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
             if name in given:
                 options.check_at_least(minimum, **{name: given[name]})
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
@@ -78,7 +78,8 @@ class _Bench:
                 options.check_writable(option, path)
         if trace := given.get("trace"):
             trace.mkdir(parents=True, exist_ok=True)
-        options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
+        if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
+            options.show_log()
         if self.whole:
             # XLA leaves a quarter of a GPU's memory unused by default.
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -245,6 +246,7 @@ class ModelBench(_DecodeSteps):
 
     For example:
       dsv4-jax bench model --layers 8 --batches 1 8
+      dsv4-jax bench model --expert-memory auto --skew 0.6 --batches 1 --contexts 4096
       dsv4-jax bench model --mesh model=4 --expert-parallel
 
     Attributes:
@@ -258,6 +260,7 @@ class ModelBench(_DecodeSteps):
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
+    skew: options.Skew = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,19 +293,33 @@ class PrefillBench(_ModelBench):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeBench(_Bench):
-    """Times the packaged model on synthetic conversations, without and with a prefix cache.
+    """Times an engine: the packaged model on synthetic conversations, or a model of any size with random weights.
 
-    The conversations share system prompts, and every turn sends the whole history again. Reports throughput, time to
-    the first token, the share of prompt tokens that the cache held, and the number of compiled programs.
+    Without --config, the conversations share system prompts, and every turn sends the whole history again. They are
+    served without and with a prefix cache. Reports throughput, time to the first token, the share of prompt tokens that
+    the cache held, and the number of compiled programs.
+
+    With --config, reports the time to the first token of prompts that run alone. Then, for each number of requests that
+    decode at once: the time of a step of the engine, that of the on-device loop, tokens a second, and the host's time
+    by function. Random weights accept hardly a draft, so --drafts shows the cost of drafts alone.
 
     For example:
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
+      dsv4-jax bench serve --config v4_flash --expert-memory auto --requests 1 4 --prompts 1024 8192
+      dsv4-jax bench serve --config v4_flash --layers 4 --requests 32 128 --prompts
 
     Attributes:
       conversations: number of conversations.
       turns: number of requests in a conversation.
-      drafts: number of tokens that prompt lookup may draft in a step; 0 = no speculative decoding.
-      plot: plot time to the first token against tokens sent to this file.
+      drafts: number of tokens that prompt lookup may draft in a step, or with --config the multi-token-prediction
+        block; 0 = no speculative decoding.
+      plot: plot time to the first token against tokens sent to this file; not with --config.
+      config: v4_flash, v4_pro, or a folder with a config.json. On a CPU, a tiny model replaces the released ones.
+      layers: with --config: number of layers to run, the first ones; 0 = all.
+      requests: with --config: numbers of requests that decode at once. Default: 1 4 16 64; on a CPU 1 4
+      prompts: with --config: numbers of tokens of the prompts. Default: 1024 8192 65536; on a CPU 256
+      context: with --config: number of tokens of a request when it begins to decode.
+      token_budget: with --config: number of tokens in a step that reads prompts.
     """
 
     _plot = "plot_serving"
@@ -311,13 +328,50 @@ class ServeBench(_Bench):
     drafts: int = 0
     mesh: options.MeshOption = None
     plot: PlotFile = None
+    config: Annotated[str | None, options.optional("v4_flash|v4_pro|DIR")] = None
+    layers: int = 0
+    requests: Numbers = None
+    prompts: Numbers = None
+    context: int = 512
+    token_budget: int = 2048
+    expert_memory: options.ExpertMemoryOption = None
+    skew: options.Skew = 0.0
+
+    def run(self) -> None:
+        """Runs the benchmark; raises ValueError if an option is wrong."""
+        if self.config is None and (self.expert_memory is not None or self.skew or self.layers):
+            raise ValueError("--expert-memory, --skew and --layers need --config")
+        if self.config is not None and self.plot is not None:
+            raise ValueError("--plot is for conversations: leave out --config")
+        sizes = dict(requests=min(self.requests or (1,)), prompts=min(self.prompts or (1,)))
+        options.check_at_least(1, **sizes, context=self.context, token_budget=self.token_budget)
+        if self.config is not None:
+            options.use_compilation_cache()
+        super().run()
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+        if self.config is not None:
+            return dict(results=self._engine_steps(self.config, report, mesh))
         from dsv4_jax.bench import serving
 
         workload = serving.Workload(self.conversations, self.turns, self.drafts)
         report["workload"] = dataclasses.asdict(workload)
         return dict(results=serving.run(workload, mesh))
+
+    def _engine_steps(self, name: str, report: dict[str, Any], mesh: "Mesh | None") -> Iterable[dict[str, Any]]:
+        import jax
+
+        from dsv4_jax.bench import engine_steps
+
+        config = engine_steps.choose_config(options.named_config(name, "--config"), name, report)
+        given: dict[str, Any] = dict(layers=self.layers, context=self.context, token_budget=self.token_budget)
+        given |= dict(drafts=self.drafts, skew=self.skew, mesh=mesh)
+        if jax.default_backend() != "gpu":
+            given |= dict(requests=(1, 4), prompts=(256,))
+        chosen = dict(requests=self.requests, prompts=self.prompts)
+        given |= {option: numbers for option, numbers in chosen.items() if numbers is not None}
+        given["expert_memory"] = options.expert_bytes(self.expert_memory, self.mesh)
+        return engine_steps.run(config, engine_steps.EngineOptions(**given), report)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.cli import options
-from dsv4_jax.cli.options import ModelOptions, optional
+from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.sizes import readable_bytes
 
 
@@ -31,7 +31,7 @@ _DEFAULT_IDS = (5, 17, 42)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateCommand(ModelOptions):
+class GenerateCommand(RandomModelOptions):
     """Generates from a prompt through the quantized cache.
 
     Prints the prompt and the new text as it comes, or the ids of the new tokens if the checkpoint has no
@@ -46,6 +46,7 @@ class GenerateCommand(ModelOptions):
       dsv4-jax generate --temperature 1 --n-best 4
       dsv4-jax generate --beams 4
       dsv4-jax generate --mesh model=2
+      dsv4-jax generate --random-weights v4_flash --expert-memory auto
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
@@ -92,7 +93,7 @@ class GenerateCommand(ModelOptions):
         """Runs the command; raises ValueError or OSError where the user has to change something."""
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         self._check()
-        checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
+        checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
         options.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)

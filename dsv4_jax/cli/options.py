@@ -86,6 +86,14 @@ ExpertPlacementOption = Annotated[
         "checkpoint. The next start places the hottest experts on the GPU. Default: no file.",
     ),
 ]
+Skew = Annotated[
+    float,
+    tyro.conf.arg(
+        metavar="S",
+        help="with random weights: how unequally tokens select experts. The expert of rank r has weight r**-S; with "
+        "--expert-memory, frequent ones lie on the GPU.",
+    ),
+]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
@@ -133,7 +141,6 @@ class ModelOptions:
         """
         import jax
         import jax.numpy as jnp
-        from rich.logging import RichHandler
 
         from dsv4_jax.checkpoint import load_checkpoint
         from dsv4_jax.decode import CompiledModel
@@ -141,11 +148,8 @@ class ModelOptions:
         experts = self._expert_memory(schema)
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         weights = "quantized" if stay else self.weights
-        log = logging.getLogger("dsv4_jax")
-        if checkpoint != packaged_checkpoint() and not log.handlers:
-            log.setLevel(logging.INFO)
-            console = Console(stderr=True)
-            log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
+        if checkpoint != packaged_checkpoint():
+            show_log()
         sharding: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel)
         types: dict[str, Any] = dict(dtype=jnp.dtype(self.dtype), weights=weights)
         options: dict[str, Any] = dict(progress=progress, expert_memory=experts)
@@ -195,6 +199,83 @@ class ModelOptions:
             max_query_tokens=1 + drafts,
             **self.cache_options(config),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomModelOptions(ModelOptions):
+    """The options of commands that can also run a model with random weights."""
+
+    random_weights: Annotated[
+        str | None,
+        optional(
+            "v4_flash|v4_pro|DIR",
+            help="run a model with random weights in place of a checkpoint, to measure its speed: a released model's "
+            "configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.",
+        ),
+    ] = None
+    skew: Skew = 0.0
+
+    def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
+        """Returns the folder of the model, which has no files for a released model's name, and its configuration.
+
+        Raises:
+          ValueError: there is no such model, or the options exclude each other.
+        """
+        check_at_least(0, skew=self.skew)
+        if self.random_weights is None:
+            if self.skew:
+                raise ValueError(f"--skew {self.skew} needs --random-weights")
+            return open_checkpoint(checkpoint, mtp=mtp)
+        if checkpoint is not None:
+            raise ValueError("--checkpoint and --random-weights exclude each other: give one of them")
+        if self.weights not in (None, "quantized"):
+            raise ValueError(f"--random-weights are quantized: leave out --weights {self.weights}")
+        config = named_config(self.random_weights, "--random-weights", mtp=mtp)
+        # A released model's name is no folder here: no tokenizer.json lies beside it.
+        folder = packaged_checkpoint().parent / "none" if self.random_weights in PRESETS else Path()
+        return folder / self.random_weights, config
+
+    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "CompiledModel":
+        """Loads the model, or makes one with random weights, as `open_model` was told."""
+        if self.random_weights is None:
+            return super().load_model(checkpoint, schema, progress=progress)
+        import jax.numpy as jnp
+
+        from dsv4_jax.checkpoint.random_weights import random_model
+        from dsv4_jax.decode import CompiledModel
+
+        show_log()
+        experts = self._expert_memory(schema)
+        options: dict[str, Any] = dict(expert_parallel=self.expert_parallel, expert_memory=experts, skew=self.skew)
+        return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
+
+
+PRESETS = "v4_flash", "v4_pro"
+
+
+def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
+    """Returns the configuration of a released model, or of a folder with a config.json, with the draft block if `mtp`.
+
+    Raises ValueError, which names the option, if there is neither.
+    """
+    from dsv4_jax.config import DSV4Config
+
+    if name in PRESETS:
+        return dataclasses.replace(getattr(DSV4Config, name)(), num_nextn_predict_layers=int(mtp))
+    if not Path(name).exists():
+        raise ValueError(f"{option} {name} is neither {' nor '.join(PRESETS)} nor an existing folder")
+    return DSV4Config.from_hf(Path(name), mtp=mtp)
+
+
+def show_log() -> None:
+    """Prints the package's log to stderr, unless the user handles it."""
+    from rich.logging import RichHandler
+
+    log = logging.getLogger("dsv4_jax")
+    if not log.handlers:
+        log.setLevel(logging.INFO)
+        console = Console(stderr=True)
+        log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
 
 
 def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":

@@ -3,7 +3,6 @@
 import bisect
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -73,7 +72,7 @@ class PlanCommand:
         weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
-        config = _read_config(self.config, mtp=self.drafts > 0)
+        config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         options.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one = self.schema(config, self.context)
@@ -122,17 +121,6 @@ class PlanCommand:
             longest = device.longest_context(one, self.max_requests)
             report |= dict(max_requests=self.max_requests, longest_context=longest)
         return report
-
-
-def _read_config(name: str, *, mtp: bool) -> "DSV4Config":
-    from dsv4_jax.config import DSV4Config
-
-    presets = dict(v4_flash=DSV4Config.v4_flash, v4_pro=DSV4Config.v4_pro)
-    if name in presets:
-        return dataclasses.replace(presets[name](), num_nextn_predict_layers=int(mtp))
-    if not Path(name).exists():
-        raise ValueError(f"--config {name} is neither {' nor '.join(presets)} nor an existing folder")
-    return DSV4Config.from_hf(Path(name), mtp=mtp)
 
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:

@@ -137,9 +137,10 @@ def log_likelihoods(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
 class WindowOnlyCache(KVCache):
     """A cache whose layers attend to their sliding windows only, for ablations."""
 
-    def handle(self, layer: int, batch: Batch) -> "WindowOnlyHandle":
-        ring = super().handle(layer, batch).spec.ring
-        return WindowOnlyHandle(self, batch, None, LayerSpec(layer, ring=ring))
+    def handle(self, layer: int | Array, batch: Batch, *, like: int | None = None) -> "WindowOnlyHandle":
+        handle = super().handle(layer, batch, like=like)
+        spec = LayerSpec(handle.spec.layer, handle.spec.ring)
+        return WindowOnlyHandle(self, batch, None, spec, handle.layer)
 
 
 class WindowOnlyHandle(LayerCacheHandle):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dsv4_jax.cli import options
-from dsv4_jax.cli.options import ModelOptions, optional
+from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_divisible
 from dsv4_jax.sizes import parse_bytes
@@ -25,7 +25,7 @@ _KEY_VARIABLE = "DSV4_JAX_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeCommand(ModelOptions):
+class ServeCommand(RandomModelOptions):
     """Serves a model over HTTP, in OpenAI's protocol.
 
     OpenAI's clients connect to http://HOST:PORT/v1: the openai package, chat front ends, load generators. The page at /
@@ -36,6 +36,7 @@ class ServeCommand(ModelOptions):
     For example:
       dsv4-jax serve
       dsv4-jax serve --checkpoint path/to/folder --port 8080 --max-requests 32 --context 16384
+      dsv4-jax serve --random-weights v4_flash --expert-memory auto
       DSV4_JAX_API_KEY=secret dsv4-jax serve --host 0.0.0.0
 
       curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
@@ -88,7 +89,7 @@ class ServeCommand(ModelOptions):
         """Runs the server until it is told to stop; raises ValueError or OSError after a user's mistake."""
         # Mistakes are found before JAX is imported and the weights are read, which take long.
         api_key = self._check()
-        checkpoint, config = options.open_checkpoint(self.checkpoint)
+        checkpoint, config = self.open_model(self.checkpoint)
         context = self._check_model(config)
         folder = checkpoint.parent if checkpoint.is_file() else checkpoint
         name = self.model_name or folder.resolve().name

@@ -37,6 +37,8 @@ class ExpertMemory:
         but for `reserved_bytes`.
       reserved_bytes: bytes of the GPU that stay free for the cache and for programs, if `device_bytes` is None.
       memory: the GPU and its host; None for the default device.
+      frequencies: for each layer by name, [E] how often its experts are selected: the most frequent ones stay on the
+        GPU. Equally frequent ones, and all of a layer that is not there, are spread evenly over the expert numbers.
       placement_file: file that keeps how often experts were selected, so that the next process starts with the hot
         ones on the GPU; None for no file. One that is missing or not of this model is ignored.
       layers: expert pages of the matrices of each layer, once they are placed.
@@ -45,10 +47,10 @@ class ExpertMemory:
     device_bytes: int | None = None
     reserved_bytes: int = PROGRAM_BYTES
     memory: CudaMemory | None = None
+    frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     placement_file: Path | None = None
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
     _on_device: int | None = dataclasses.field(default=None, repr=False)
-    _frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def is_planned(self) -> bool:
@@ -60,7 +62,7 @@ class ExpertMemory:
         """The object that moves the placed experts between steps; None if all of them lie on the GPU."""
         if self.memory is None or not self.host_bytes:
             return None
-        options: dict[str, Any] = dict(frequencies=self._frequencies, file=self.placement_file)
+        options: dict[str, Any] = dict(frequencies=self.frequencies, file=self.placement_file)
         try:
             return ExpertMigration(self.memory, self.layers, **options)
         except MemoryError as error:
@@ -103,7 +105,7 @@ class ExpertMemory:
             )
         self._on_device = on_device
         if self.placement_file is not None:
-            self._frequencies = read_frequencies(self.placement_file, experts)
+            self.frequencies |= read_frequencies(self.placement_file, experts)
         if not on_host:
             return f"all {experts} experts a layer fit the GPU ({_gb(experts * each)})"
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
@@ -125,9 +127,12 @@ class ExpertMemory:
           MemoryError: the GPU or the host is out of memory.
         """
         assert self.memory is not None and self._on_device is not None, "plan comes first"
-        # The hottest experts stay on the GPU; of equal ones, the first.
-        hottest = np.argsort(-self._frequencies.get(layer, np.zeros(shape[0])), kind="stable")[: self._on_device]
-        on_host = ~np.isin(np.arange(shape[0]), hottest)
+        frequencies = self.frequencies.get(layer, np.zeros(shape[0]))
+        on_host = np.ones(shape[0], bool)
+        # A prompt's tiles run in the order of experts: if those in host memory are spread, the GPU computes with others
+        # while they are read. Multiples of the golden ratio are spread evenly, however many are taken.
+        spread = np.arange(shape[0]) * (5**0.5 - 1) / 2 % 1
+        on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
         pages = ExpertPages(self.memory, shape, on_host, jax.devices()[0])
         pieces = len(matrices) // shape[0]
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:

@@ -5,12 +5,15 @@ The time is that of the products. A block walks over the output tiles that the c
 
     warpgroup   role        does                                                waits for       signals
     0..n-1      multiply    unpacks its 64 rows in registers, runs `wgmma`,     stage_full      stage_empty
-                            and finishes its part of the tile                   scales_full     scales_empty
+                            and finishes its part of the tile                   codes_full      codes_empty
+                                                                                scales_full     scales_empty
     n           load        copies steps, over the borders of output tiles      stage_empty     stage_full
+                                                                                codes_empty     codes_full
                                                                                 scales_empty    scales_full
 
-FP4's scales of several steps travel together, in a ring of their own. The blocks of a cluster have the same inputs, of
-which each copies half for both.
+FP4's scales of several steps travel together, in a ring of their own. So do the codes of two steps of 64 bytes: experts
+may lie in host memory, and reads of 64 bytes through PCIe take longer than those of 128. The blocks of a cluster have
+the same inputs, of which each copies half for both.
 """
 
 import dataclasses
@@ -36,7 +39,9 @@ from pallas_kernels.runtime.launch import interpreting
 STAGING_BYTES = SHARED_BYTES - (1 << 10)  # of stages, scales and the epilogue's staging
 MAX_STAGES = 8
 MAX_WIDE = 80  # inputs with which three stages of 128 bytes a row fit
+MAX_CODES_RING = 224  # inputs of which three stages fit beside a ring of codes
 SCALES_STAGES = 3
+CODES_STAGES = 2  # where codes have a ring of their own
 # Registers of a thread that loads, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
 # has 512 for each thread of a warpgroup.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
@@ -72,6 +77,8 @@ class DequantScratch(NamedTuple):
     """Scratch of a GEMM: the types to allocate, and within the kernel the references."""
 
     codes_smem: Any
+    codes_empty: Any  # barriers of the codes' ring; None where codes have the stages of the inputs
+    codes_full: Any
     stage_empty: Any
     stage_full: Any
     inputs_smem: Any
@@ -108,6 +115,11 @@ class DequantGemm:
         return 128 if self.layout.bits == 16 or self.layout.bits == 4 and self.inputs <= MAX_WIDE else 64
 
     @property
+    def code_steps(self) -> int:
+        """The number of steps whose codes travel together."""
+        return 2 if self.layout.bits == 4 and MAX_WIDE < self.inputs <= MAX_CODES_RING else 1
+
+    @property
     def step_columns(self) -> int:
         return self.layout.columns(self.step_bytes)
 
@@ -136,28 +148,39 @@ class DequantGemm:
     def scratch(self) -> DequantScratch:
         """Returns the types of scratch for `run`."""
         other, arrivals = self.warpgroups * epilogue.STAGING_BYTES, dict(num_arrivals=self.warpgroups)
-        ring: dict[str, Any] = dict(scales_empty=None, scales_full=None, scales_smem=None)
+        ring: dict[str, Any] = dict.fromkeys(DequantScratch._fields)
+        row_bytes = self.code_steps * self.step_bytes
+        if self.code_steps > 1:
+            other += CODES_STAGES * self.rows * row_bytes
+            ring |= dict(
+                codes_full=plgpu.Barrier(num_barriers=CODES_STAGES),
+                codes_empty=plgpu.Barrier(num_barriers=CODES_STAGES, **arrivals),
+            )
         if self.layout.bits == 4:
             shape = SCALES_STAGES, self.matrices, self.rows // self.matrices * self.scales // SCALE_BYTES, SCALE_BYTES
             other += math.prod(shape)
-            ring = dict(
+            ring |= dict(
                 scales_smem=plgpu.SMEM(shape, jnp.uint8),
                 scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
                 scales_empty=plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
             )
-        stage_bytes = self.rows * self.step_bytes + 2 * self.step_columns * self.inputs
+        stage_bytes = self.rows * self.step_bytes * (self.code_steps == 1) + 2 * self.step_columns * self.inputs
         stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
         in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
         barrier = in_cluster if self.blocks > 1 else plgpu.Barrier
-        codes = stages, self.matrices, self.rows // self.matrices, self.layout.elements(self.step_columns)
-        transforms = dequant_wgmma.code_transforms(self.layout, self.step_bytes)
+        codes_stages = stages if self.code_steps == 1 else CODES_STAGES
+        width = self.layout.elements(self.layout.columns(row_bytes))
+        codes = codes_stages, self.matrices, self.rows // self.matrices, width
+        transforms = dequant_wgmma.code_transforms(self.layout, row_bytes)
         return DequantScratch(
-            **ring,
-            codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-            inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
-            staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
-            stage_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            stage_empty=barrier(num_barriers=stages, **arrivals),
+            **ring
+            | dict(
+                codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
+                inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
+                staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
+                stage_full=plgpu.Barrier(num_arrivals=1 + (self.code_steps == 1), num_barriers=stages),
+                stage_empty=barrier(num_barriers=stages, **arrivals),
+            )
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
@@ -192,6 +215,8 @@ def _load(gemm, operands, refs):
 
     steps = operands.tiles * gemm.steps
     barriers.wait_for_last(refs.stage_empty, steps)
+    if refs.codes_full is not None:
+        barriers.wait_for_last(refs.codes_empty, lax.div(steps, gemm.code_steps))
     if refs.scales_smem is not None:
         barriers.wait_for_last(refs.scales_empty, lax.div(steps, gemm.scale_steps))
 
@@ -206,13 +231,28 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
     together = "block" if gemm.blocks > 1 else None
     plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], full, collective_axes=together)
-    elements = refs.codes_smem.shape[3]
-    codes_gmem = codes_gmem.at[:, :, pl.ds(step * elements, elements)]
-    plgpu.copy_gmem_to_smem(codes_gmem, refs.codes_smem.at[stage], full)
+    if refs.codes_full is None:
+        _load_codes(codes_gmem, step, refs.codes_smem.at[stage], full)
+    else:
+        shared = jnp.int32(gemm.code_steps)
+        number = lax.div(i, shared)
+
+        @pl.when(lax.rem(i, shared) == 0)
+        def _():
+            slot = _turn(number, refs.codes_full)
+            pl.when(number >= CODES_STAGES)(lambda: plgpu.barrier_wait(refs.codes_empty.at[slot]))
+            _load_codes(codes_gmem, lax.div(step, shared), refs.codes_smem.at[slot], refs.codes_full.at[slot])
+
     if refs.scales_smem is not None:
         shared = jnp.int32(gemm.scale_steps)
         number = lax.div(i, shared)
         pl.when(lax.rem(i, shared) == 0)(lambda: _load_scales(gemm, operands, refs, place, number, step))
+
+
+def _load_codes(codes_gmem, piece, codes_smem, full):
+    """Copies the `piece`-th columns of a tile's codes."""
+    elements = codes_smem.shape[2]
+    plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
 def _load_scales(gemm, operands, refs, place, number, step):
@@ -233,7 +273,7 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
     sums = lax.fori_loop(0, gemm.steps, add_step, wgmma.zeros((ROWS, gemm.inputs)))
     if gemm.overlaps:
         sums = dequant_wgmma.complete_sums(sums)
-        _release(refs, (n + 1) * gemm.steps - 1)
+        _release(refs.stage_empty, _turn((n + 1) * gemm.steps - 1, refs.stage_full))
     # The epilogues expect the scale of unpacked FP8 and FP4.
     operands.finish(n, sums * 2.0**-SHIFT if gemm.layout.bits == 16 else sums)
 
@@ -249,12 +289,18 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
         scale_at, scales_smem = lax.rem(i, shared) * (gemm.scales // gemm.scale_steps), refs.scales_smem.at[slot]
         pl.when(lax.rem(i, shared) == 0)(lambda: plgpu.barrier_wait(refs.scales_full.at[slot]))
     plgpu.barrier_wait(refs.stage_full.at[stage])
-    tiles = refs.codes_smem.at[stage], scales_smem, scale_at, refs.inputs_smem.at[stage]
+    together, codes_slot = jnp.int32(gemm.code_steps), stage
+    if refs.codes_full is not None:
+        codes_slot = _turn(lax.div(i, together), refs.codes_full)
+        pl.when(lax.rem(i, together) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))
+    tiles = refs.codes_smem.at[codes_slot], scales_smem, scale_at, refs.inputs_smem.at[stage]
     acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
+    if refs.codes_full is not None:
+        pl.when(lax.rem(i, together) == together - 1)(lambda: _release(refs.codes_empty, codes_slot))
     if gemm.overlaps:
-        pl.when(step > 0)(lambda: _release(refs, i - 1))
+        pl.when(step > 0)(lambda: _release(refs.stage_empty, _turn(i - 1, refs.stage_full)))
     else:
-        _release(refs, i)
+        _release(refs.stage_empty, stage)
     if gemm.layout.bits == 4:
         pl.when(lax.rem(i, shared) == shared - 1)(lambda: plgpu.barrier_arrive(refs.scales_empty.at[slot]))
     return acc
@@ -268,9 +314,9 @@ def _fp8_scales(gemm, operands, place, step):
     return scales[0] | scales[1] << 8 if gemm.gated else scales[0]
 
 
-def _release(refs, i):
-    """Tells the loading warpgroup that the stage of step `i` was read."""
+def _release(empty, slot):
+    """Tells the loading warpgroup that a place of a ring was read."""
     if interpreting():
         # It takes no arrival for the end of reads before bulk copies' writes.
         plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.stage_empty.at[_turn(i, refs.stage_empty)])
+    plgpu.barrier_arrive(empty.at[slot])

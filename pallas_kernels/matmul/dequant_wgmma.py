@@ -51,9 +51,10 @@ def multiply_tile(
     if they are bfloat16. Warpgroup w has rows `64 * w ..`. If gated, it has 32 rows from `32 * w` on and those R / 2
     further, which meet in a thread, see `interleave_halves`. `inputs_smem` is [N, columns] bfloat16 with `TRANSFORMS`.
 
-    FP4's `scales_smem` [.., .., 16] uint8 holds 16 or 8 scales of a row, the tile's from `scale_at` on. FP8's scale is
-    `scale_at` itself; if gated, that of the other rows times 256 is added. Unless `complete`, products of the last 64
-    columns may still run, and `complete_sums` has to follow the last tile.
+    FP4's `scales_smem` [.., .., 16] uint8 has 16 or 8 scales of a row, the tile's from `scale_at` on. Codes with twice
+    as many columns as the inputs are those of two tiles, of which `scale_at` tells this one. FP8's scale is `scale_at`
+    itself; if gated, that of the other rows times 256 is added. Unless `complete`, products of the last 64 columns may
+    still run, and `complete_sums` has to follow the last tile.
     """
     rows = codes_smem.shape[0] * codes_smem.shape[1]
     starts = (HALF * warpgroup, rows // 2 + HALF * warpgroup) if gated else (ROWS * warpgroup, ROWS * warpgroup + HALF)
@@ -62,8 +63,10 @@ def multiply_tile(
         array = array.reshape(rows, -1)
         return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, HALF) for start in starts])
 
-    values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
+    values, columns = quantized_weights.decode(own_rows(codes_smem[...]), layout), inputs_smem.shape[1]
     if layout.bits == 4:
+        part = lax.rem(scale_at * 32, jnp.int32(values.shape[1]))
+        values = lax.dynamic_slice_in_dim(values, part, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
     elif layout.bits == 8:
@@ -88,6 +91,8 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         line = line + U32(mlir.scalar(warpgroup)) * (HALF if gated else ROWS)
         # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
         swizzle = line * row_bytes >> 7 & (row_bytes // 16 - 1)
+        if layout.columns(row_bytes) > chunks * CHUNK:  # the 32 columns of a scale have 16 bytes
+            part = part ^ (at << 4 & row_bytes - 1)
         place = thread_ops.shared(codes) + line * row_bytes + (swizzle << 4 ^ part)
         scale_place = []
         for table in scales:

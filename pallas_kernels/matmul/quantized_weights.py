@@ -5,10 +5,8 @@ epilogues multiply sums by 2**32; sums of bfloat16 weights are multiplied by 2**
 """
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir.dialects import arith
@@ -55,10 +53,6 @@ class WeightLayout:
     def elements(self, columns):
         """Returns the number of array elements that hold so many columns, or the element of a column."""
         return columns // 2 if self.bits == 4 else columns
-
-    def transforms(self) -> tuple[Any, ...]:
-        """Returns the transforms of weights in shared memory for `skinny_mma`."""
-        return (plgpu.TilingTransform((HALF, self.elements(self.segment))),)
 
 
 FP8, FP4, BF16 = WeightLayout(8), WeightLayout(4), WeightLayout(16)

@@ -146,7 +146,7 @@ class SkinnyGemm:
         codes = []
         for dtype, layout in kinds.items():
             shape = stages, ROWS, layout.elements(self.segments * layout.segment)
-            codes.append(plgpu.SMEM(shape, dtype, transforms=layout.transforms()))
+            codes.append(plgpu.SMEM(shape, dtype, transforms=skinny_mma.code_transforms(shape[2])))
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,

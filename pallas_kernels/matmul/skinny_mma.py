@@ -9,6 +9,7 @@ that the same inputs serve both.
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -29,6 +30,14 @@ from pallas_kernels.runtime.launch import primitive
 UNIT = 32  # columns of two `mma`, for which a thread reads 16 bytes of inputs
 COLUMNS = 8  # inputs of an `mma`
 MULTIPLIERS = 4  # warpgroups that multiply
+
+
+def code_transforms(elements: int) -> tuple[Any, ...]:
+    """Returns the transforms of weights in shared memory, with `elements` a row: two halves of 32 rows.
+
+    Rows are whole: experts may lie in host memory, and PCIe carries reads of 64 bytes at 0.75 of the rate of 256.
+    """
+    return (plgpu.TilingTransform((HALF, elements)),)
 
 
 @primitive
@@ -92,35 +101,36 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
     segments = codes_smem.shape[1] // layout.elements(layout.segment)
     tiles, units, _, _ = inputs_smem.shape
     segment_units, together = layout.segment // UNIT, layout.min_segments
+    row_bytes = segments * SEGMENT
 
     def emit(acc, codes, scales, inputs, step):
         thread, step = U32(mlir.thread()), U32(mlir.scalar(step))
         inner, line = thread & 3, thread % 32 >> 2
-        # A tile's halves of 32 rows, of each segment after segment: a thread's two rows.
+        # A tile's halves of 32 rows: a thread's two rows.
         if layout.bits == 16:
             # FP8's order: 32 bytes for each of four threads. Two of these begin with the second 16 bytes, so that the
             # four read from different banks.
             late = inner >> 1
-            start = thread_ops.shared(codes) + late * (HALF * SEGMENT) + ((inner & 1) << 5)
+            start = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
         else:
             start = thread_ops.shared(codes) + (inner << 4)
             factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
             weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
         if gated:
-            begin = start + ((thread >> 5 << 3) + line) * SEGMENT
-            rows = [begin, begin + segments * HALF * SEGMENT]
+            begin = start + ((thread >> 5 << 3) + line) * row_bytes
+            rows = [begin, begin + HALF * row_bytes]
         else:
-            begin = start + (thread >> 6) * (segments * HALF * SEGMENT)
-            begin = begin + (((thread >> 5 & 1) << 4) + line) * SEGMENT
-            rows = [begin, begin + 8 * SEGMENT]
+            begin = start + (thread >> 6) * (HALF * row_bytes)
+            begin = begin + (((thread >> 5 & 1) << 4) + line) * row_bytes
+            rows = [begin, begin + 8 * row_bytes]
         fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * segment_units) << 9)
 
         def add_segments(i, *sums):
             """In a loop: less code is fetched sooner."""
             sums, segment = [x.value for x in sums], i * together
             own = fragments + segment * (segment_units << 9)
-            for unit, pairs in weights(segment, [row + segment * (HALF * SEGMENT) for row in rows]):
+            for unit, pairs in weights(segment, [row + segment * SEGMENT for row in rows]):
                 operands = [thread_ops.load_vector(own + (unit + tile * units << 9)) for tile in range(tiles)]
                 for i in (0, 2):
                     a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
@@ -130,7 +140,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
         return [x.value for x in thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))]
 
-    layouts = codes_smem, plgpu.RefType(layout.transforms())
+    layouts = codes_smem, plgpu.RefType(code_transforms(codes_smem.shape[1]))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
     kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
     return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, step, returns=kind)

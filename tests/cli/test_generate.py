@@ -264,3 +264,15 @@ def test_drafts_need_a_block_that_makes_them(refused):
     assert "--drafts -1 must be at least 0" in refused("generate", "--drafts", "-1")
     options = ["--temperature", "1", "--n-best", "2"]
     assert "leave out --n-best and --beams" in refused("generate", "--drafts", "1", *options)
+
+
+def test_random_weights_need_no_checkpoint(run, refused, one_layer, tmp_path):
+    shutil.copy(one_layer / "config.json", tmp_path)
+    options = "--random-weights", tmp_path, "--skew", 1, "--max-new-tokens", 8
+    report = json.loads(run("generate", *options, "--ignore-eos", "--json"))
+    assert len(report["tokens"]) == 8 and "text" not in report
+    assert "--checkpoint and --random-weights exclude each other" in refused(
+        "generate", *options, "--checkpoint", one_layer
+    )
+    assert "--skew 1.0 needs --random-weights" in refused("generate", "--skew", 1)
+    assert "--random-weights no is neither v4_flash nor v4_pro" in refused("serve", "--random-weights", "no")

@@ -49,6 +49,17 @@ def test_random_weights_are_made_where_they_lie():
     assert len(np.unique(codes)) == 256 and (codes[0] != codes[1]).any()
 
 
+def test_frequent_experts_stay_on_the_gpu():
+    memory = ExpertMemory(device_bytes=3 * LAYERS * EACH, memory=CpuMemory())
+    memory.plan(LAYERS, [(EXPERTS, EACH // 4096, 4096)])
+    memory.frequencies["1"] = np.array([0, 3, 0, 9, 5, 1, 0, 0])
+    data = [np.full(EACH, expert, np.uint8) for expert in range(EXPERTS)]
+    codes = {layer: memory.place(layer, data, (EXPERTS, EACH // 4096, 4096)) for layer in "01"}
+    for layer, on_device in {"0": [0, 2, 5], "1": [1, 3, 4]}.items():
+        chex.assert_trees_all_equal(np.asarray(codes[layer])[:, 0, 0], np.arange(EXPERTS, dtype=np.uint8))
+        assert np.flatnonzero(~memory.layers[layer][0].on_host).tolist() == on_device
+
+
 def test_a_machine_that_runs_out_of_memory_names_the_weight():
     memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
     memory.memory.create = mock.Mock(side_effect=MemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"))
@@ -103,6 +114,14 @@ def test_the_option_of_the_command_line(monkeypatch, model):
         loaded = ModelOptions(expert_memory=text).load_model(CHECKPOINT, schema)
         assert sum(size for size, host in memory.handles.values() if host) == on_host * LAYERS * EACH
         assert jax.tree.structure(loaded.module) == jax.tree.structure(model)
+
+
+def test_the_file_of_the_command_line_is_checked_first(tmp_path):
+    config = read_config(CHECKPOINT)
+    with pytest.raises(ValueError, match="--expert-placement needs --expert-memory"):
+        ModelOptions(expert_placement=tmp_path / "placement.npz").check_devices(config)
+    with pytest.raises(ValueError, match=r"--expert-placement .*placement.npz cannot be written"):
+        ModelOptions(expert_memory="auto", expert_placement=tmp_path / "no" / "placement.npz").check_devices(config)
 
 
 def test_without_a_gpu_it_is_said():

@@ -21,12 +21,17 @@ def run(x, selected, weights, gate_up, down, *, implementation, config=None):
     return jnp.sum(jnp.where(here[..., None], y.astype(jnp.float32), 0.0), axis=1)
 
 
-@pytest.mark.parametrize(("inner", "kind"), [(512, "FP4"), (256, "FP4"), (256, "BF16")])
-def test_interpreted(inner, kind):
+@pytest.mark.parametrize(
+    ("inner", "kind", "tile_pairs"),
+    # Codes of two steps travel together where a tile has more than 80 pairs.
+    [(512, "FP4", 16), (256, "FP4", 16), (256, "BF16", 16), (256, "FP4", 96)],
+)
+def test_interpreted(inner, kind, tile_pairs):
     x, _, *others = operands(18, 1, 3, 512, inner, kind)
     # One expert has more pairs than a tile, and one none.
     selected = jnp.asarray([[1]] * 17 + [[2]], jnp.int32)
-    compare("interpret", x, selected, *others, run=functools.partial(run, config=Config(tile_pairs=16, warpgroups=4)))
+    config = Config(tile_pairs, warpgroups=4)
+    compare("interpret", x, selected, *others, run=functools.partial(run, config=config))
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
@@ -44,7 +49,7 @@ def test_on_gpu(tokens, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["FP4", "BF16"])
-@pytest.mark.parametrize("tokens", [700, 3000])
+@pytest.mark.parametrize("tokens", [480, 700, 3000])
 def test_the_op_takes_it_for_many_pairs_on_gpu(tokens, kind):
     check("mosaic_gpu", tokens, 6, 32, 1024, 512, kind, shared=5)
 

@@ -1,0 +1,62 @@
+"""`dsv4-jax bench serve --config` where there is no GPU: an engine with a tiny random model."""
+
+import json
+import unittest.mock
+
+import pytest
+
+from dsv4_jax.bench import engine_steps
+from dsv4_jax.bench.engine_steps import EngineOptions
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.expert_pages import ExpertMemory
+from tests.expert_pages.cpu_memory import CpuMemory
+
+
+def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_steps, "LOOP_STEPS", 2)
+    monkeypatch.setattr(EngineOptions, "steps", 4)
+    sizes = "--layers", 1, "--requests", 2, "--prompts", 48, "--context", 16, "--token-budget", 32
+    run("bench", "serve", "--config", "v4_flash", *sizes, "--json", tmp_path / "serve.json")
+    report = json.loads((tmp_path / "serve.json").read_text())
+    assert report["config"] == "tiny" and report["layers"] == 1 and report["host_bytes"] == 0
+    prompt, decode = report["results"]
+    assert prompt["tokens"] == 48
+    assert prompt["tokens_per_second"] == pytest.approx(48e3 / prompt["first_token_milliseconds"], rel=0.01)
+    assert decode["requests"] == 2 and decode["loop_milliseconds"] > 0
+    assert decode["token_milliseconds"] == pytest.approx(decode["step_milliseconds"], rel=0.01)
+    assert decode["tokens_per_second"] == pytest.approx(2e3 / decode["step_milliseconds"], rel=0.01)
+    assert decode["host_milliseconds"]["engine.engine.step"] > 0
+
+
+def test_experts_leave_room_for_the_largest_cache():
+    config, options = (
+        read_config(packaged_checkpoint()),
+        EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto"),
+    )
+    reserved = engine_steps._expert_memory(config, options).reserved_bytes
+    assert reserved > engine_steps.PROGRAM_BYTES + 8 * 512
+
+
+def test_experts_in_host_memory(monkeypatch):
+    each, memory = 32768 + 16384, CpuMemory()
+    monkeypatch.setattr(engine_steps, "_expert_memory", lambda *_: ExpertMemory(5 * each, memory=memory))
+    config, report = read_config(packaged_checkpoint()), {}
+    options = EngineOptions(requests=(1,), prompts=(), layers=1, skew=1.0)
+    case = unittest.mock.Mock(decode=lambda: dict(measurement="decode", tokens_per_second=1.0))
+    monkeypatch.setattr(engine_steps, "_Case", lambda *_: case)
+    assert len(list(engine_steps.run(config, options, report))) == 1
+    assert report["host_bytes"] == 3 * each and report["skew"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--skew", "1"], "--expert-memory, --skew and --layers need --config"),
+        (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be from 0 (all) to 6"),
+        (["--config", "v4_flash", "--prompts", "40000"], "--prompts and --context need 40001 tokens"),
+        (["--config", "v4_flash", "--requests", "0"], "--requests 0 must be at least 1"),
+        (["--config", "no"], "--config no is neither v4_flash nor v4_pro"),
+    ],
+)
+def test_mistakes_are_explained(refused, options, message):
+    assert message in refused("bench", "serve", *options)

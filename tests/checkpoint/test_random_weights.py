@@ -1,0 +1,66 @@
+"""Random weights: tokens select experts as unequally as asked, and frequent experts lie on the GPU."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv4_jax import ops
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.checkpoint.random_weights import STD, random_model, selection_bias
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.expert_pages import ExpertMemory, selection_shares
+from tests.expert_pages.cpu_memory import CpuMemory
+
+
+CONFIG = read_config(packaged_checkpoint())
+
+
+def zipf(experts, chosen, skew, tokens):
+    """[tokens, chosen] distinct experts, drawn one after another with weights rank ** -skew."""
+    noise = np.random.default_rng(0).gumbel(size=(tokens, experts))
+    return np.argsort(-noise + skew * np.log(np.arange(1, experts + 1.0)))[:, :chosen]
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.6, 1.0])
+def test_a_router_selects_as_often_as_asked(skew):
+    """The router of V4-Flash's sizes, with random activations."""
+    tokens, experts, chosen, hidden = 4096, 256, 6, 4096
+    shares = selection_shares(experts, chosen, skew)
+    assert shares.sum() == pytest.approx(chosen)
+    keys = jax.random.split(jax.random.key(0))
+    x, weight = (jax.random.normal(key, (n, hidden)) for key, n in zip(keys, (tokens, experts), strict=True))
+    bias = jnp.asarray(selection_bias(shares, STD * hidden**0.5))
+    routing = jax.jit(lambda *args: ops.router(*args, top_k=chosen, scaling_factor=1.0))(x, STD * weight, bias)
+    for found in (routing.experts, zipf(experts, chosen, skew, tokens)):
+        counts = np.bincount(np.asarray(found).ravel(), minlength=experts) / tokens
+        # A tenth and three fifths of the experts, the rarest, are those that lie in host memory on an H200 and an H100.
+        for on_host in (26, 157):
+            assert counts[-on_host:].sum() == pytest.approx(shares[-on_host:].sum(), rel=0.08)
+        assert np.abs(counts - shares)[:8].max() < 0.03
+
+
+def test_a_model_without_a_checkpoint():
+    each = 32768 + 16384  # bytes of an expert
+    hashed = ("hash_moe",) + ("moe",) * 2
+    config = CONFIG.with_layers(CONFIG.layer_types[:3], hashed)
+    config = dataclasses.replace(config, num_nextn_predict_layers=1)
+    memory = ExpertMemory(device_bytes=5 * 4 * each, memory=CpuMemory())
+    model = random_model(config, expert_memory=memory, skew=1.0)
+    names = [*(f"model.layers.{i}.mlp.experts" for i in range(3)), "mtp.0.mlp.experts"]
+    assert list(memory.layers) == names and memory.frequencies.keys() == set(names)
+    for name, pages in memory.layers.items():
+        rarest = np.argsort(memory.frequencies[name])[:3]
+        assert set(np.flatnonzero(pages[0].on_host)) == set(rarest)
+    table = np.asarray(model.model.layers[0].mlp.gate.tid2eid[...])
+    counts = np.bincount(table.ravel(), minlength=8) / len(table)
+    chex.assert_trees_all_close(counts, memory.frequencies[names[0]], atol=0.1)
+    assert all(len(set(row)) == config.num_experts_per_tok for row in table.tolist())
+    # The same tree as a quantized checkpoint of this configuration.
+    whole = random_model(CONFIG)
+    loaded = load_checkpoint(packaged_checkpoint(), weights="quantized", fused=True)
+    chex.assert_trees_all_equal_shapes_and_dtypes(nnx.state(whole), nnx.state(loaded))
