@@ -140,7 +140,7 @@ class ExpertMigration:
             )
         self.wait()
         if not self.policy.frequencies.any():
-            # What earlier processes counted decides only as long as nothing is counted here.
+            # Counts of earlier processes decide only as long as nothing is counted here.
             weight = self.policy.half_life * experts_per_token / np.maximum(self.history.frequencies.sum(1), 1.0)
             self.policy.frequencies += self.history.frequencies * np.minimum(weight, 1.0)[:, None]
         self._experts_per_token, self._steps, self._last = experts_per_token, 0, time.perf_counter()
