@@ -122,7 +122,7 @@ def random_weights[Module: nnx.Module](
 
         if isinstance(value, QuantizedWeight):
             if expert_memory is not None and path[-2] == "experts":
-                return variable.replace(dataclasses.replace(value, scale=made(_scales, value.scale.shape)))
+                return variable  # made at last, in the memory that the others leave
             codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
             return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
         if path[-1] in ("tid2eid", "e_score_correction_bias"):
@@ -183,8 +183,9 @@ def _place_experts(module, expert_memory):
     for number, (name, pair) in enumerate(bar):
         for matrix, shape in zip(pair, shapes, strict=True):
             starts = [first + 4096 * ((7 * number + 31 * expert) % (each // 4096)) for expert in range(shape[0])]
-            codes = expert_memory.place(f"{name}.mlp.experts", starts, shape)
-            matrix.set_value(dataclasses.replace(matrix.get_value(), codes=codes))
+            codes, value = expert_memory.place(f"{name}.mlp.experts", starts, shape), matrix.get_value()
+            scale = _made(np.uint32(number), make=_scales, args=(value.scale.shape,), where=None)
+            matrix.set_value(dataclasses.replace(value, codes=codes, scale=scale))
 
 
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))

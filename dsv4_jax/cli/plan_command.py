@@ -3,13 +3,14 @@
 import bisect
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.cli import options
+from dsv4_jax.cli.expert_plan import expert_table, plan_experts
 from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, JsonFlag, MeshOption, optional
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
@@ -33,6 +34,7 @@ class PlanCommand:
     For example:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 1048576
       dsv4-jax plan --config path/to/folder --memory 141GB --weights 96GB --context 65536 --max-requests 64
+      dsv4-jax plan --config v4_flash --memory 80GiB --context 65536 --expert-memory auto
 
     Attributes:
       config: v4_flash, v4_pro, or a folder with a config.json.
@@ -46,6 +48,10 @@ class PlanCommand:
       drafts: plan for K drafts of the model's multi-token-prediction block: its window, the residual streams that it
         starts from, and steps of 1 + K tokens.
       weights: bytes of the memory that are already taken, for instance by the model's weights.
+      expert_memory: for a model that is larger than its GPU: how much of --memory the routed experts may take, such as
+        60GB, or auto for what the other weights, --max-requests (or one) full requests and the programs leave. Reports
+        how many experts stay in host memory and estimates the time of a step.
+      gpu: GPU whose measured rates the estimate uses.
       as_json: print one JSON object instead.
     """
 
@@ -61,6 +67,8 @@ class PlanCommand:
     weights: Annotated[str | None, optional("SIZE")] = None
     mesh: MeshOption = None
     context_parallel: ContextParallel = False
+    expert_memory: Annotated[str | None, optional("auto|SIZE")] = None
+    gpu: Literal["h100", "h200"] = "h100"
     as_json: JsonFlag = False
 
     def run(self) -> None:
@@ -75,13 +83,26 @@ class PlanCommand:
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         options.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
-        one = self.schema(config, self.context)
+        one, experts = self.schema(config, self.context), self._plan_experts(config, memory)
+        weights = weights if experts is None else experts["weights_bytes"]
         num_shards, holders = sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel)
         report = self._report(config, one, memory, weights, _Device(memory - weights, num_shards, holders))
+        report |= {} if experts is None else dict(expert_memory=experts)
         if self.as_json:
             print(json.dumps(report))
         else:
             _print_report(report, one)
+            if experts is not None:
+                Console().print(expert_table(experts))
+
+    def _plan_experts(self, config: "DSV4Config", memory: int) -> dict[str, Any] | None:
+        """Returns the report about experts in host memory; None if all lie on the GPU."""
+        if self.expert_memory is None:
+            return None
+        if self.weights is not None or self.mesh is not None:
+            raise ValueError("--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh")
+        cache = self.schema(config, self.context, self.max_requests or 1).memory_bytes()
+        return plan_experts(config, self.expert_memory, memory, cache, self.gpu)
 
     def schema(self, config: "DSV4Config", context: int, requests: int = 1) -> "CacheSchema":
         """Returns the schema of a cache that holds `requests` requests of `context` tokens each."""

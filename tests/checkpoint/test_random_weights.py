@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax import ops
-from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.checkpoint import load_checkpoint, random_weights
 from dsv4_jax.checkpoint.random_weights import STD, random_model, selection_bias
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
@@ -44,13 +44,18 @@ def test_a_router_selects_as_often_as_asked(skew):
         assert np.abs(counts - shares)[:8].max() < 0.03
 
 
-def test_a_model_without_a_checkpoint():
+def test_a_model_without_a_checkpoint(monkeypatch):
     each = 32768 + 16384  # bytes of an expert
     hashed = ("hash_moe",) + ("moe",) * 2
     config = CONFIG.with_layers(CONFIG.layer_types[:3], hashed)
     config = dataclasses.replace(config, num_nextn_predict_layers=1)
-    memory = ExpertMemory(device_bytes=5 * 4 * each, memory=CpuMemory())
+    memory, made = ExpertMemory(device_bytes=5 * 4 * each, memory=CpuMemory()), []
+    plan, scales = memory.plan, random_weights._scales
+    # Scales are made after the plan, which leaves room for them.
+    monkeypatch.setattr(random_weights, "_scales", lambda *args: made.append(args) or scales(*args))
+    monkeypatch.setattr(memory, "plan", lambda *args: made.append("plan") or plan(*args))
     model = random_model(config, expert_memory=memory, skew=1.0)
+    assert made[0] == "plan" and len(made) > 1
     names = [*(f"model.layers.{i}.mlp.experts" for i in range(3)), "mtp.0.mlp.experts"]
     assert list(memory.layers) == names and memory.frequencies.keys() == set(names)
     for name, pages in memory.layers.items():

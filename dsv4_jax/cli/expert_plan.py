@@ -1,0 +1,87 @@
+"""The part of `dsv4-jax plan` that is about experts in host memory."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from dsv4_jax.sizes import parse_bytes, readable_bytes
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.config import DSV4Config
+
+SKEWS = 0.0, 1.0
+TOKENS = 1, 8, 32
+
+
+def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
+    """Decides how many experts stay in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
+
+    Args:
+      config: the model, whose weights are as the release stores them.
+      expert_memory: size of the GPU's memory that experts may take, or auto for what is left.
+      memory: bytes of the GPU.
+      cache_bytes: bytes of the cache that "auto" leaves room for.
+      gpu: key of `READ_RATES`.
+
+    Returns:
+      experts: number of experts of a layer; on_host: those in host memory; host_bytes; weights_bytes: bytes of the GPU
+      that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
+
+    Raises:
+      ValueError: the weights and programs do not fit the GPU even if all experts lie in host memory, or not with
+        experts of the given size.
+    """
+    from flax import nnx
+
+    from dsv4_jax.bench.cases import tree_bytes
+    from dsv4_jax.checkpoint.random_weights import as_released
+    from dsv4_jax.expert_pages import PROGRAM_BYTES, TokenCost
+    from dsv4_jax.expert_pages.token_cost import READ_RATES
+    from dsv4_jax.nn import DeepseekV4ForCausalLM
+    from dsv4_jax.nn.layers import ABSTRACT
+
+    model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
+    layers = [layer.mlp.experts for layer in (*model.model.layers, *model.mtp)]
+    first = [matrix.get_value().codes.shape for matrix in (layers[0].gate_up_proj, layers[0].down_proj)]
+    experts, expert = config.n_routed_experts, sum(math.prod(shape[1:]) for shape in first)
+    each, codes = len(layers) * expert, len(layers) * experts * expert
+    whole = tree_bytes(nnx.state(model))
+    room = memory - (whole - codes) - PROGRAM_BYTES - cache_bytes
+    room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
+    on_device = min(experts, max(room, 0) // each)
+    taken = whole - codes + on_device * each + PROGRAM_BYTES
+    if taken > memory:
+        raise ValueError(
+            f"--memory {readable_bytes(memory)} is too little for {readable_bytes(taken)}: weights, of which "
+            f"{readable_bytes(on_device * each)} experts, and {readable_bytes(PROGRAM_BYTES)} for programs"
+        )
+    unread = tree_bytes(nnx.state(model.mtp)) + tree_bytes(nnx.state(model.model.embed_tokens))
+    other = whole - unread - sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in model.model.layers)
+    sizes = dict(layers=config.num_hidden_layers, experts=experts, chosen=config.num_experts_per_tok)
+    cost = TokenCost(**sizes, expert_bytes=expert, other_bytes=other, read_rate=READ_RATES[gpu])
+    on_host = experts - on_device
+    steps = [
+        dict(tokens=tokens, skew=skew, milliseconds=round(cost.milliseconds(on_host, skew, tokens), 1))
+        | dict(misses=round(cost.misses(on_host, skew, tokens), 1))
+        for tokens in TOKENS
+        for skew in SKEWS
+    ]
+    return dict(experts=experts, on_host=on_host, host_bytes=on_host * each, weights_bytes=taken, steps=steps, gpu=gpu)
+
+
+def expert_table(report: dict[str, Any]) -> Table:
+    """Returns the table of the result of `plan_experts`."""
+    title = (
+        f"{report['on_host']} of {report['experts']} experts a layer stay in host memory "
+        f"({report['host_bytes'] / 1e9:.1f} GB). Estimated milliseconds a step, {report['gpu'].upper()}"
+    )
+    table = Table("tokens of a step", title=title, title_justify="left")
+    table.add_column("uniform routing", justify="right")
+    table.add_column("skew 1", justify="right")
+    for tokens in TOKENS:
+        table.add_row(
+            str(tokens), *(f"{row['milliseconds']:.1f}" for row in report["steps"] if row["tokens"] == tokens)
+        )
+    return table

@@ -1,0 +1,71 @@
+"""An estimate of the time of a decode step whose experts lie partly in host memory."""
+
+import dataclasses
+
+import numpy as np
+
+from dsv4_jax.expert_pages.selection import selection_shares
+
+
+# Bytes a second that kernels read: of GPU memory, by device, and of host memory through PCIe 5. Measured.
+READ_RATES = dict(h100=3.0e12, h200=4.2e12)
+BUS_RATE = 45e9
+# Seconds of a layer in a step of few tokens in which nothing is read: launches and dependent work. Measured.
+LAYER_SECONDS = 45e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCost:
+    """The time of a decode step: bytes that are read, each at the rate of where they lie.
+
+    A step of n tokens reads each expert that one of them selects once. Expert r is selected by a share p(r) of tokens,
+    so it is read with probability 1 - (1 - p(r))**n. The frequent experts lie on the GPU. Then
+
+        seconds = layers * LAYER_SECONDS + (other + expert * hits) / read_rate + expert * misses / BUS_RATE
+
+    where hits and misses are the experts that are read on the GPU and in host memory, of all layers. The cache is left
+    out, and so is computing: both are small beside the weights for few requests of a moderate context.
+
+    Attributes:
+      layers: number of layers with experts.
+      experts: number of experts of a layer.
+      chosen: number of experts of a token.
+      expert_bytes: bytes of an expert's codes, all matrices.
+      other_bytes: bytes of the other weights that every step reads.
+      read_rate: bytes a second from the GPU's memory, see `READ_RATES`.
+    """
+
+    layers: int
+    experts: int
+    chosen: int
+    expert_bytes: int
+    other_bytes: int
+    read_rate: float
+
+    def misses(self, on_host: int, skew: float, tokens: int = 1) -> float:
+        """Returns the expected number of experts that a step reads in host memory, in all layers.
+
+        Args:
+          on_host: number of experts of a layer in host memory.
+          skew: see `selection_shares`.
+          tokens: number of tokens of the step.
+        """
+        return self.layers * float(self._read(skew, tokens)[self.experts - on_host :].sum())
+
+    def milliseconds(self, on_host: int, skew: float, tokens: int = 1) -> float:
+        """Returns the expected time of a step.
+
+        Args:
+          on_host: number of experts of a layer in host memory.
+          skew: see `selection_shares`.
+          tokens: number of tokens of the step.
+        """
+        misses = self.misses(on_host, skew, tokens)
+        hits = self.layers * float(self._read(skew, tokens).sum()) - misses
+        on_device = (self.other_bytes + self.expert_bytes * hits) / self.read_rate
+        return 1e3 * (self.layers * LAYER_SECONDS + on_device + self.expert_bytes * misses / BUS_RATE)
+
+    def _read(self, skew, tokens):
+        """Returns the probability that a step reads each expert of a layer, the most frequent one first."""
+        shares = np.minimum(selection_shares(self.experts, self.chosen, skew), 1.0)
+        return 1 - (1 - shares) ** tokens
