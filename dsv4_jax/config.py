@@ -47,6 +47,37 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """The draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass (DSpark).
+
+    Attributes:
+        num_layers: number of draft layers, which have a window only.
+        block_size: number of tokens that a pass drafts.
+        noise_token_id: token id that stands in the block for every token but the first.
+        target_layer_ids: layers of the model, ascending; the draft layers read the streams that leave them.
+        markov_rank: width of the correction of a draft's logits by the token before it.
+    """
+
+    num_layers: int
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+
+    def check(self, num_hidden_layers: int, vocab_size: int) -> None:
+        """Raises ValueError if a value is impossible in a model of so many layers and tokens."""
+        for name in ("num_layers", "block_size", "markov_rank"):
+            check_integer(f"dspark_{name}", getattr(self, name))
+        noise, targets = check_integer("dspark_noise_token_id", self.noise_token_id, least=0), self.target_layer_ids
+        check(noise < vocab_size, f"dspark_noise_token_id ({noise}) must be less than vocab_size ({vocab_size}).")
+        ascending = all(isinstance(layer, int) for layer in targets) and sorted({*targets}) == list(targets)
+        check(
+            bool(targets) and ascending and 0 <= targets[0] and targets[-1] < num_hidden_layers,
+            f"dspark_target_layer_ids is {list(targets)}; it must ascend within 0 to {num_hidden_layers - 1}.",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DSV4Config:
     """The configuration of a DeepSeek-V4 model; immutable and hashable (a static jit argument).
 
@@ -54,9 +85,10 @@ class DSV4Config:
     `mlp_layer_types` "hash_moe" or "moe". `compress_rate_csa` and `compress_rate_hca` are tokens per compressed entry;
     `compress_rate_hca` is 0 when no layer is HCA. `rope_theta` (plain) serves sliding layers, `compress_rope_theta`
     with `rope_scaling` (None = no YaRN) the compressed ones. `eos_token_id` is a tuple, empty if there is none.
-    `num_nextn_predict_layers` is 1 with the multi-token-prediction block, which makes drafts, and 0 without. With
-    `tie_word_embeddings` a checkpoint may leave out the head, which is loaded as a copy of the embedding. `specs` are
-    layers as data, for patterns that the types cannot express (see `small`); then types and rates are not used.
+    `num_nextn_predict_layers` is 1 with layers that make drafts, and 0 without: the multi-token-prediction block, or
+    those that `dspark` describes. With `tie_word_embeddings` a checkpoint may leave out the head, which is loaded as a
+    copy of the embedding. `specs` are layers as data, for patterns that the types cannot express (see `small`); then
+    types and rates are not used.
 
     Raises:
         ValueError: a field has an impossible value; the message names the field and the value.
@@ -98,6 +130,7 @@ class DSV4Config:
     eos_token_id: tuple[int, ...] = ()
     num_nextn_predict_layers: int = 0
     tie_word_embeddings: bool = False
+    dspark: DSparkConfig | None = None
     specs: tuple[LayerSpec, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +168,9 @@ class DSV4Config:
             check(hca == 0, f"compress_rate_hca is {hca}, but no layer is {HCA!r}: it must be 0.")
         drafting = self.num_nextn_predict_layers
         check(drafting in (0, 1), f"num_nextn_predict_layers is {drafting!r}; DeepSeek-V4 has 1, or 0 without drafts.")
+        if self.dspark is not None:
+            check(drafting == 1, f"num_nextn_predict_layers is {drafting}; it must be 1 with dspark.")
+            self.dspark.check(self.num_hidden_layers, self.vocab_size)
 
     def __repr__(self) -> str:
         kinds = collections.Counter(
@@ -154,7 +190,7 @@ class DSV4Config:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The specs of all layers in order. Only this property knows kinds of layers by name.
 
-        The layer of the multi-token-prediction block, which has a window only, is the last one.
+        The layers that make drafts, which have a window only, are the last ones.
         """
         kinds = {
             SLIDING: LayerSpec(),
@@ -162,7 +198,12 @@ class DSV4Config:
             HCA: LayerSpec.hca(self.compress_rate_hca, group="hca"),
         }
         specs = self.specs or [kinds[kind] for kind in self.layer_types]
-        return numbered((*specs, *[LayerSpec()] * self.num_nextn_predict_layers))
+        return numbered((*specs, *[LayerSpec()] * self.num_draft_layers))
+
+    @property
+    def num_draft_layers(self) -> int:
+        """The number of layers that make drafts."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_layers
 
     def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers.
@@ -185,7 +226,7 @@ class DSV4Config:
         return self.layers[layer].compress_rate
 
     def is_hashed(self, layer: int) -> bool:
-        """Whether a layer looks up its experts by token id; the multi-token-prediction block never does."""
+        """Whether a layer looks up its experts by token id; layers that make drafts never do."""
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
 
     def inv_freq(self, layer: int) -> "np.ndarray":
@@ -222,17 +263,19 @@ class DSV4Config:
 
         Args:
             source: a folder that holds config.json, the file itself, or its parsed content.
-            mtp: whether to include the multi-token-prediction block, which makes drafts and takes the memory of one
-                more layer.
+            mtp: whether to include the layers that make drafts, which take the memory of more layers: the
+                multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
 
         Raises:
             ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
                 fields that decide layout have no default), has two spellings that disagree or an impossible value, or
-                `mtp` is given for a model without the block.
+                `mtp` is given for a model without such layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         fields = config_json.read_fields(content, mtp=mtp)
         scaling = fields.pop("rope_scaling")
+        if dspark := fields.pop("dspark"):
+            fields["dspark"] = DSparkConfig(**dspark)
         return cls(**fields, rope_scaling=None if scaling is None else RopeScaling(**scaling))
 
     @classmethod
@@ -286,4 +329,4 @@ _SMALL: dict[str, Any] = dict(
 
 
 def __dir__() -> list[str]:
-    return ["CSA", "HCA", "LAYER_TYPES", "SLIDING", "DSV4Config", "LayerSpec", "RopeScaling"]
+    return ["CSA", "HCA", "LAYER_TYPES", "SLIDING", "DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]

@@ -120,6 +120,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         compress_rate_csa=CSA_RATE,
         tie_word_embeddings=tied,
         num_nextn_predict_layers=_draft_layers(raw) if mtp else 0,
+        dspark=_dspark_fields(raw) if mtp else None,
         bos_token_id=None if bos is None else check_integer("bos_token_id", bos, least=0),
         eos_token_id=tuple(check_integer("eos_token_id", token, least=0) for token in ends),
     )
@@ -154,12 +155,29 @@ def _read_ratios(ratios: Any, layers: int) -> tuple[tuple[str, ...], int]:
 
 def _draft_layers(raw: dict[str, Any]) -> int:
     count = raw.get("num_nextn_predict_layers") or 0
-    check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no multi-token-prediction block.")
-    dspark = sorted(key for key in raw if key.startswith("dspark_"))
-    check(not dspark, f"config.json has {', '.join(dspark)}: DSpark's draft layers are of another kind.")
+    check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
     tail = (raw.get("compress_ratios") or [])[raw["num_hidden_layers"] :]
     check(set(tail) <= {0, 1}, f"compress_ratios ends in {tail}; multi-token prediction has a window only (0).")
     return check_integer("num_nextn_predict_layers", count)
+
+
+def _dspark_fields(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """The fields of `DSparkConfig`; None if the draft layer is the multi-token-prediction block.
+
+    `num_nextn_predict_layers` is 1 in the releases, whatever the number of layers; the ratios behind the model's tell.
+    """
+    found = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
+    if not found:
+        return None
+    names = "block_size", "noise_token_id", "target_layer_ids", "markov_rank"
+    missing = [f"dspark_{name}" for name in names if found.get(name) is None]
+    check(not missing, f"config.json lacks {', '.join(missing)}, but has other keys of DSpark.")
+    unknown = sorted(f"dspark_{name}" for name in found.keys() - set(names))
+    check(not unknown, f"config.json has {', '.join(unknown)}: draft layers of another kind than DeepSeek-V4's.")
+    targets = found["target_layer_ids"]
+    check(isinstance(targets, list | tuple), f"dspark_target_layer_ids is {targets!r}; it must be a list of layers.")
+    tail = (raw.get("compress_ratios") or [])[raw["num_hidden_layers"] :]
+    return found | dict(target_layer_ids=tuple(targets), num_layers=len(tail) or len(targets))
 
 
 def _layer_fields(raw: dict[str, Any]) -> dict[str, Any]:

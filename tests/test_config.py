@@ -278,7 +278,8 @@ def test_the_repr_and_the_names_are_short():
     )
     schema = CacheSchema(DSV4Config.v4_flash(), num_blocks=8, max_requests=2, max_context=1024)
     assert len(repr(DSV4Config.v4_pro())) < 240 and len(repr(schema)) < 700
-    assert dir(dsv4_jax.config) == ["CSA", "DSV4Config", "HCA", "LAYER_TYPES", "LayerSpec", "RopeScaling", "SLIDING"]
+    names = ["CSA", "DSV4Config", "DSparkConfig", "HCA", "LAYER_TYPES", "LayerSpec", "RopeScaling", "SLIDING"]
+    assert dir(dsv4_jax.config) == names
 
 
 def test_broken_files(tmp_path):
@@ -363,7 +364,7 @@ def test_the_block_of_multi_token_prediction_is_there_if_asked_for():
     for message, change in {
         "num_nextn_predict_layers is 0": {"num_nextn_predict_layers": 0},
         "num_nextn_predict_layers is 2": {"num_nextn_predict_layers": 2},
-        "dspark_block_size: DSpark": {"dspark_block_size": 5},
+        "lacks dspark_noise_token_id, dspark_target_layer_ids, dspark_markov_rank": {"dspark_block_size": 5},
         r"compress_ratios ends in \[4\]": {"compress_ratios": [*raw["compress_ratios"][:-1], 4]},
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -30,6 +30,8 @@ class Batch(Summarized):
       reset_slots: [max_requests] int32, slots whose new request begins with this step.
       prefill: whether a request brings more than `max_query_tokens` tokens. Its rows could then overwrite each other in
         the ring, so attention reads them from the call instead (static).
+      draft_block: number of adjacent tokens that see each other and the whole window before them, as DSpark's blocks
+        do; 0 = each token sees a window that ends with itself (static).
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = any (static).
     """
 
@@ -39,6 +41,7 @@ class Batch(Summarized):
     new_blocks: Any
     reset_slots: Any
     prefill: bool = dataclasses.field(metadata=dict(static=True))
+    draft_block: int = dataclasses.field(default=0, metadata=dict(static=True))
     schema: CacheSchema | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     def _summary(self) -> Summary:

@@ -246,7 +246,14 @@ class LayerCacheHandle(Summarized):
         compressed = None if self.spec.group is None else self.read_classical_view()
         kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
         options = dict(inv_freq=inv_freq, context_parallel=compressed is not None and self._is_sharded)
-        out = ops.sparse_attention(q, sinks, kv, self.batch.slots, self.batch.positions, **options)
+        positions, block = self.batch.positions, self.batch.draft_block
+        if block:
+            # Every token of a block sees what the last one sees, but is rotated by its own position.
+            options["inv_freq"], offsets = None, jnp.arange(positions.shape[0], dtype=jnp.int32) % block
+            positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
+        out = ops.sparse_attention(q, sinks, kv, self.batch.slots, positions, **options)
+        if block and inv_freq is not None:
+            out = ops.apply_rope(out, jnp.maximum(self.batch.positions, 0), inv_freq, inverse=True)
         if self.pending is None:
             return out, self
         # Fixes the order of the read above and the commit's write; otherwise XLA copies the rings.
@@ -258,7 +265,8 @@ class LayerCacheHandle(Summarized):
     def read_swa_view(self) -> SWAView:
         """Returns a view of the layer's window rings."""
         schema = self._cache.schema
-        return SWAView(self._cache.swa, self._place("ring"), schema.config.sliding_window, schema.window_codec)
+        window = schema.config.sliding_window + self.batch.draft_block
+        return SWAView(self._cache.swa, self._place("ring"), window, schema.window_codec)
 
     def read_classical_view(self) -> ClassicalView:
         """Returns a view of the layer's entries through the block table."""

@@ -153,8 +153,13 @@ class CacheSchema:
 
     @property
     def swa_ring(self) -> int:
-        """The number of rows in a sliding window's ring, with room for consecutive drafts if the model makes them."""
-        ahead = max(self.max_query_tokens - 2, 0) * self.config.num_nextn_predict_layers
+        """The number of rows in a sliding window's ring, with room for those of drafts if the model makes them.
+
+        An MTP block writes a row for each draft but the first, DSpark's layers write one for each token of a block.
+        """
+        config = self.config
+        ahead = max(self.max_query_tokens - 2, 0) * config.num_nextn_predict_layers
+        ahead = ahead if config.dspark is None else config.dspark.block_size
         return self.config.sliding_window + self.max_query_tokens - 1 + ahead
 
     def state_ring(self, group: str) -> int:
@@ -185,12 +190,12 @@ class CacheSchema:
         return dict(entries=paged(spec.entry), keys=paged(spec.key), state=states(spec.entry), key_state=key_states)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None without drafts."""
+        """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None without an MTP block."""
         config, slots, struct = self.config, self.max_requests, jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         return dict(
             swa=_prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
-            streams=struct(shape, self.dtype) if config.num_nextn_predict_layers else None,
+            streams=struct(shape, self.dtype) if config.num_nextn_predict_layers and config.dspark is None else None,
             block_table=struct((slots, self.max_blocks), jnp.int32),
             lengths=struct((slots,), jnp.int32),
         )

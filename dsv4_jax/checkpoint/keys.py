@@ -26,19 +26,25 @@ _TOP = (
     ("lm_head.weight", "head.weight", "vocab hidden"),
 )
 # The same after `model.layers.N.` / `layers.N.` or `mtp.N.`, with transformers' name if it is not ours. The last column
-# names the layers that have the parameter: all, those of multi-token prediction ("draft"), those that store entries
-# ("owner") or index keys ("keys"), those that score keys ("selects"), or an MLP type. A release name with {expert}
+# names the layers that have the parameter: all, the multi-token-prediction block ("mtp"), the first or last of DSpark
+# ("dspark_first", "dspark_last"), the one that drafts' logits come from ("drafts"), those that store entries ("owner")
+# or index keys ("keys"), those that score keys ("selects"), or an MLP type. A release name with {expert}
 # stands for one tensor per expert, stacked on axis 0 with {expert} outermost. "2|moe" is two axes of the parameter but
 # a single axis of the stored tensor.
 _LAYER = (
-    ("e_proj.weight", "e_proj.weight", None, "hidden hidden", "draft"),
-    ("h_proj.weight", "h_proj.weight", None, "hidden hidden", "draft"),
-    ("enorm.weight", "enorm.weight", None, "hidden", "draft"),
-    ("hnorm.weight", "hnorm.weight", None, "hidden", "draft"),
-    ("norm.weight", "norm.weight", None, "hidden", "draft"),
-    ("hc_head.hc_fn", "hc_head_fn", None, "hc hc*hidden", "draft"),
-    ("hc_head.hc_base", "hc_head_base", None, "hc", "draft"),
-    ("hc_head.hc_scale", "hc_head_scale", None, "1", "draft"),
+    ("e_proj.weight", "e_proj.weight", None, "hidden hidden", "mtp"),
+    ("h_proj.weight", "h_proj.weight", None, "hidden hidden", "mtp"),
+    ("enorm.weight", "enorm.weight", None, "hidden", "mtp"),
+    ("hnorm.weight", "hnorm.weight", None, "hidden", "mtp"),
+    ("norm.weight", "norm.weight", None, "hidden", "drafts"),
+    ("hc_head.hc_fn", "hc_head_fn", None, "hc hc*hidden", "drafts"),
+    ("hc_head.hc_base", "hc_head_base", None, "hc", "drafts"),
+    ("hc_head.hc_scale", "hc_head_scale", None, "1", "drafts"),
+    ("main_proj.weight", "main_proj.weight", None, "hidden taps*hidden", "dspark_first"),
+    ("main_norm.weight", "main_norm.weight", None, "hidden", "dspark_first"),
+    ("markov_head.markov_w1.weight", "markov_head.markov_w1.weight", None, "vocab markov", "dspark_last"),
+    ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", None, "vocab markov", "dspark_last"),
+    ("confidence_head.proj.weight", "confidence_head.proj.weight", None, "1 with_markov", "dspark_last"),
     ("input_layernorm.weight", "attn_norm.weight", None, "hidden", "all"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", None, "hidden", "all"),
     ("attn_hc.fn", "hc_attn_fn", None, "mix hc*hidden", "all"),
@@ -122,7 +128,7 @@ class Weight:
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""
-    sizes = _sizes(config)
+    sizes, last = _sizes(config), len(config.layers) - 1
     for path, release, shape in _TOP:
         is_release = naming == "release" or (naming == "hybrid" and path == "lm_head.weight")
         yield _weight(path, shape, sizes, release if is_release else path)
@@ -134,8 +140,11 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
             theirs = f"model.{theirs}"
         sizes |= {"rate": spec.compress_rate, "pair": 2 if spec.overlap else 1}
         parts = {
-            "all": True, "draft": draft_layer >= 0, "owner": spec.owner, "keys": spec.owner and spec.key_compressor,
-            "selects": spec.selects, "hash_moe" if config.is_hashed(layer) else "moe": True,
+            "all": True, "mtp": draft_layer >= 0 and config.dspark is None,
+            "drafts": draft_layer >= 0 and layer == last, "dspark_first": config.dspark and draft_layer == 0,
+            "dspark_last": config.dspark and layer == last, "owner": spec.owner,
+            "keys": spec.owner and spec.key_compressor, "selects": spec.selects,
+            "hash_moe" if config.is_hashed(layer) else "moe": True,
         }  # fmt: skip
         for path, release, module, shape, part in _LAYER:
             if parts.get(part):
@@ -168,12 +177,12 @@ def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a tensor belongs to the multi-token-prediction block, which a model without drafts leaves out."""
+    """Whether a tensor belongs to a layer that makes drafts, which a model without drafts leaves out."""
     return name.startswith(("mtp.", "model.mtp."))
 
 
 def is_draft_copy(name: str) -> bool:
-    """Whether a tensor of the block is a copy of the embedding or the head, by the released converter's rule."""
+    """Whether a tensor of such a layer is a copy of the embedding or the head, by the released converter's rule."""
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))
 
 
@@ -186,7 +195,7 @@ def _weight(path: str, spec: str, sizes: dict[str, int], *sources: str) -> Weigh
 
 
 def _sizes(config: DSV4Config) -> dict[str, int]:
-    hc = config.hc_mult
+    hc, dspark = config.hc_mult, config.dspark
     return {
         "vocab": config.vocab_size, "hidden": config.hidden_size, "hc": hc, "mix": (2 + hc) * hc,
         "q_lora": config.q_lora_rank, "heads": config.num_attention_heads, "head": config.head_dim,
@@ -194,6 +203,9 @@ def _sizes(config: DSV4Config) -> dict[str, int]:
         "group_in": config.num_attention_heads * config.head_dim // config.o_groups,
         "index_heads": config.index_n_heads, "index": config.index_head_dim,
         "experts": config.n_routed_experts, "chosen": config.num_experts_per_tok, "moe": config.moe_intermediate_size,
+        "taps": len(dspark.target_layer_ids) if dspark else 0,
+        "markov": dspark.markov_rank if dspark else 0,
+        "with_markov": config.hidden_size + dspark.markov_rank if dspark else 0,
     }  # fmt: skip
 
 

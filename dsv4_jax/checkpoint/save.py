@@ -26,7 +26,7 @@ from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
 _FP8 = (
     "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_a.weight", "attn.wo_b.weight",
     "indexer.wq_b.weight", "shared_experts.w1.weight", "shared_experts.w2.weight", "shared_experts.w3.weight",
-    "e_proj.weight", "h_proj.weight",
+    "e_proj.weight", "h_proj.weight", "main_proj.weight",
 )  # fmt: skip
 _F32 = (".ape", ".attn_sink", "gate.bias", "_fn", "_base", "_scale")
 
@@ -109,8 +109,19 @@ def release_config(config: DSV4Config) -> dict[str, Any]:
             f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
         )
     fields = dataclasses.asdict(config)
-    for name in ("layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling", "specs"):
+    for name in (
+        "layer_types",
+        "mlp_layer_types",
+        "compress_rate_csa",
+        "compress_rate_hca",
+        "rope_scaling",
+        "dspark",
+        "specs",
+    ):
         del fields[name]
+    if config.dspark is not None:
+        fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(config.dspark).items()}
+        del fields["dspark_num_layers"]  # the length of compress_ratios tells it
     scaling = config.rope_scaling and dict(dataclasses.asdict(config.rope_scaling), type="yarn")
     return fields | dict(
         architectures=["DeepseekV4ForCausalLM"],

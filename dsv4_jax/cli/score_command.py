@@ -43,10 +43,11 @@ class ScoreCommand(ModelOptions):
         that all tokens go in chunks.
       index_topk: number of entries that a token attends to in CSA layers. Default: as in config.json.
       window_only: attend to the sliding window only, in all layers.
-      drafts: number of drafts K; also write the predictions of the model's multi-token-prediction block: mtp_logits
-        [B, T-1, vocab] float32, given the true next tokens; draft_tokens [B, T, K] int32, the greedy drafts after
-        tokens 0 to t and the model's own next token; draft_logits [B, T, K, vocab] float32. Needs a checkpoint with
-        that block.
+      drafts: number of drafts K; also write draft_tokens [B, T, K] int32, greedy drafts, and draft_logits
+        [B, T, K, vocab] float32, of the model's draft layers. With a multi-token-prediction block these follow tokens 0
+        to t and the model's own next token, and mtp_logits [B, T-1, vocab] float32 are its predictions given the true
+        next tokens. With DSpark they follow tokens 0 to t, and confidence [B, T, K] float32 are the logits of the
+        drafts' probabilities to be accepted.
       layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, the input and output of attention in layer L.
     """
 
@@ -97,7 +98,7 @@ class ScoreCommand(ModelOptions):
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         record = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
         results = _collect(score_ids(model, manager, ids, sizes, **record), rows, sizes)
-        if self.drafts:
+        if "mtp_logits" in results:
             results["mtp_logits"] = results["mtp_logits"][:, 1:]  # nothing precedes the first token
         likelihoods = np.stack([log_likelihoods(*row) for row in zip(results["logits"], ids, strict=True)])
         means = likelihoods.mean(axis=1)

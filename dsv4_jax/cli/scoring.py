@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
 from dsv4_jax.decode import CompiledModel, Model
-from dsv4_jax.decode.drafts import draft, one_token_batch
+from dsv4_jax.decode.drafts import draft, draft_block, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import first_tokens
@@ -33,19 +33,20 @@ def score_step(
 
     Returns:
       The results, float32, and the cache. The results are "logits" [T, vocab]; with `layers` also "attn_in_L" and
-      "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of
-      `_score_drafts`.
+      "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of `_score_mtp`
+      or `_score_dspark`.
     """
     model = compiled.module
     hidden, streams, activations, cache = model.model(cache, batch, record=layers)
     results = {name: x.astype(jnp.float32) for name, x in activations.items()} | {"logits": model.logits(hidden)}
     if drafts:
-        drafted, cache = _score_drafts(model, cache, batch, streams, results["logits"], drafts, per_row)
+        score = _score_mtp if cache.schema.config.dspark is None else _score_dspark
+        drafted, cache = score(model, cache, batch, streams, results["logits"], drafts, per_row)
         results |= drafted
     return results, cache
 
 
-def _score_drafts(model, cache, batch, streams, logits, count, per_row):
+def _score_mtp(model, cache, batch, streams, logits, count, per_row):
     """Runs the multi-token-prediction block at a step's tokens, those of a request one after another.
 
     Returns the cache and "mtp_logits" [T, vocab] of each token, "draft_tokens" [T, count] after it and their
@@ -60,11 +61,37 @@ def _score_drafts(model, cache, batch, streams, logits, count, per_row):
         mine = one_token_batch(shifted.token_ids[at], shifted.positions[at])
         hidden, _, cache = model.mtp_forward(before[at], cache, mine)
         chosen = one_token_batch(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
-        tokens, draft_logits, cache = draft(model, cache, streams[at], chosen, GREEDY, seeds, count=count)
+        tokens, draft_logits, cache = draft(model, cache, streams[at], chosen, GREEDY, seeds, drafts=count)
         return cache, dict(mtp_logits=model.logits(hidden), draft_tokens=tokens, draft_logits=draft_logits)
 
     cache, results = jax.lax.scan(one, cache, jnp.arange(per_row, dtype=jnp.int32))
-    return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
+    return _by_token(results), cache
+
+
+def _score_dspark(model, cache, batch, taps, logits, count, per_row):
+    """Drafts a block with DSpark's layers at a step's tokens, those of a request one after another.
+
+    Returns the cache and, of each token as a block's first one, "draft_tokens" [T, count] after it, their
+    "draft_logits" [T, count, vocab] and "confidence" [T, count].
+    """
+    slots = cache.lengths.shape[0]
+    seeds = jnp.zeros((slots,), jnp.uint32)
+
+    def one(cache, i):
+        at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
+        mine = one_token_batch(batch.token_ids[at], batch.positions[at])
+        tokens, draft_logits, confidence, cache = draft_block(model, cache, mine, GREEDY, seeds, count=count)
+        # Its row comes after the block that it begins, whose rows it overwrites.
+        cache = model.dspark_write(taps[at], cache, mine)
+        return cache, dict(draft_tokens=tokens, draft_logits=draft_logits, confidence=confidence)
+
+    cache, results = jax.lax.scan(one, cache, jnp.arange(per_row, dtype=jnp.int32))
+    return _by_token(results), cache
+
+
+def _by_token(results):
+    """Lays out arrays [tokens of a row, rows, ...] as [T, ...]."""
+    return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
 def score_ids(

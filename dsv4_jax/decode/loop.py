@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.decode.drafts import check_drafts, one_token_batch
+from dsv4_jax.decode.drafts import DraftOptions, check_drafts, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, last_token_indices, sample_tokens
 from dsv4_jax.decode.step_launch import compiled_step
@@ -44,13 +44,13 @@ def decode_loop(
     *,
     steps: int,
     stop_tokens: tuple[int, ...] = (),
-    drafts: int = 0,
+    drafts: int | DraftOptions = 0,
     top_logprobs: int | None = None,
 ) -> tuple[LoopOutput, KVCache]:
     """Runs decode steps in one `lax.while_loop` until all requests have their tokens, without the host between them.
 
-    With `drafts`, each step also verifies the tokens that the model's multi-token-prediction block drafted in the step
-    before. The tokens are those of a loop without drafts.
+    With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the step before. The
+    tokens are those of a loop without drafts.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
@@ -61,8 +61,8 @@ def decode_loop(
         requests before `steps`.
       steps: the most tokens that a request gets (static).
       stop_tokens: token ids that end a request (static).
-      drafts: number of tokens to draft per request and step, less than the cache's `max_query_tokens` (static). The
-        requests' earlier tokens must have run through `sample_step(..., drafts=drafts)`.
+      drafts: number of tokens to draft per request and step, less than the cache's `max_query_tokens`, or DraftOptions
+        (static). The requests' earlier tokens must have run through `sample_step(..., drafts=drafts)`.
       top_logprobs: number of likeliest tokens to find at each step, 0 = only log-probabilities of the drawn tokens,
         None = no log-probabilities (static).
 
@@ -72,8 +72,9 @@ def decode_loop(
     Raises:
       RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
-    if drafts:
-        check_drafts(cache.schema, drafts)
+    options = DraftOptions.of(drafts)
+    if options.count:
+        check_drafts(cache.schema, options.count)
     # The host's decisions are applied once, before the loop: resetting again would lose the blocks.
     cache = cache.begin_step(batch)
     num_slots = cache.lengths.shape[0]
@@ -85,13 +86,13 @@ def decode_loop(
         top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
     start = _LoopState(
         last_tokens=one_token_batch(batch.token_ids[at], jnp.where(last >= 0, batch.positions[at], -1)),
-        draft_tokens=jnp.zeros((num_slots, drafts), jnp.int32),
+        draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros,
-        output=LoopOutput(none, logprobs, top, none if drafts else None),
+        output=LoopOutput(none, logprobs, top, none if options.count else None),
         cache=cache,
     )
-    advance = functools.partial(_advance, model, sampling, seeds, stop_tokens)
+    advance = functools.partial(_advance, model, sampling, seeds, stop_tokens, options)
     end = jax.lax.while_loop(lambda state: jnp.any(state.last_tokens.slots >= 0), advance, start)
     return end.output, end.cache
 
@@ -103,7 +104,7 @@ class _LoopState:
 
     Attributes:
       last_tokens: Batch of the newest token of each unfinished request, by slot; it is not in the cache yet.
-      draft_tokens: [slots, drafts] int32 drafts of the tokens after it.
+      draft_tokens: [slots, drafts] int32 drafts of the tokens after it, then -1.
       num_tokens: [slots] int32, number of tokens that each request got.
       num_steps: [slots] int32, number of steps that each request ran.
       output: LoopOutput so far.
@@ -118,21 +119,22 @@ class _LoopState:
     cache: KVCache
 
 
-def _advance(model, sampling, seeds, stop_tokens, state):
+def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     """Runs one step of the loop: verifies the drafts, draws, and keeps the accepted tokens."""
     slots, steps = jnp.arange(seeds.shape[0], dtype=jnp.int32), state.output.tokens.shape[1]
     max_tokens = steps if getattr(sampling, "max_tokens", None) is None else sampling.max_tokens
-    is_active, drafts = state.last_tokens.slots >= 0, state.draft_tokens.shape[1]
+    is_active, drafts = state.last_tokens.slots >= 0, draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
     # No more drafts than tokens that may still come; none before the first ones were made.
-    num_drafts = jnp.minimum(drafts, max_tokens - state.num_tokens - 1)
+    num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
+    num_drafts = jnp.minimum(num_made, max_tokens - state.num_tokens - 1)
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
     is_live = is_active[:, None] & (offsets <= num_drafts[:, None])
     indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
     batch, options = _with_drafts(state.last_tokens, state.draft_tokens, is_live), None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
-    step, cache = sample_tokens(model, state.cache, batch, indices, sampling, seeds, options, drafts)
+    step, cache = sample_tokens(model, state.cache, batch, indices, sampling, seeds, options, draft_options)
     logprobs = None if state.output.logprobs is None else step.logprobs
     drawn = LoopOutput(step.tokens, logprobs, step.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)

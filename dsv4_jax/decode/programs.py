@@ -90,6 +90,26 @@ class CompiledModel:
         """
         return self.module.mtp_write(streams, cache, batch)
 
+    def dspark_write(self, taps: Array, cache: KVCache, batch: Batch) -> KVCache:
+        """Calls the module's `dspark_write`, without compiling it.
+
+        Args:
+          taps, cache, batch: as in the module's method.
+        """
+        return self.module.dspark_write(taps, cache, batch)
+
+    def dspark_forward(self, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
+        """Calls the module's `dspark_forward`, without compiling it."""
+        return self.module.dspark_forward(cache, batch)
+
+    def dspark_correct(self, hidden: Array, logits: Array, previous: Array) -> tuple[Array, Array]:
+        """Calls the module's `dspark_correct`, without compiling it.
+
+        Args:
+          hidden, logits, previous: as in the module's method.
+        """
+        return self.module.dspark_correct(hidden, logits, previous)
+
     def run(self, function: Any, *args: Any, **options: Any) -> Any:
         """Calls a jitted function of a model and a cache, with a program from the `program_store` if there is one.
 

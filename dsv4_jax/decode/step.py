@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.decode.drafts import check_drafts, draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.drafts import DraftOptions, check_drafts, draft, forward_for_drafts, one_token_batch
 from dsv4_jax.decode.sampling import (
     GREEDY,
     BatchedSamplingParams,
@@ -83,8 +83,8 @@ class StepOutput:
       tokens: [n] int32, the token drawn after each entry of `logits_indices`; undefined where that is -1.
       logprobs: [n] float32, log-probabilities of `tokens` under the model, before temperature and `top_p`.
       top_logprobs: TopLogprobs [n, k] in the places of `tokens`; None if not asked for.
-      draft_tokens: [slots, drafts] int32, drafts of the next tokens, undefined for slots that drew no token; None
-        without drafts on the device.
+      draft_tokens: [slots, drafts] int32, drafts of the next tokens, then -1, undefined for slots that drew no token;
+        None without drafts on the device.
     """
 
     tokens: Any
@@ -108,7 +108,7 @@ def sample_step(
     seeds: UInt32[Array, "slots"] | None = None,
     logprobs: LogprobOptions | None = None,
     *,
-    drafts: int = 0,
+    drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
     """Runs the batch's tokens and draws the tokens that follow some of them.
 
@@ -116,18 +116,18 @@ def sample_step(
     draft differs from the token drawn before it, that draft and the ones behind it are rejected, and the cache's
     `lengths` do not count them.
 
-    With `drafts`, the model's multi-token-prediction block also drafts the next tokens of each request, see
-    `drafts.draft`. The block needs all tokens of a request, so prompts have to run with `drafts` too.
+    With `drafts`, the model's draft layers also draft the next tokens of each request, see `drafts.draft`. They need
+    all tokens of a request, so prompts have to run with `drafts` too.
 
     Args:
-      model: the model, or a `CompiledModel` if many steps run. With `drafts`, a `DraftingModel`.
+      model: the model, or a `CompiledModel` if many steps run. With `drafts`, a `DraftingModel` or `DSparkModel`.
       cache: the cache; donated: use the returned one from here on.
       batch: from `KVCacheManager.prepare_forward`.
       logits_indices: [n] indices of the batch's tokens to draw after; -1 = none. None: [slots], each slot's last token.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
       logprobs: which log-probabilities to find besides those of the drawn tokens; None = no others.
-      drafts: number of tokens to draft per request, less than the cache's `max_query_tokens` (static).
+      drafts: number of tokens to draft per request, less than the cache's `max_query_tokens`, or DraftOptions (static).
 
     Returns:
       (StepOutput, cache).
@@ -146,7 +146,7 @@ def sample_tokens(
     sampling: SamplingParams | BatchedSamplingParams = GREEDY,
     seeds: UInt32[Array, "slots"] | None = None,
     logprobs: LogprobOptions | None = None,
-    drafts: int = 0,
+    drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
     """Does what `sample_step` does, inside a traced function."""
     num_slots = cache.lengths.shape[0]
@@ -154,8 +154,9 @@ def sample_tokens(
     seeds = jnp.zeros((num_slots,), jnp.uint32) if seeds is None else seeds
     at = jnp.maximum(indices, 0)
     streams: Any = None
-    if drafts:
-        check_drafts(cache.schema, drafts)
+    options = DraftOptions.of(drafts)
+    if options.count:
+        check_drafts(cache.schema, options.count)
         hidden, streams, cache = forward_for_drafts(model, cache, batch)
     else:
         hidden, cache = run_model(model, cache, batch)
@@ -168,12 +169,12 @@ def sample_tokens(
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
     output = StepOutput(tokens, chosen - norm, top)
     cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, tokens))
-    if not drafts:
+    if not options.count:
         return output, cache
     last = last_accepted(batch, indices, tokens, num_slots)
     row = jnp.maximum(last, 0)
     last_tokens = one_token_batch(tokens[row], jnp.where(last >= 0, batch.positions[at[row]], -1))
-    draft_tokens, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, count=drafts)
+    draft_tokens, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens), cache
 
 

@@ -5,14 +5,17 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from dsv4_jax.cache import CacheSchema
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.decode.drafts import DraftOptions, check_drafts
+
 
 @runtime_checkable
 class Drafter(Protocol):
     """Guesses how a request continues. A wrong guess costs time but never changes a token.
 
     Any object with a method `draft` is a drafter. The engine calls it for many requests in turn, so guesses should
-    depend on the arguments only. If the attribute `on_device` is true, the engine does not call it: each step makes
-    drafts with the model's multi-token-prediction block.
+    depend on the arguments only. The engine does not call a `DeviceDrafter`.
     """
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
@@ -28,18 +31,51 @@ class Drafter(Protocol):
         ...
 
 
-class MTPDrafter:
-    """Selects drafts of the model's multi-token-prediction block, made on the device by the step before.
+class DeviceDrafter:
+    """Selects drafts of the model's draft layers, made on the device by the step before.
 
-    The engine's model and manager must have the block: read their configuration with
+    The engine's model and manager must have the layers: read their configuration with
     `DSV4Config.from_hf(..., mtp=True)`.
+
+    Attributes:
+      kind: which draft layers, "MTP" or "DSpark".
+      min_confidence: as in `decode.drafts.DraftOptions`.
     """
 
-    on_device = True
+    kind: str
+    min_confidence: float = 0.0
+
+    @classmethod
+    def of(cls, config: DSV4Config) -> "DeviceDrafter":
+        """Returns the drafter for a model's own kind of draft layers."""
+        return MTPDrafter() if config.dspark is None else DSparkDrafter()
+
+    def options(self, schema: CacheSchema, drafts: int) -> DraftOptions:
+        """Returns how steps make a number of drafts; raises ValueError if the model or the cache cannot."""
+        check_drafts(schema, drafts)
+        if (own := type(self).of(schema.config).kind) != self.kind:
+            raise ValueError(f"drafter={type(self).__name__}() needs {self.kind} layers; this model has {own}")
+        return DraftOptions(drafts, self.min_confidence)
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
         """Returns no tokens, since the step makes the drafts; see `Drafter`."""
         return ()
+
+
+class MTPDrafter(DeviceDrafter):
+    """Selects drafts of the model's multi-token-prediction block; see `DeviceDrafter`."""
+
+    kind = "MTP"
+
+
+class DSparkDrafter(DeviceDrafter):
+    """Selects drafts of DSpark's layers (V4-Flash-0731, V4-Pro-0813); see `DeviceDrafter`."""
+
+    kind = "DSpark"
+
+    def __init__(self, min_confidence: float = 0.0):
+        """Ends drafts at `min_confidence`, see `decode.drafts.DraftOptions`; raises ValueError if it is not 0 to 1."""
+        self.min_confidence = DraftOptions(min_confidence=min_confidence).min_confidence
 
 
 class PromptLookup:

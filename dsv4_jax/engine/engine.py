@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.step import Model, StepOutput
-from dsv4_jax.engine.drafters import Drafter
+from dsv4_jax.engine.drafters import DeviceDrafter, Drafter
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics, pool_use
 from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
@@ -59,14 +60,15 @@ class Engine(Summarized):
           model: the model. A `CompiledModel` with its `expert_memory` has hot experts moved to the GPU between steps.
           manager: the manager, which must hold no request.
           cache: a cache of the manager, which the engine donates; None = an empty one.
-          drafter: source of draft tokens, such as `PromptLookup()` or `MTPDrafter()`; None = no drafts.
+          drafter: source of draft tokens, such as `PromptLookup()`, or the model's own draft layers: `MTPDrafter()` or
+            `DSparkDrafter()`; None = no drafts.
           prefix: a prefix cache of this manager, which shares the blocks of equal prefixes; None = no sharing.
           options: fields of `EngineConfig`.
 
         Raises:
           TypeError: an option is unknown or has the wrong type.
           ValueError: the manager holds requests, the cache or `prefix` belongs to another manager, the model has no
-            block for `MTPDrafter`, or an option is out of the range that `EngineConfig` states.
+            such draft layers, or an option is out of the range that `EngineConfig` states.
         """
         check_no_requests(manager)
         if cache is not None:
@@ -74,9 +76,10 @@ class Engine(Summarized):
         if prefix is not None and prefix.manager is not manager:
             raise ValueError("prefix is the prefix cache of another manager")
         config = EngineConfig(**options).resolve(manager, drafter)
-        on_device = getattr(drafter, "on_device", False)
+        on_device = isinstance(drafter, DeviceDrafter)
         self.manager, self.prefix, self.config = manager, prefix, config
-        device_drafts, model = (config.draft_tokens or 0) if on_device else 0, CompiledModel.of(model)
+        device_drafts = drafter.options(manager.schema, config.draft_tokens or 0) if on_device else DraftOptions()
+        model = CompiledModel.of(model)
         self._runner = StepRunner(model, manager, config, device_drafts=device_drafts)
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from dsv4_jax.arguments import check_whole
-from dsv4_jax.decode.drafts import check_drafts
+from dsv4_jax.engine.drafters import DeviceDrafter
 from dsv4_jax.host import KVCacheManager
 
 
@@ -47,8 +47,8 @@ class EngineConfig:
                 f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
                 f"max_query_tokens={spare + 1}"
             )
-        if getattr(drafter, "on_device", False):
-            check_drafts(schema, draft_tokens)
+        if isinstance(drafter, DeviceDrafter):
+            drafter.options(schema, draft_tokens)
         config = dataclasses.replace(self, draft_tokens=draft_tokens)
         if self.token_budget < (decode_size := config.decode_size(slots)):
             raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams
 from dsv4_jax.decode.step import Model
-from dsv4_jax.engine.drafters import MTPDrafter
+from dsv4_jax.engine.drafters import DeviceDrafter
 from dsv4_jax.engine.engine import Engine
 from dsv4_jax.engine.requests import Request, check_positive, check_request, check_stop_tokens
 from dsv4_jax.host import CacheFullError, KVCacheManager
@@ -41,7 +41,7 @@ def stream(
       seed: seed of the first request; request i draws with seed + i.
       stop_tokens: token ids that end a request; they are yielded too.
       chunk: number of prompt tokens per step.
-      drafts: number of tokens that the model's multi-token-prediction block drafts per request, for the next step to
+      drafts: number of tokens that the model's draft layers draft per request, for the next step to
         verify; less than the manager's `max_query_tokens`. Drafts change no token.
 
     Yields:
@@ -131,7 +131,7 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
     budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + drafts)
-    drafter = MTPDrafter() if drafts else None
+    drafter = DeviceDrafter.of(manager.schema.config) if drafts else None
     return contextlib.closing(Engine(model, manager, token_budget=budget, drafter=drafter, draft_tokens=drafts))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
@@ -29,8 +30,10 @@ class StepRunner:
       decode_size: number of tokens of a decode step.
     """
 
-    def __init__(self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: int = 0):
-        """Makes a runner; compiles nothing. Each step makes `device_drafts` drafts per slot for the next one."""
+    def __init__(
+        self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
+    ):
+        """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
         self._model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations

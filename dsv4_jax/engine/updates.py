@@ -27,7 +27,7 @@ def update(scheduler: Scheduler, item: ScheduledRequest, output: StepOutput) -> 
     if item.samples:
         drawn = output[scored : scored + len(new)]
         if drawn.draft_tokens is not None:
-            request.device_drafts = drawn.draft_tokens[request.slot]
+            request.device_drafts = (row := drawn.draft_tokens[request.slot])[row >= 0]
         metrics.drafted_tokens += item.num_drafts
         metrics.accepted_tokens += len(new) - 1
         scheduler.pending_outputs.setdefault(request, known)

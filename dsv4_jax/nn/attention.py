@@ -16,6 +16,7 @@ from dsv4_jax.nn.indexer import CSAIndexer
 from dsv4_jax.nn.layers import Linear, RMSNorm, normal
 from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.ops import all_reduce, apply_rope
+from dsv4_jax.quant import round_to
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +28,21 @@ class StepCarry:
       selections: {layer: [T, index_topk] int32 entries selected for each token, -1 padded}.
       activations: None, or {"attn_in_L", "attn_out_L": [T, hidden] input and output of layer L's attention}.
       experts: None, or {layer: [T, top_k] int32 experts selected for each token}.
+      taps: {layer: [T, hidden] mean of the streams that leave it} for the layers that drafts are made from; None until
+        the layer has run.
     """
 
     selections: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
     activations: dict[str, Float[Array, "T D"]] | None = None
     experts: dict[int, Int[Array, "T top_k"]] | None = None
+    taps: dict[int, Float[Array, "T D"] | None] = dataclasses.field(default_factory=dict)
+
+    def with_tap(self, layer: int, streams: Float[Array, "T h D"]) -> "StepCarry":
+        """Returns the carry with the mean of the streams [T, h, hidden] that leave a layer, if drafts need it."""
+        if not self.taps or layer not in self.taps:
+            return self
+        mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
+        return dataclasses.replace(self, taps=self.taps | {layer: mean})
 
     def with_selection(self, layer: int, indices: Int[Array, "T k"]) -> "StepCarry":
         """Returns the carry with a layer's selection added."""

@@ -60,6 +60,7 @@ class DecoderLayer(nnx.Module):
           carry: values from earlier layers.
         """
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
+        carry = carry.with_tap(self.layer - 1, residual.streams)  # merged only now
         y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
         carry = carry.with_attention(self.layer, x, y)
         x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)

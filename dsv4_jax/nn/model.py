@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
 from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
+from dsv4_jax.nn.dspark import DSparkLayer
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
 from dsv4_jax.nn.mtp import MTPBlock
@@ -42,20 +43,30 @@ class DeepseekV4Model(nnx.Module):
 
     def __call__(
         self, cache: StepCache, batch: Batch, *, record: bool = False
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], dict[str, Float[Array, "T D"]], Any]:
-        """Runs one step; returns hidden states, their streams, recorded activations if any, and the updated cache."""
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], dict[str, Float[Array, "T D"]], Any]:
+        """Runs one step.
+
+        Returns:
+          hidden states; what drafts are made from (see `forward_streams`); recorded activations, if any; the updated
+          cache.
+        """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
-        carry = StepCarry(activations={} if record else None, experts={} if counts_experts(cache) else None)
+        targets = () if self.config.dspark is None else self.config.dspark.target_layer_ids
+        experts: dict[int, Int[Array, "T top_k"]] | None = {} if counts_experts(cache) else None
         cache = cache.begin_step(batch)
+        carry = StepCarry(activations={} if record else None, taps=dict.fromkeys(targets), experts=experts)
         x = self.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
             # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
-        cache = count_experts(cache, batch, carry.experts)
-        return *self.hc_head.pre(residual, self.norm), carry.activations or {}, cache
+        cache, (hidden, streams) = count_experts(cache, batch, carry.experts), self.hc_head.pre(residual, self.norm)
+        if targets:
+            taps = carry.with_tap(len(self.layers) - 1, streams).taps
+            streams = jnp.stack([tap for layer in targets if (tap := taps[layer]) is not None], axis=1)
+        return hidden, streams, carry.activations or {}, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
         """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""
@@ -72,7 +83,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
       config: DSV4Config.
       model: DeepseekV4Model.
       lm_head: Linear, hidden to vocab.
-      mtp: list of MTPBlock, `config.num_nextn_predict_layers` of them.
+      mtp: list of the layers that make drafts: an MTPBlock, or `config.dspark.num_layers` DSparkLayer; or none.
     """
 
     def __init__(
@@ -108,7 +119,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
             config.hidden_size, config.vocab_size, param_dtype=param_dtype, axes=("vocab",), rngs=rngs
         )
         draft_layers = range(config.num_hidden_layers, len(config.layers))
-        self.mtp = nnx.List([MTPBlock(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
+        kind = MTPBlock if config.dspark is None else DSparkLayer
+        self.mtp: Any = nnx.List([kind(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
         if fused:
             fuse_in_place(self)
 
@@ -140,8 +152,12 @@ class DeepseekV4ForCausalLM(nnx.Module):
         hidden, _, activations, cache = self.model(cache, batch, record=True)
         return hidden, activations, cache
 
-    def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
-        """Does `__call__` and also returns the residual streams [T, hc_mult, hidden] before the model's head."""
+    def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:
+        """Does `__call__` and also returns what drafts are made from, [T, n, hidden].
+
+        For an MTP block these are the n = hc_mult residual streams before the model's head, for DSpark the means of the
+        streams that leave each of its n target layers.
+        """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache
 
@@ -172,6 +188,58 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """
         block = self.mtp[0]
         return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
+
+    def dspark_write(self, taps: Float[Array, "T n D"], cache: StepCache, batch: Batch) -> Any:
+        """Stores the rows that DSpark's layers attend to, one per token and layer; returns the updated cache.
+
+        Args:
+          taps: [T, n, hidden] of `forward_streams`.
+          cache: the cache.
+          batch: the T tokens' positions and slots.
+        """
+        x = self.mtp[0].project(taps)
+        for layer in self.mtp:
+            cache = layer.self_attn.write_window(x, cache.handle(layer.layer, batch))
+        return cache
+
+    def dspark_forward(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T V"], Any]:
+        """Runs DSpark's layers on blocks of tokens, each of which sees all of its block and a window before it.
+
+        Args:
+          cache: the cache, with the rows of all tokens before the blocks; those of the blocks are overwritten.
+          batch: T tokens with `draft_block` set: each request's newest token, which the model has not run yet, and then
+            `config.dspark.noise_token_id`.
+
+        Returns:
+          hidden [T, hidden] before the norm, and logits [T, vocab] float32 of the token after each position, both for
+          `dspark_correct`; the updated cache.
+        """
+        layers = jax.lax.optimization_barrier(self.mtp)
+        x = self.model.embed(batch)
+        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
+        for layer in layers:
+            residual, _, cache = layer.fused(residual, cache, batch, StepCarry())
+        hidden = layers[-1].hc_head(residual.merged())
+        return hidden, self.logits(layers[-1].norm(hidden)), cache
+
+    def dspark_correct(
+        self, hidden: Float[Array, "T D"], logits: Float[Array, "T V"], previous: Int[Array, "T"]
+    ) -> tuple[Float[Array, "T V"], Float[Array, "T"]]:
+        """Adds to logits of a block's position what the token before the draft says.
+
+        Args:
+          hidden: [T, hidden] of `dspark_forward`.
+          logits: [T, vocab] float32 of `dspark_forward`.
+          previous: [T] int32, the token before the draft.
+
+        Returns:
+          the draft's logits [T, vocab] float32, and the logit [T] float32 of the probability that it is accepted if all
+          drafts before it are.
+        """
+        last = self.mtp[-1]
+        embedded = round_to(last.markov_head.markov_w1(previous), hidden.dtype)
+        corrected = logits + all_gather(linear(embedded, last.markov_head.markov_w2.weight[...])[0])
+        return corrected, last.confidence_head(hidden, embedded)
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

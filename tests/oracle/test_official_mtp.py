@@ -61,7 +61,7 @@ def step(model, cache, batch):
     choice = jnp.argmax(logits, axis=1).astype(jnp.int32)
     newest = one_token_batch(choice, jnp.where(last >= 0, batch.positions[at], -1))
     seeds = jnp.zeros((slots,), jnp.uint32)
-    tokens, draft_logits, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, count=K)
+    tokens, draft_logits, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, drafts=K)
     return dict(streams=streams[at], logits=logits, draft_tokens=tokens, draft_logits=draft_logits), cache
 
 
@@ -291,7 +291,7 @@ def test_what_makes_no_drafts_is_refused(compiled):
         compiled.decode_loop(host.init_cache(), batch, seeds, steps=2, drafts=4)
     config = DSV4Config.from_hf(FOLDER)
     plain = KVCacheManager(config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16, max_query_tokens=2)
-    with pytest.raises(ValueError, match="need the model's multi-token-prediction block.*mtp=True"):
+    with pytest.raises(ValueError, match="need the model's draft layers.*mtp=True"):
         Engine(compiled, plain, drafter=MTPDrafter())
     with pytest.raises(ValueError, match="draft_tokens=4 must be from 0 to 3"):
         engine_of(compiled).add([5], max_new_tokens=2, draft_tokens=4)
