@@ -101,7 +101,7 @@ def run(config: DSV4Config, options: EngineOptions, report: dict[str, Any]) -> I
     experts = _expert_memory(config, options)
     begin = time.perf_counter()
     model = random_model(config, options.mesh, expert_memory=experts, skew=options.skew)
-    model = CompiledModel(jax.block_until_ready(model))
+    model = CompiledModel(jax.block_until_ready(model), experts)
     sizes = dict(layers=count, token_budget=options.token_budget, context=options.context, skew=options.skew)
     report |= sizes | dict(host_bytes=experts.host_bytes if experts else 0)
     report["weights_seconds"] = round(time.perf_counter() - begin, 1)

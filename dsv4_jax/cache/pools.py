@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from dsv4_jax.arguments import check_whole
@@ -94,6 +94,8 @@ class KVCache(Summarized):
       schema: geometry of the cache (static).
       mailboxes: addresses of the buffers for all-reduce between GPUs (see `parallel.mailboxes`), or None. They hold
         none of the cache's contents.
+      expert_counts: [2, layers, E] int32, how many tokens selected each expert, and how many steps read it, since
+        `with_expert_counts`; None if steps do not count.
     """
 
     groups: dict[str, PoolGroup]
@@ -103,6 +105,7 @@ class KVCache(Summarized):
     lengths: Any
     schema: CacheSchema = dataclasses.field(metadata=dict(static=True))
     mailboxes: Any = None
+    expert_counts: Any = None
 
     @classmethod
     def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
@@ -168,6 +171,18 @@ class KVCache(Summarized):
         gone = ("donated: go on with what the step returned",) if any(x.is_deleted() for x in arrays) else ()
         rows = {name: readable_bytes(count) for name, count in self.schema.pool_bytes().items()}
         return Summary(self.schema.words() + gone, rows)
+
+    def with_expert_counts(self) -> "KVCache":
+        """Returns the cache with `expert_counts` of zero, to which its steps add.
+
+        Raises:
+          ValueError: the cache lies on a mesh.
+        """
+        if isinstance(self.lengths.sharding, NamedSharding):
+            raise ValueError("experts are counted on one device; the cache lies on a mesh")
+        shape = 2, len(self.schema.layers), self.schema.config.n_routed_experts
+        where = self.lengths.sharding if self.lengths.committed else None
+        return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
         """Returns the cache with the group fields that are set in `new` replaced."""

@@ -11,9 +11,10 @@ from dsv4_jax.quant import IndexRows, Rows
 
 
 def _parts(tree: Any) -> dict[str, Any]:
-    """Returns the fields that hold arrays; schema and mailboxes come from the target."""
+    """Returns the fields that hold the cache's contents; all others come from the target."""
     fields = (field.name for field in dataclasses.fields(tree) if not field.metadata.get("static"))
-    return {name: part for name in fields if name != "mailboxes" and (part := getattr(tree, name)) is not None}
+    others = "mailboxes", "expert_counts"
+    return {name: part for name in fields if name not in others and (part := getattr(tree, name)) is not None}
 
 
 def _to_state(tree):

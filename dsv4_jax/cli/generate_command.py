@@ -101,7 +101,6 @@ class GenerateCommand(RandomModelOptions):
         import jax
 
         from dsv4_jax.checkpoint import read_tokenizer
-        from dsv4_jax.decode import CompiledModel
 
         tokenizer = read_tokenizer(checkpoint)
         option, prompt = ("--prompt-ids", ids) if ids is not None else self._encode(tokenizer)
@@ -112,7 +111,7 @@ class GenerateCommand(RandomModelOptions):
         manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
-        model = CompiledModel(self.load_model(checkpoint, manager.schema, progress=progress))
+        model = self.load_model(checkpoint, manager.schema, progress=progress)
         device = jax.devices()[0].device_kind
         options.notify(options.compiling_for(device))
 

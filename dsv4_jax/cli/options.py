@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from dsv4_jax.cache import CacheSchema
     from dsv4_jax.config import DSV4Config
+    from dsv4_jax.decode import CompiledModel
     from dsv4_jax.expert_pages import ExpertMemory
     from dsv4_jax.host import KVCacheManager
-    from dsv4_jax.nn import DeepseekV4ForCausalLM
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -78,6 +78,14 @@ ExpertMemoryOption = Annotated[
         "Default: all experts on the GPU.",
     ),
 ]
+ExpertPlacementOption = Annotated[
+    Path | None,
+    optional(
+        "FILE",
+        help="with --expert-memory: file that keeps how often experts were selected, such as placement.npz beside the "
+        "checkpoint. The next start places the hottest experts on the GPU. Default: no file.",
+    ),
+]
 Skew = Annotated[
     float,
     tyro.conf.arg(
@@ -102,15 +110,21 @@ class ModelOptions:
     expert_parallel: ExpertParallel = False
     context_parallel: ContextParallel = False
     expert_memory: ExpertMemoryOption = None
+    expert_placement: ExpertPlacementOption = None
 
     def check_devices(self, config: "DSV4Config") -> dict[str, int]:
         """Returns the sizes of --mesh by axis. Call it before JAX starts.
 
         Raises:
-          ValueError: the mesh cannot shard the model, or --expert-memory does not go with the other options.
+          ValueError: the mesh cannot shard the model, --expert-memory does not go with the other options, or the file
+            of --expert-placement cannot be written.
         """
         if expert_bytes(self.expert_memory, self.mesh) is not None and self.weights not in (None, "quantized"):
             raise ValueError(f"--expert-memory needs --weights quantized, got {self.weights}")
+        if self.expert_placement is not None:
+            if self.expert_memory is None:
+                raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
+            check_writable("expert-placement", self.expert_placement)
         parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
         return mesh_sizes(self.mesh, config, **parallel)
 
@@ -119,7 +133,7 @@ class ModelOptions:
         """The devices of --mesh; None for the default device."""
         return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
 
-    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "DeepseekV4ForCausalLM":
+    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "CompiledModel":
         """Loads a checkpoint, and logs the tensors of a user's own one that are not used.
 
         Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere. With
@@ -129,15 +143,17 @@ class ModelOptions:
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint import load_checkpoint
+        from dsv4_jax.decode import CompiledModel
 
         experts = self._expert_memory(schema)
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         weights = "quantized" if stay else self.weights
         if checkpoint != packaged_checkpoint():
             show_log()
-        sharding = dict(mesh=self.devices, expert_parallel=self.expert_parallel)
-        types = dict(dtype=jnp.dtype(self.dtype), weights=weights)
-        return load_checkpoint(checkpoint, schema.config, **types, progress=progress, expert_memory=experts, **sharding)
+        sharding: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel)
+        types: dict[str, Any] = dict(dtype=jnp.dtype(self.dtype), weights=weights)
+        options: dict[str, Any] = dict(progress=progress, expert_memory=experts)
+        return CompiledModel(load_checkpoint(checkpoint, schema.config, **types, **options, **sharding), experts)
 
     def _expert_memory(self, schema: "CacheSchema") -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -146,10 +162,10 @@ class ModelOptions:
 
         from dsv4_jax.expert_pages import PROGRAM_BYTES, CudaMemory, ExpertMemory
 
-        memory = CudaMemory(jax.devices()[0])
+        given: dict[str, Any] = dict(memory=CudaMemory(jax.devices()[0]), placement_file=self.expert_placement)
         if size == "auto":
-            return ExpertMemory(reserved_bytes=PROGRAM_BYTES + schema.memory_bytes(), memory=memory)
-        return ExpertMemory(size, memory=memory)
+            return ExpertMemory(reserved_bytes=PROGRAM_BYTES + schema.memory_bytes(), **given)
+        return ExpertMemory(size, **given)
 
     def cache_options(self, config: "DSV4Config") -> dict[str, Any]:
         """Returns the arguments of a `KVCacheManager` that do not depend on the requests."""
@@ -219,18 +235,19 @@ class RandomModelOptions(ModelOptions):
         folder = packaged_checkpoint().parent / "none" if self.random_weights in PRESETS else Path()
         return folder / self.random_weights, config
 
-    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "DeepseekV4ForCausalLM":
+    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "CompiledModel":
         """Loads the model, or makes one with random weights, as `open_model` was told."""
         if self.random_weights is None:
             return super().load_model(checkpoint, schema, progress=progress)
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint.random_weights import random_model
+        from dsv4_jax.decode import CompiledModel
 
         show_log()
         experts = self._expert_memory(schema)
         options: dict[str, Any] = dict(expert_parallel=self.expert_parallel, expert_memory=experts, skew=self.skew)
-        return random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options)
+        return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
 
 
 PRESETS = "v4_flash", "v4_pro"

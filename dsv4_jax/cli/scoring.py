@@ -14,13 +14,12 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.cache.streams import advance_streams
-from dsv4_jax.decode import CompiledModel
+from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, draft_block, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import first_tokens
 from dsv4_jax.layer_spec import LayerSpec
-from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.parallel.sharded_step import sharded_step
 
@@ -96,7 +95,7 @@ def _by_token(results):
 
 
 def score_ids(
-    model: DeepseekV4ForCausalLM,
+    model: Model,
     manager: KVCacheManager,
     ids: np.ndarray,
     sizes: Sequence[int],
@@ -112,7 +111,7 @@ def score_ids(
     Yields:
       The results of `score_step` for the n tokens of a step, each array [B, n, ...].
     """
-    slots, compiled = [manager.admit(row) for row in ids], CompiledModel(model)
+    slots, compiled = [manager.admit(row) for row in ids], CompiledModel.of(model)
     cache, at = manager.init_cache(), 0
     if window_only:
         cache = WindowOnlyCache(**vars(cache))

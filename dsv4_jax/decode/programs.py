@@ -11,6 +11,7 @@ from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, sample_step
 from dsv4_jax.decode.step_launch import launch
+from dsv4_jax.expert_pages import ExpertMemory
 
 
 @jax.tree_util.register_pytree_node_class
@@ -27,11 +28,18 @@ class CompiledModel:
       arrays: the model's arrays.
       structure: the tree structure that the arrays are leaves of.
       compilations: number of programs that calls of this object's methods have compiled or loaded.
+      expert_memory: where the model's experts lie, or None.
     """
 
-    def __init__(self, model: Any):
-        """Flattens a `Model`, such as an nnx.Module, without copying arrays."""
+    def __init__(self, model: Any, expert_memory: ExpertMemory | None = None):
+        """Flattens a `Model`, such as an nnx.Module, without copying arrays.
+
+        Args:
+          model: the model.
+          expert_memory: the one that the model was loaded with, so that an engine moves hot experts to the GPU.
+        """
         self.arrays, self.structure = jax.tree.flatten(model)
+        self.expert_memory = expert_memory
         self.compilations, self._programs = 0, ProgramTable()
 
     @classmethod
@@ -46,7 +54,7 @@ class CompiledModel:
     def tree_unflatten(cls, structure: Any, arrays: Any) -> "CompiledModel":
         model = object.__new__(cls)
         model.arrays, model.structure, model.compilations = list(arrays), structure, 0
-        model._programs = ProgramTable()
+        model._programs, model.expert_memory = ProgramTable(), None
         return model
 
     @property

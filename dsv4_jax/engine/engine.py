@@ -63,7 +63,7 @@ class Engine(Summarized):
         """Makes an engine without requests; `warm_up` compiles its programs.
 
         Args:
-          model: the model.
+          model: the model. A `CompiledModel` with its `expert_memory` has hot experts moved to the GPU between steps.
           manager: the manager, which must hold no request.
           cache: a cache of the manager, which the engine donates; None = an empty one.
           drafter: source of draft tokens, such as `PromptLookup()`, or the model's own draft layers: `MTPDrafter()` or
@@ -85,9 +85,14 @@ class Engine(Summarized):
         on_device = isinstance(drafter, DeviceDrafter)
         self.manager, self.prefix, self.config = manager, prefix, config
         device_drafts = drafter.options(manager.schema, config.draft_tokens or 0) if on_device else DraftOptions()
-        self._runner = StepRunner(CompiledModel.of(model), manager, config, device_drafts=device_drafts)
+        model = CompiledModel.of(model)
+        self._runner = StepRunner(model, manager, config, device_drafts=device_drafts)
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
+        self._experts = None if model.expert_memory is None else model.expert_memory.migration
+        if self._experts is not None:
+            cache = cache.with_expert_counts()
+            self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
         drafter = None if on_device else drafter
         self._scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
         self._orders = itertools.count()
@@ -136,6 +141,7 @@ class Engine(Summarized):
             compilations=self._runner.compilations,
             pools=pool_use(self.manager, self._metrics.pools),
             prefix=None if self.prefix is None else self.prefix.metrics,
+            experts=None if self._experts is None else dataclasses.replace(self._experts.metrics),
         )
 
     def add(self, prompt: Sequence[int] | np.ndarray, *, id: Hashable = None, **params: Any) -> Request:
@@ -206,6 +212,8 @@ class Engine(Summarized):
         """Cancels all requests, which frees all slots, and all blocks except those of the prefix cache."""
         for request in list(self._scheduler.requests.values()):
             self.cancel(request)
+        if self._experts is not None:
+            self._experts.finish(self.cache.expert_counts)
 
     def stream(self, request: Request) -> Iterator[int]:
         """Yields a request's token ids, first those it has, then new ones, for which it runs steps of all requests.
@@ -263,6 +271,8 @@ class Engine(Summarized):
             raise ValueError(f"{len(scheduler.running)} requests are running: warm up before the first step")
         with self._restart_on_error():
             sizes, scheduler.cache = self._runner.warm_up(scheduler.cache, self.prefix)
+        if self._experts is not None:  # what it ran is no request's
+            scheduler.cache = scheduler.cache.with_expert_counts()
         return sizes
 
     # --- one step ---
@@ -280,6 +290,8 @@ class Engine(Summarized):
                     self._launched = self._launch_ahead(launched, decode)
                 self._read(launched)
         self._metrics.pools = pool_use(self.manager, self._metrics.pools)
+        if self._experts is not None:
+            self._experts.between_steps(scheduler.cache.expert_counts)
 
     @contextlib.contextmanager
     def _restart_on_error(self):

@@ -111,8 +111,11 @@ def generate_on_device(
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
         sizes = dict(steps=max_new_tokens, drafts=drafts)
-        output, _ = model.decode_loop(engine.cache, batch, manager.requests.put(seeds, "slots"), **sizes, **options)
+        seeds = manager.requests.put(seeds, "slots")
+        output, cache = model.decode_loop(engine.cache, batch, seeds, **sizes, **options)
         output = manager.requests.get(output)
+        if model.expert_memory is not None and (migration := model.expert_memory.migration) is not None:
+            migration.finish(cache.expert_counts)
         tokens = output.tokens
         accepted = output.accepted if drafts else np.where(tokens >= 0, 0, -1)
         rows = [(tokens[request.slot], accepted[request.slot]) for request in requests]

@@ -4,6 +4,7 @@ import dataclasses
 
 from rich.table import Table
 
+from dsv4_jax.expert_pages import ExpertMetrics
 from dsv4_jax.host import KVCacheManager, PrefixMetrics
 
 
@@ -41,6 +42,7 @@ class EngineMetrics:
       compilations: number of programs compiled for steps.
       pools: {name of a pool of the cache: its use}.
       prefix: counters of the prefix cache; None without one.
+      experts: counters of the experts of a model that lie partly in host memory, else None.
     """
 
     steps: int = 0
@@ -61,6 +63,7 @@ class EngineMetrics:
     compilations: int = 0
     pools: dict[str, PoolUse] = dataclasses.field(default_factory=dict)
     prefix: PrefixMetrics | None = None
+    experts: ExpertMetrics | None = None
 
     @property
     def acceptance(self) -> float:
@@ -85,6 +88,11 @@ class EngineMetrics:
             held = f"{found.blocks:,} blocks, {found.snapshots:,} snapshots of {found.snapshot_bytes:,} bytes"
             table.add_row("prefix cache", held)
             table.add_row("evicted", f"{found.evicted_blocks:,} blocks, {found.evicted_snapshots:,} snapshots")
+        if (experts := self.experts) is not None:
+            waiting = experts.bus_seconds / max(experts.seconds, 1e-9)
+            table.add_row("expert hits", f"{experts.hit_rate:.1%} of selections; {experts.swaps:,} swaps")
+            read = f"{experts.bus_bytes / 1e9:.1f} GB read from host memory, about {waiting:.0%} of the time"
+            table.add_row("experts", f"{read}; {experts.moved_bytes / 1e9:.1f} GB moved")
         for name, use in self.pools.items():
             if use.total:
                 share = f"{use.used / use.total:.0%} of {use.total:,} bytes, at most {use.high_water / use.total:.0%}"

@@ -111,7 +111,9 @@ class Scheduler:
         if _is_lost(self.cache):
             if self.prefix is not None:
                 self.prefix.evict(self.manager.schema.num_blocks)
-            self.cache = jax.device_put(self.manager.init_cache(), self._shardings)
+            cache = self.manager.init_cache()
+            cache = cache if self.cache.expert_counts is None else cache.with_expert_counts()
+            self.cache = jax.device_put(cache, self._shardings)
 
     def admit(self) -> None:
         """Gives slots to waiting requests in order, up to the first one that does not fit, and counts the others."""

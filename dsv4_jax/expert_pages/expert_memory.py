@@ -2,21 +2,28 @@
 
 import concurrent.futures
 import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, UInt8
 
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
+from dsv4_jax.expert_pages.migration import ExpertMigration
 from dsv4_jax.expert_pages.paged_experts import THREADS, ExpertPages
+from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
 # Memory of the GPU for programs: their temporary buffers, CUDA graphs and code.
 PROGRAM_BYTES = 4 << 30
 # Bytes of FP4 codes that share a byte of scales; all scales stay on the GPU.
 CODES_PER_SCALE = 16
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -32,6 +39,8 @@ class ExpertMemory:
       memory: the GPU and its host; None for the default device.
       frequencies: for each layer by name, [E] how often its experts are selected: the most frequent ones stay on the
         GPU. Equally frequent ones, and all of a layer that is not there, are spread evenly over the expert numbers.
+      placement_file: file that keeps how often experts were selected, so that the next process starts with the hot
+        ones on the GPU; None for no file. One that is missing or not of this model is ignored.
       layers: expert pages of the matrices of each layer, once they are placed.
     """
 
@@ -39,6 +48,7 @@ class ExpertMemory:
     reserved_bytes: int = PROGRAM_BYTES
     memory: CudaMemory | None = None
     frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
+    placement_file: Path | None = None
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
     _on_device: int | None = dataclasses.field(default=None, repr=False)
 
@@ -46,6 +56,18 @@ class ExpertMemory:
     def is_planned(self) -> bool:
         """Whether `plan` has decided."""
         return self._on_device is not None
+
+    @functools.cached_property
+    def migration(self) -> ExpertMigration | None:
+        """The object that moves the placed experts between steps; None if all of them lie on the GPU."""
+        if self.memory is None or not self.host_bytes:
+            return None
+        options: dict[str, Any] = dict(frequencies=self.frequencies, file=self.placement_file)
+        try:
+            return ExpertMigration(self.memory, self.layers, **options)
+        except MemoryError as error:
+            _log.warning("experts stay where they are: no memory is left to move them (%s)", error)
+            return None
 
     @property
     def host_bytes(self) -> int:
@@ -82,6 +104,8 @@ class ExpertMemory:
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
             )
         self._on_device = on_device
+        if self.placement_file is not None:
+            self.frequencies |= read_frequencies(self.placement_file, experts)
         if not on_host:
             return f"all {experts} experts a layer fit the GPU ({_gb(experts * each)})"
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"

@@ -215,8 +215,9 @@ class Mover:
         return True
 
     def wait(self) -> None:
-        """Waits for the copies of all staged swaps."""
-        concurrent.futures.wait(copy for _, _, copies in self._staged for copy in copies)
+        """Waits for the copies of all staged swaps; raises the error of one that failed."""
+        for copy in concurrent.futures.wait(copy for _, _, copies in self._staged for copy in copies).done:
+            copy.result()
 
     def remap(self) -> int:
         """Finishes the swaps whose copies are done, and returns their number. The GPU is idle meanwhile."""

@@ -1,6 +1,7 @@
 """Which experts should lie on the GPU: those that tokens select most often, by counts that fade."""
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -42,8 +43,10 @@ class PlacementPolicy:
           hits: number of tokens that selected each expert.
           tokens: number of tokens among which they were counted.
         """
-        self.frequencies *= 0.5 ** (tokens / self.half_life)
-        self.frequencies += hits
+        # The first of many tokens fade while the others come.
+        fading = math.log(2) * tokens / self.half_life
+        self.frequencies *= math.exp(-fading)
+        self.frequencies += hits * (-math.expm1(-fading) / fading if fading else 1.0)
 
     def swaps(self, on_host: Bool[np.ndarray, "L E"], limit: int) -> list[tuple[int, int, int]]:
         """Proposes swaps, those that save the most misses first.

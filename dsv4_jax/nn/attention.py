@@ -27,12 +27,14 @@ class StepCarry:
     Attributes:
       selections: {layer: [T, index_topk] int32 entries selected for each token, -1 padded}.
       activations: None, or {"attn_in_L", "attn_out_L": [T, hidden] input and output of layer L's attention}.
+      experts: None, or {layer: [T, top_k] int32 experts selected for each token}.
       taps: {layer: [T, hidden] mean of the streams that leave it} for the layers that drafts are made from; None until
         the layer has run.
     """
 
     selections: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
     activations: dict[str, Float[Array, "T D"]] | None = None
+    experts: dict[int, Int[Array, "T top_k"]] | None = None
     taps: dict[int, Float[Array, "T D"] | None] = dataclasses.field(default_factory=dict)
 
     def with_tap(self, layer: int, streams: Float[Array, "T h D"]) -> "StepCarry":
@@ -58,6 +60,10 @@ class StepCarry:
             return self
         recorded = {f"attn_in_{layer}": x, f"attn_out_{layer}": all_reduce(y)}
         return dataclasses.replace(self, activations=self.activations | recorded)
+
+    def with_experts(self, layer: int, experts: Int[Array, "T top_k"]) -> "StepCarry":
+        """Returns the carry with a layer's selected experts added, if they are recorded."""
+        return self if self.experts is None else dataclasses.replace(self, experts=self.experts | {layer: experts})
 
 
 class Attention(nnx.Module):

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
+from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
@@ -52,15 +53,16 @@ class DeepseekV4Model(nnx.Module):
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
         targets = () if self.config.dspark is None else self.config.dspark.target_layer_ids
+        experts: dict[int, Int[Array, "T top_k"]] | None = {} if counts_experts(cache) else None
         cache = cache.begin_step(batch)
-        carry = StepCarry(activations={} if record else None, taps=dict.fromkeys(targets))
+        carry = StepCarry(activations={} if record else None, taps=dict.fromkeys(targets), experts=experts)
         x = self.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
             # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
-        hidden, streams = self.hc_head.pre(residual, self.norm)
+        cache, (hidden, streams) = count_experts(cache, batch, carry.experts), self.hc_head.pre(residual, self.norm)
         if targets:
             taps = carry.with_tap(len(self.layers) - 1, streams).taps
             streams = jnp.stack([tap for layer in targets if (tap := taps[layer]) is not None], axis=1)

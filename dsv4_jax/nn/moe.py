@@ -144,10 +144,10 @@ class MoE(nnx.Module):
         self.experts = Experts(config, param_dtype=param_dtype, rngs=rngs)
         self.shared_experts = MLP(config, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> Float[Array, "T D"]:
-        """[T, hidden] normed input and [T] int32 token ids to [T, hidden] in x's dtype, or this device's part of it."""
+    def __call__(self, x: Float[Array, "T D"], routing: ops.Routing) -> Float[Array, "T D"]:
+        """Maps the normed input and its routing by `gate` to [T, hidden] in x's dtype, or this device's part of it."""
         shared = self.shared_experts.fused_matrices()
-        y = self.experts(x, self.gate(x, token_ids), shared)
+        y = self.experts(x, routing, shared)
         if shared is None:
             y = round_to(y + self.shared_experts(x).astype(jnp.float32), x.dtype)
         return y

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, StepCache
+from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
@@ -64,5 +65,6 @@ class MTPBlock(DecoderLayer):
           cache: cache of the step.
           batch: inputs of the step.
         """
-        residual, _, cache = self.fused(ResidualStreams(streams), cache, batch, StepCarry())
-        return *self.hc_head.pre(residual, self.norm), cache
+        carry = StepCarry(experts={} if counts_experts(cache) else None)
+        residual, carry, cache = self.fused(ResidualStreams(streams), cache, batch, carry)
+        return *self.hc_head.pre(residual, self.norm), count_experts(cache, batch, carry.experts)

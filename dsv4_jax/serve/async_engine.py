@@ -158,6 +158,7 @@ class AsyncEngine:
                     self._step()
                 self.metrics = self.engine.metrics
                 self._deliver()
+            self.engine.close()
         except BaseException as error:  # a defect of this class, or a lost device
             _log.exception("the engine's thread ends")
             self.ready = False

@@ -24,6 +24,16 @@ _COUNTERS = dict(
     compilations="programs compiled for steps",
 )
 
+_EXPERT_COUNTERS = dict(
+    hits="selections of experts by tokens that found the expert on the GPU",
+    misses="selections of experts by tokens that found the expert in host memory",
+    bus_bytes="bytes of experts that steps read from host memory",
+    bus_seconds="estimated time that steps waited for these bytes, at 40 GB/s",
+    moved_bytes="bytes of experts copied between GPU and host to move them",
+    swaps="pairs of experts that changed places",
+    remap_seconds="time for which moves of experts kept the GPU idle",
+)
+
 
 class ServerMetrics:
     """Metrics of the server, the engine's counters and the process's memory.
@@ -71,3 +81,6 @@ class ServerMetrics:
             yield CounterMetricFamily("dsv4_jax_prefix_hit_tokens", hits, value=prefix.hit_tokens)
             yield CounterMetricFamily("dsv4_jax_prefix_prompt_tokens", asked, value=prefix.prompt_tokens)
             yield GaugeMetricFamily("dsv4_jax_prefix_blocks", "blocks the prefix cache holds", value=prefix.blocks)
+        if metrics.experts is not None:
+            for field, text in _EXPERT_COUNTERS.items():
+                yield CounterMetricFamily(f"dsv4_jax_expert_{field}", text, value=getattr(metrics.experts, field))

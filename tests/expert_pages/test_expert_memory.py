@@ -1,4 +1,4 @@
-"""The packaged model with its experts in pages: equal weights, logits and cache bytes, wherever its experts lie."""
+"""The packaged model with its experts in pages: equal weights, wherever its experts lie."""
 
 from unittest import mock
 
@@ -13,8 +13,7 @@ from dsv4_jax.bench.model_stack import random_stack
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.decode import decode_step
-from dsv4_jax.expert_pages import ExpertMemory, Mover
+from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.host import KVCacheManager
 from tests.expert_pages.cpu_memory import CpuMemory
 
@@ -40,32 +39,6 @@ def test_equal_weights_for_every_share(model, on_device):
     assert len(memory.layers) == LAYERS
     for pages in memory.layers.values():
         assert [matrix.on_host.sum() for matrix in pages] == [EXPERTS - on_device] * 2
-
-
-def test_no_move_changes_a_bit(model):
-    """Logits and cache bytes of every step, while experts move between the steps."""
-    paged, memory = load(5)
-    mover = Mover(memory.memory, list(memory.layers.values()))
-
-    def steps(model, move):
-        manager = KVCacheManager(read_config(CHECKPOINT), num_blocks=2, max_requests=1, max_context=128)
-        cache, slot = manager.init_cache(), manager.admit()
-        for step in range(8):
-            logits, cache = decode_step(model, cache, manager.prepare_forward({slot: [17 * step + 5]}))
-            yield np.asarray(logits)
-            move(step)
-        yield jax.tree.map(np.asarray, cache)
-
-    def move(step):
-        mover.wait()
-        mover.remap()
-        for layer, pages in enumerate(memory.layers.values()):
-            on_host = pages[0].on_host
-            mover.stage(layer, int(np.flatnonzero(on_host)[step % 3]), int(np.flatnonzero(~on_host)[step % 5]))
-
-    chex.assert_trees_all_equal(list(steps(paged, move)), list(steps(model, lambda step: None)))
-    assert memory.memory.copied > 60 * EACH
-    mover.close()
 
 
 def test_random_weights_are_made_where_they_lie():
@@ -140,7 +113,15 @@ def test_the_option_of_the_command_line(monkeypatch, model):
         monkeypatch.setattr("dsv4_jax.expert_pages.CudaMemory", lambda device: memory)  # noqa: B023
         loaded = ModelOptions(expert_memory=text).load_model(CHECKPOINT, schema)
         assert sum(size for size, host in memory.handles.values() if host) == on_host * LAYERS * EACH
-        assert jax.tree.structure(loaded) == jax.tree.structure(model)
+        assert jax.tree.structure(loaded.module) == jax.tree.structure(model)
+
+
+def test_the_file_of_the_command_line_is_checked_first(tmp_path):
+    config = read_config(CHECKPOINT)
+    with pytest.raises(ValueError, match="--expert-placement needs --expert-memory"):
+        ModelOptions(expert_placement=tmp_path / "placement.npz").check_devices(config)
+    with pytest.raises(ValueError, match=r"--expert-placement .*placement.npz cannot be written"):
+        ModelOptions(expert_memory="auto", expert_placement=tmp_path / "no" / "placement.npz").check_devices(config)
 
 
 def test_without_a_gpu_it_is_said():

@@ -81,8 +81,9 @@ def test_moe_block(config, draw, tokens, limit):
     moe = MoE(dataclasses.replace(config, swiglu_limit=limit), layer, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     moe.experts, moe.shared_experts = spread(moe.experts, 10.0), spread(moe.shared_experts, 10.0)
     x = draw(tokens, config.hidden_size)
-    y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
-    experts, weights, _ = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
+    routing = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
+    y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), routing)
+    experts, weights, _ = routing
     gate_up, down, shared = f64(moe.experts.gate_up_proj), f64(moe.experts.down_proj), moe.shared_experts
     gate_up_shared = [f64(shared.gate_up_proj.matrix(name)) for name in ("gate_proj", "up_proj")]
     reached = False

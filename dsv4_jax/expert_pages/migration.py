@@ -1,0 +1,243 @@
+"""Moves experts between steps: the ones that tokens select most often to the GPU, the others to the host."""
+
+import concurrent.futures
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dsv4_jax.expert_pages.cuda_memory import CudaMemory
+from dsv4_jax.expert_pages.paged_experts import ExpertPages, Mover
+from dsv4_jax.expert_pages.placement_file import write_frequencies
+from dsv4_jax.expert_pages.policy import PlacementPolicy
+
+
+# Rate at which the kernels of a step read experts in host memory, measured on an H100 and an H200 (PCIe 5).
+BUS_BYTES_PER_SECOND = 40e9
+# A longer time between two steps is one without requests.
+_MAX_STEP_SECONDS = 1.0
+_SECONDS_BETWEEN_SAVES = 60.0
+_SLOW: dict[str, Any] = dict(half_life=float(1 << 16))
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class ExpertMetrics:
+    """Counters of a model's experts, since it was loaded.
+
+    Attributes:
+      hits: number of selections of experts by tokens that found the expert on the GPU.
+      misses: number of selections that found it in host memory.
+      bus_bytes: number of bytes that steps read from host memory.
+      moved_bytes: number of bytes copied between the GPU and the host by moves.
+      swaps: number of pairs of experts that changed places.
+      remap_seconds: time for which moves kept the GPU idle.
+      seconds: time of steps, without pauses longer than a second.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bus_bytes: int = 0
+    moved_bytes: int = 0
+    swaps: int = 0
+    remap_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def bus_seconds(self) -> float:
+        """The estimated time that steps waited for the bus: `bus_bytes` at the rate that was measured once."""
+        return self.bus_bytes / BUS_BYTES_PER_SECOND
+
+    @property
+    def hit_rate(self) -> float:
+        """The fraction of selections that found the expert on the GPU; 0 before the first."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+
+class ExpertMigration:
+    """Places the experts of one model by how often tokens select them, while its steps run.
+
+    Steps add to counts on the GPU. Every few steps, a thread reads a copy of them, asks the policy for swaps and
+    copies the experts to spare memory, all beside further steps. When the copies are done and the GPU is idle between
+    two steps, the spare memory is mapped in their places. Placement changes no value, so it is never waited for.
+
+    Attributes:
+      policy: the rule that proposes swaps.
+      history: counts that fade slowly, for the placement of the next process.
+      metrics: the counters.
+      interval: the least number of steps between two readings of the counts.
+      remap_share: the most time, as a fraction of all, for which moves keep the GPU idle.
+    """
+
+    def __init__(
+        self,
+        memory: CudaMemory,
+        layers: Mapping[str, Sequence[ExpertPages]],
+        frequencies: Mapping[str, np.ndarray],
+        file: Path | None = None,
+        *,
+        batch: int = 8,
+        interval: int = 8,
+        remap_share: float = 0.01,
+    ):
+        """Makes the spare memory for `batch` swaps.
+
+        Args:
+          memory: the memory of the pages.
+          layers: {name of a layer: matrices of its experts}, in the order of the layers.
+          frequencies: {name of a layer: [E] counts of earlier processes}.
+          file: where the counts are kept for later processes, or None.
+          batch: number of swaps between two remappings.
+          interval: as the attribute.
+          remap_share: as the attribute.
+
+        Raises:
+          MemoryError: the GPU or the host has no room for the spare memory.
+        """
+        self.interval, self.remap_share, self.metrics = interval, remap_share, ExpertMetrics()
+        self._memory, self._layers, self._file, self._batch = memory, dict(layers), file, batch
+        self._stored = dict(frequencies)
+        matrices = list(self._layers.values())
+        self._on_host = np.stack([pages[0].on_host for pages in matrices])
+        self._was_on_host = self._on_host.copy()
+        self._expert_bytes = sum(pages.nbytes for pages in matrices[0])
+        self.policy, self.history = (PlacementPolicy.start(*self._on_host.shape, **x) for x in ({}, _SLOW))
+        for row, name in zip(self.history.frequencies, self._layers, strict=True):
+            row[:] = self._stored.get(name, 0)
+        self._mover: Mover | None = None
+        self._staged: list[tuple[int, int, int]] = []
+        if self._on_host.any() and not self._on_host.all():
+            self._mover = Mover(memory, matrices, batch)
+            close: Any = weakref.finalize(self, self._mover.close)
+            close.atexit = False  # the driver frees everything at the end of the process
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
+        self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
+        self._debt, self._last, self._saved = 0.0, time.perf_counter(), time.perf_counter()
+        self._steps, self._before, self._experts_per_token = 0, np.zeros(0, np.uint32), 1
+
+    def start(self, counts: Int[Array, "2 L E"], experts_per_token: int) -> None:
+        """Begins to read the counts of a cache, which start at zero.
+
+        Args:
+          counts: `KVCache.expert_counts`.
+          experts_per_token: number of experts that a token selects in each layer.
+
+        Raises:
+          ValueError: the counts are of another model.
+        """
+        if counts.shape != (2, *self._on_host.shape):
+            raise ValueError(
+                f"the cache counts [layers, experts] {list(counts.shape[1:])}, but {list(self._on_host.shape)} were "
+                "placed: make the manager with the configuration that the checkpoint was loaded with"
+            )
+        self.wait()
+        if not self.policy.frequencies.any():
+            # Counts of earlier processes decide only as long as nothing is counted here.
+            weight = self.policy.half_life * experts_per_token / np.maximum(self.history.frequencies.sum(1), 1.0)
+            self.policy.frequencies += self.history.frequencies * np.minimum(weight, 1.0)[:, None]
+        self._experts_per_token, self._steps, self._last = experts_per_token, 0, time.perf_counter()
+        self._was_on_host = self._on_host.copy()
+        self._before = np.asarray(_snapshot(counts)).view(np.uint32)
+
+    def between_steps(self, counts: Int[Array, "2 L E"]) -> None:
+        """Moves experts, if some are ready and it is time. Call it after each step, before the cache is donated again.
+
+        Args:
+          counts: `KVCache.expert_counts` of the newest cache.
+        """
+        now = time.perf_counter()
+        passed, self._last = min(now - self._last, _MAX_STEP_SECONDS), now
+        self.metrics.seconds += passed
+        self._debt = max(self._debt - self.remap_share * passed, 0.0)
+        self._steps += 1
+        if not self._job.done():
+            return
+        if (error := self._job.exception()) is not None:  # steps can run on, whatever lies where
+            _log.error("experts do not move any longer: %s", error)
+            self._mover = None
+        if self._staged:
+            if self._debt or self._mover is None:
+                return
+            self._remap(self._mover, counts)
+        elif self._steps < self.interval:
+            return
+        self._steps = 0
+        self._job = self._thread.submit(self._work, _snapshot(counts))
+
+    def wait(self) -> None:
+        """Waits for the thread, which reads counts or copies experts."""
+        concurrent.futures.wait([self._job])
+
+    def finish(self, counts: Int[Array, "2 L E"] | None = None) -> None:
+        """Reads the counts for the last time, and writes the file.
+
+        Args:
+          counts: as in `between_steps`; None if the cache is lost.
+        """
+        self.wait()
+        if counts is not None and not counts.is_deleted():
+            self._count(_snapshot(counts))
+        self._save()
+
+    def _work(self, snapshot):
+        """Counts, chooses experts and copies them, on the thread."""
+        self._count(snapshot)
+        if self._mover is not None:
+            swaps = self.policy.swaps(self._on_host, self._batch)
+            for layer, hot, cold in swaps:
+                self._mover.stage(layer, hot, cold)
+            self._mover.wait()
+            self._staged = swaps
+            self.metrics.moved_bytes += 2 * self._expert_bytes * len(swaps)
+        if time.perf_counter() - self._saved > _SECONDS_BETWEEN_SAVES:
+            self._save()
+
+    def _count(self, snapshot):
+        """Adds what steps counted since the last snapshot; experts that moved since then did so after these steps."""
+        counts = np.asarray(snapshot).view(np.uint32)
+        new = counts - self._before
+        if new.max(initial=0) > np.iinfo(np.int32).max:  # a new cache, which counts from zero
+            new = counts
+        self._before = counts
+        tokens, reads = new.astype(np.int64)
+        self.metrics.misses += int(tokens[self._was_on_host].sum())
+        self.metrics.hits += int(tokens[~self._was_on_host].sum())
+        self.metrics.bus_bytes += int(reads[self._was_on_host].sum()) * self._expert_bytes
+        self._was_on_host = self._on_host.copy()
+        for policy in (self.policy, self.history):
+            policy.count(tokens, int(tokens.sum(1).max()) // self._experts_per_token)
+
+    def _remap(self, mover, counts):
+        """Maps the experts that were copied, while the GPU is idle."""
+        jax.block_until_ready(counts)  # a step whose launch is on its way is not known to the driver yet
+        self._memory.synchronize()
+        begin = time.perf_counter()
+        mover.remap()
+        seconds = time.perf_counter() - begin
+        for layer, hot, cold in self._staged:
+            self._on_host[layer, hot], self._on_host[layer, cold] = False, True
+        self.metrics.swaps += len(self._staged)
+        self.metrics.remap_seconds += seconds
+        self._debt += seconds
+        self._staged = []
+
+    def _save(self):
+        if self._file is not None:
+            self._stored |= dict(zip(self._layers, self.history.frequencies, strict=True))
+            write_frequencies(self._file, self._stored)
+        self._saved = time.perf_counter()
+
+
+def _snapshot(counts):
+    """Returns a copy that the next step does not overwrite, on its way to the host."""
+    copy = jnp.copy(counts)
+    copy.copy_to_host_async()
+    return copy

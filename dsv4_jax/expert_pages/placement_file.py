@@ -1,0 +1,58 @@
+"""The file that keeps how often experts were selected, so that the next process places the hot ones on the GPU."""
+
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+
+_log = logging.getLogger(__name__)
+
+
+def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray, "E"]]:
+    """Returns {name of a layer: counts of its experts}; {} without a file, or, with a warning, if it is no such file.
+
+    Args:
+      path: the file.
+      num_experts: number of experts of a layer.
+    """
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            found = {name: np.asarray(file[name]) for name in file.files}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        return _ignored(path, f"it cannot be read: {error}")
+    for name, row in found.items():
+        if row.dtype.kind != "f" or row.shape != (num_experts,) or not (np.isfinite(row) & (row >= 0)).all():
+            return _ignored(path, f"{name} is no count of {num_experts} experts")
+    return {name: row.astype(np.float64) for name, row in found.items()}
+
+
+def _ignored(path, why):
+    _log.warning("the placement of experts in %s is ignored: %s", path, why)
+    return {}
+
+
+def write_frequencies(path: Path, frequencies: Mapping[str, Float[np.ndarray, "E"]]) -> None:
+    """Writes the file atomically. If that fails, as on a full disk, there is a warning and the old file stays.
+
+    Args:
+      path: the file.
+      frequencies: as `read_frequencies` returns them.
+    """
+    file, rows = None, dict[str, Any]((name, row.astype(np.float32)) for name, row in frequencies.items())
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            np.savez(file, **rows)
+        os.replace(file.name, path)
+    except OSError as error:
+        _log.warning("the placement of experts is not kept in %s: %s", path, error)
+        if file is not None:
+            Path(file.name).unlink(missing_ok=True)
