@@ -18,10 +18,9 @@ from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.paged_experts import ExpertPages, Mover
 from dsv4_jax.expert_pages.placement_file import write_frequencies
 from dsv4_jax.expert_pages.policy import PlacementPolicy
+from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# Rate at which the kernels of a step read experts in host memory, measured on an H100 and an H200 (PCIe 5).
-BUS_BYTES_PER_SECOND = 40e9
 # A longer time between two steps is one without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
@@ -54,7 +53,7 @@ class ExpertMetrics:
     @property
     def bus_seconds(self) -> float:
         """The estimated time that steps waited for the bus: `bus_bytes` at the rate that was measured once."""
-        return self.bus_bytes / BUS_BYTES_PER_SECOND
+        return self.bus_bytes / BUS_RATE
 
     @property
     def hit_rate(self) -> float:
