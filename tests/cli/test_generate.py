@@ -260,7 +260,7 @@ def test_drafts_change_no_token_and_are_counted(run, how):
 
 def test_drafts_need_a_block_that_makes_them(refused):
     without = ["--checkpoint", DATA / "hf_tiny", "--drafts", "1"]
-    assert "this model has no multi-token-prediction block" in refused("generate", *without)
+    assert "this model has no layers that make drafts" in refused("generate", *without)
     assert "--drafts -1 must be at least 0" in refused("generate", "--drafts", "-1")
     options = ["--temperature", "1", "--n-best", "2"]
     assert "leave out --n-best and --beams" in refused("generate", "--drafts", "1", *options)

@@ -62,7 +62,7 @@ def test_mistakes_are_told_at_once():
         "generate --top-k -3": "--top-k -3 must be at least 0",
         "generate --max-new-tokens 100000": "--max-new-tokens 100000: a request of 100000 tokens",
         "generate --checkpoint README.md": "--checkpoint README.md is neither",
-        "generate --checkpoint tests/data/hf_tiny --drafts 1": "no multi-token-prediction block",
+        "generate --checkpoint tests/data/hf_tiny --drafts 1": "no layers that make drafts",
         "score --checkpoint tests/data/hf_tiny --out x.npz --ids no.npy": "--ids no.npy cannot be read: No such file",
         "score --checkpoint tests/data/hf_tiny --out x.npz": "give --ids or --text",
         "plan --config v4_flash --memory 12 --context 9": "--memory '12' must be",
