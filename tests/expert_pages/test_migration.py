@@ -336,4 +336,4 @@ def test_metrics_of_experts_are_told():
     assert "dsv4_jax_expert_bus_seconds_total 2.0" in text
     cells = [cell for column in metrics.table().columns for cell in column.cells]
     assert "75.0% of selections; 7 swaps" in cells
-    assert "80.0 GB read from host memory, about 20% of the time; 5.0 GB moved" in cells
+    assert "90.0 GB read from host memory, about 20% of the time; 5.0 GB moved" in cells
