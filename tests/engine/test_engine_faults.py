@@ -138,9 +138,9 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
 @pytest.mark.parametrize(
     ("kind", "files", "every", "opcodes"),
     [
-        ("ahead", ENGINE, 3, False),
+        ("ahead", ENGINE, 7, False),
         ("ahead", HOST, 47, False),
-        ("drafts", ENGINE, 9, False),
+        ("drafts", ENGINE, 17, False),
         pytest.param("ahead", ENGINE, 1, False, marks=pytest.mark.slow),
         pytest.param("drafts", ENGINE, 23, True, marks=pytest.mark.slow),
         pytest.param("drafts", HOST, 11, False, marks=pytest.mark.slow),
