@@ -18,17 +18,15 @@ from dsv4_jax.decode.drafts import DraftOptions, draft, forward_for_drafts, one_
 from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import DSparkDrafter, Engine, MTPDrafter
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
+from tests.oracle.drafts import T, manager_of, plans
 from tests.paths import DATA
 
 
 FOLDER = DATA / "official_dspark"
 # Ten and more times what an independent float64 implementation differs by.
 TOLERANCE, ROW_TOLERANCE, CONFIDENCE_TOLERANCE = 1e-4, 5e-5, 2e-4
-T, K, WINDOW, LAYERS = 53, 5, 8, slice(4, 7)
-PLANS = {f"chunks of {n}": [n] * (T // n) + [T % n] * (T % n > 0) for n in (1, 4, 6)}
-PLANS |= {"all": [T], "prefill 21, decode": [21] + [1] * 32}
-# A second program, for chunks that are longer than a step of drafts.
-PLANS = [pytest.param(plan, id=id, marks=[pytest.mark.slow] * (max(plan) > 1 + K)) for id, plan in PLANS.items()]
+K, WINDOW, LAYERS = 5, 8, slice(4, 7)
+PLANS = plans((1, 4, 6), K)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +42,6 @@ def model():
 @pytest.fixture(scope="module")
 def compiled(model):
     return CompiledModel(model)
-
-
-def manager_of(model, requests=3):
-    sizes = dict(num_blocks=8 * requests, max_requests=requests, max_context=64, block_tokens=16)
-    return KVCacheManager(model.config, kv_format="plain", dtype=jnp.float32, max_query_tokens=1 + K, **sizes)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -106,7 +99,7 @@ def check_rows(cache, golden, slot, row, end):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_drafts_for_any_chunking(model, golden, plan):
-    host, at = manager_of(model), 0
+    host, at = manager_of(model, K), 0
     cache, slots = host.init_cache(), [host.admit(row) for row in golden["ids"]]
     for n in plan:
         cache = run_true(model, host, cache, golden, {slot: slot for slot in slots}, at, n)
@@ -117,7 +110,7 @@ def test_drafts_for_any_chunking(model, golden, plan):
 
 def test_drafts_after_rewinds(model, golden):
     """Steps of six tokens of which 0 to 5 are wrong, rewound, leave no trace in the next step's drafts."""
-    host, ids, t = manager_of(model), golden["ids"], 16
+    host, ids, t = manager_of(model, K), golden["ids"], 16
     cache, slots = host.init_cache(), [host.admit(row) for row in ids]
     cache = read(model, host, cache, dict(enumerate(ids)), t)
     for wrong in (5, 0, 4, 1, 3, 2):
@@ -136,7 +129,7 @@ def test_drafts_after_rewinds(model, golden):
 
 def test_drafts_after_a_fork_and_after_an_offload(model, golden):
     """A child goes on with true tokens and its parent with others; later it comes back to another slot."""
-    host, ids = manager_of(model), golden["ids"]
+    host, ids = manager_of(model, K), golden["ids"]
     cache, parent = host.init_cache(), host.admit(ids[0])
     cache = read(model, host, cache, {parent: ids[0]}, 21)
     (child,), cache = host.fork(cache, parent, 1)
@@ -152,7 +145,7 @@ def test_drafts_after_a_fork_and_after_an_offload(model, golden):
 
 def test_drafts_after_a_prefix_hit(model, golden):
     """The request that left the prefix went on with another token."""
-    host, ids = manager_of(model), golden["ids"][1]
+    host, ids = manager_of(model, K), golden["ids"][1]
     prefix, cache = PrefixCache(host, key="", debug=True), host.init_cache()
     first, _, cache = prefix.admit(cache, ids)
     cache = read(model, host, cache, {first: ids}, 32)
@@ -189,7 +182,7 @@ def expected_steps(golden, row, tokens):
 
 def engine_of(compiled, drafter, prefix=False):
     """All steps in one program: a row's sums do not depend on how many drafts there are."""
-    host = manager_of(compiled.module)
+    host = manager_of(compiled.module, K)
     shared = PrefixCache(host, key="") if prefix else None
     return Engine(compiled, host, token_budget=24, drafter=drafter, prefix=shared, batch_invariant=True)
 
@@ -244,7 +237,7 @@ def test_drafts_change_no_drawn_token(compiled, golden):
 
 @pytest.mark.parametrize("drafts", [K, pytest.param(DraftOptions(K, min_confidence=0.5), marks=pytest.mark.slow)])
 def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden, drafts):
-    host, prompts, want = manager_of(model), golden["greedy_prompt"], golden["greedy_tokens"]
+    host, prompts, want = manager_of(model, K), golden["greedy_prompt"], golden["greedy_tokens"]
     cache, slots = host.init_cache(), [host.admit(prompt) for prompt in prompts]
     cache = read(model, host, cache, dict(enumerate(prompts)), 20)
     batch = host.prepare_forward({slot: prompts[slot, -1:] for slot in slots}, reserve=39)
@@ -260,7 +253,7 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden, draf
 
 def test_what_makes_no_drafts_is_refused(compiled):
     with pytest.raises(ValueError, match=r"MTPDrafter\(\) needs MTP layers; this model has DSpark"):
-        Engine(compiled, manager_of(compiled.module), drafter=MTPDrafter())
+        Engine(compiled, manager_of(compiled.module, K), drafter=MTPDrafter())
     sizes = dict(num_blocks=8, max_requests=2, max_context=64, block_tokens=16, max_query_tokens=7)
     with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the size of DSpark's blocks"):
         Engine(compiled, KVCacheManager(compiled.module.config, **sizes), drafter=DSparkDrafter())

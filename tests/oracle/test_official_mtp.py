@@ -18,6 +18,7 @@ from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import Engine, MTPDrafter, generate, stream
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.nn import StepCarry
+from tests.oracle.drafts import T, manager_of, plans
 from tests.paths import DATA
 
 
@@ -26,11 +27,8 @@ FOLDER = DATA / "official_mtp"
 TOLERANCE = 1e-4
 # 10 times that.
 ROW_TOLERANCE = 2e-5
-T, K, WINDOW, LAYER = 53, 3, 8, 3
-PLANS = {f"chunks of {n}": [n] * (T // n) + [T % n] * (T % n > 0) for n in (1, 2, 3, 4, 5, 16)}
-PLANS |= {"all": [T], "prefill 21, decode": [21] + [1] * 32}
-# A second program, for chunks that are longer than a step of drafts.
-PLANS = [pytest.param(plan, id=id, marks=[pytest.mark.slow] * (max(plan) > 1 + K)) for id, plan in PLANS.items()]
+K, WINDOW, LAYER = 3, 8, 3
+PLANS = plans((1, 2, 3, 4, 5, 16), K)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +39,6 @@ def golden():
 @pytest.fixture(scope="module")
 def model():
     return load_checkpoint(FOLDER, DSV4Config.from_hf(FOLDER, mtp=True), dtype=jnp.float32)
-
-
-def manager_of(model, requests=3):
-    sizes = dict(
-        num_blocks=8 * requests, max_requests=requests, max_context=64, block_tokens=16, max_query_tokens=1 + K
-    )
-    return KVCacheManager(model.config, kv_format="plain", dtype=jnp.float32, **sizes)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -108,7 +99,7 @@ def test_the_block_on_true_tokens(model, golden):
             mtp_x=entered, mtp_out=left, mtp_logits=model.logits(block.norm(block.hc_head(left))), **attention
         ), cache
 
-    host, ids = manager_of(model), golden["ids"]
+    host, ids = manager_of(model, K), golden["ids"]
     slots = [host.admit(row) for row in ids]
     batch = host.prepare_forward(dict(zip(slots, ids, strict=True)), prefill_size=2 * T)
     out, cache = block_step(model, host.init_cache(), batch)
@@ -125,7 +116,7 @@ def test_the_block_on_true_tokens(model, golden):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_drafts_for_any_chunking(model, golden, plan):
-    host, ids, at = manager_of(model), golden["ids"], 0
+    host, ids, at = manager_of(model, K), golden["ids"], 0
     cache, slots = host.init_cache(), [host.admit(row) for row in ids]
     for n in plan:
         out, cache = run(model, host, cache, {slot: ids[slot, at : at + n] for slot in slots})
@@ -144,7 +135,7 @@ def test_drafts_for_any_chunking(model, golden, plan):
 
 def test_drafts_after_rewinds(model, golden):
     """Steps of four tokens of which 0 to 3 are wrong, rewound, leave no trace in the next step's drafts."""
-    host, ids, t, turn = manager_of(model), golden["ids"], 21, 0
+    host, ids, t, turn = manager_of(model, K), golden["ids"], 21, 0
     cache, slots = host.init_cache(), [host.admit(row) for row in ids]
     cache = read(model, host, cache, dict(enumerate(ids)), t)
     while t + 1 + K < T:
@@ -168,7 +159,7 @@ def test_drafts_after_rewinds(model, golden):
 
 def test_drafts_after_a_fork_and_after_an_offload(model, golden):
     """A child and its parent go on with other tokens: the row between the last shared token and these differs."""
-    host, ids = manager_of(model), golden["ids"]
+    host, ids = manager_of(model, K), golden["ids"]
     cache, parent = host.init_cache(), host.admit(ids[0])
     cache = read(model, host, cache, {parent: ids[0]}, 21)
     (child,), cache = host.fork(cache, parent, 1)
@@ -185,7 +176,7 @@ def test_drafts_after_a_fork_and_after_an_offload(model, golden):
 
 def test_drafts_after_a_prefix_hit(model, golden):
     """The request that left the prefix went on with another token; the one that hits has what a cold one has."""
-    host, ids = manager_of(model), golden["ids"][1]
+    host, ids = manager_of(model, K), golden["ids"][1]
     prefix, cache = PrefixCache(host, key="", debug=True), host.init_cache()
     first, _, cache = prefix.admit(cache, ids)
     cache = read(model, host, cache, {first: ids}, 32)
@@ -195,7 +186,7 @@ def test_drafts_after_a_prefix_hit(model, golden):
     host.admit()
     slot, hit, cache = prefix.admit(cache, ids)
     assert (slot, hit) == (1, 32)
-    cold = manager_of(model)
+    cold = manager_of(model, K)
     cold_cache = cold.init_cache()
     cold.admit()
     cold.admit()
@@ -239,7 +230,7 @@ def compiled(model):
 
 def engine_of(compiled, prefix=False, requests=3):
     """All steps in one program: a row's sums do not depend on how many drafts there are."""
-    host = manager_of(compiled.module, requests)
+    host = manager_of(compiled.module, K, requests)
     shared = PrefixCache(host, key="") if prefix else None
     return Engine(compiled, host, token_budget=8 * requests, drafter=MTPDrafter(), prefix=shared, batch_invariant=True)
 
@@ -285,7 +276,7 @@ def test_guesses_follow_the_last_kept_draft(compiled, golden):
 
 
 def test_what_makes_no_drafts_is_refused(compiled):
-    host = manager_of(compiled.module)
+    host = manager_of(compiled.module, K)
     batch, seeds = host.prepare_forward({host.admit(): [5]}), jnp.zeros((3,), jnp.uint32)
     with pytest.raises(ValueError, match="drafts=4 must be from 1 to 3: the cache has max_query_tokens=4"):
         compiled.decode_loop(host.init_cache(), batch, seeds, steps=2, drafts=4)
@@ -351,7 +342,7 @@ def test_drafts_keep_the_models_distribution(compiled, golden):
 
 
 def logits_after(model, ids):
-    host = manager_of(model)
+    host = manager_of(model, K)
     cache = host.init_cache()
     host.admit()
     cache = read(model, host, cache, {0: ids}, len(ids) - 1)
@@ -359,7 +350,7 @@ def logits_after(model, ids):
 
 
 def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
-    host, prompts, want = manager_of(model), golden["greedy_prompt"], golden["greedy_tokens"]
+    host, prompts, want = manager_of(model, K), golden["greedy_prompt"], golden["greedy_tokens"]
     cache, slots = host.init_cache(), [host.admit(prompt) for prompt in prompts]
     cache = read(model, host, cache, dict(enumerate(prompts)), 20)
     steps = length_that_ends_with_drafts(golden, 0)
@@ -375,7 +366,7 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
         kept = expected_steps(golden, row, steps)
         assert accepted[row].tolist() == kept + [-1] * (steps - len(kept))
     # The last guesses' rows, too, are where single steps leave them.
-    other, ids = manager_of(model), np.append(prompts[0], want[0, : steps - 1])
+    other, ids = manager_of(model, K), np.append(prompts[0], want[0, : steps - 1])
     other_cache = read(model, other, other.init_cache(), {other.admit(): ids}, held)
     positions = np.arange(held - WINDOW, held - 1 + K)
     chex.assert_trees_all_close(ring(cache, 0, positions), ring(other_cache, 0, positions), rtol=0, atol=ROW_TOLERANCE)
@@ -389,12 +380,12 @@ def test_drawn_tokens_are_the_same_by_every_road(model, golden):
         [long, short[:5]],
         dict(max_new_tokens=30, sampling=SamplingParams(temperature=1.0), seed=3, chunk=8),
     )
-    free = generate(model, manager_of(model), prompts, **options)
+    free = generate(model, manager_of(model, K), prompts, **options)
     stop = next(token for token in free[0][5:] if token not in free[1])
     want = [free[0][: free[0].index(stop) + 1], free[1]]
     for drafts in range(1, 1 + K):
-        assert generate(model, manager_of(model), prompts, drafts=drafts, stop_tokens=(stop,), **options) == want
+        assert generate(model, manager_of(model, K), prompts, drafts=drafts, stop_tokens=(stop,), **options) == want
     streamed = [[], []]
-    for i, token in stream(model, manager_of(model), prompts, drafts=K, stop_tokens=(stop,), **options):
+    for i, token in stream(model, manager_of(model, K), prompts, drafts=K, stop_tokens=(stop,), **options):
         streamed[i].append(token)
     assert streamed == want
