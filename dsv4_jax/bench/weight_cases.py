@@ -39,7 +39,7 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
             dtypes = tuple(dtype or jnp.bfloat16 for dtype in fused.out_dtypes)
             shape = sum(fused.output_sizes), fused.weights[fused.names[0]].shape[1]
             maps[f"{name.upper()}, of {source}"] = LinearSpec(fused.output_sizes, dtypes), shape
-        # These maps have the same shapes in all groups.
+        # The maps of queries and outputs have the same shapes in all groups.
         queries = attention.latent_projections.weights["q_b_proj"]
         shapes = dict(q_b=queries.shape, o_a=attention.o_a_proj.weight.shape, o_b=attention.o_b_proj.weight.shape)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):

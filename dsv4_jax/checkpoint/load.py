@@ -1,6 +1,7 @@
 """Fills a model with a checkpoint's tensors."""
 
 import collections
+import contextlib
 import difflib
 import functools
 import logging
@@ -117,7 +118,7 @@ def load_checkpoint(
     for weight in _with_bar(table, tensors, progress):
         pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
-        try:
+        with _name_if_out_of_memory(path, weight, f"number {len(values) + 1} of {len(table)}", mesh):
             memory = expert_memory if weight.is_expert else None
             if memory is not None and not memory.is_planned:
                 _log.info("%s", _plan(memory, table))
@@ -127,23 +128,30 @@ def load_checkpoint(
                 bad += problems
             if not bad:
                 values[weight.path] = value
-        except MemoryError as error:
-            raise ValueError(f"{path} does not fit: out of memory at {weight.path}. {error}") from error
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            devices = 1 if mesh is None else mesh.size
-            raise ValueError(
-                f"{path} does not fit: a device is out of memory at {weight.path}, number {len(values) + 1} of "
-                f"{len(table)}, on {devices} device{'s' * (devices > 1)}. Shard the model over more devices "
-                f'(mesh=), or keep quantized weights quantized (weights="quantized"). {error}'
-            ) from error
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
     model = nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values.pop(_dotted(key))), state))
     if fused:
         fuse_in_place(model)
     return model
+
+
+@contextlib.contextmanager
+def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | None) -> Iterator[None]:
+    """Raises ValueError, which names the weight and its place among all, if the host or a device is out of memory."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ValueError(f"{path} does not fit: out of memory at {weight.path}. {error}") from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        devices = 1 if mesh is None else mesh.size
+        raise ValueError(
+            f"{path} does not fit: a device is out of memory at {weight.path}, {place}, on {devices} "
+            f"device{'s' * (devices > 1)}. Shard the model over more devices (mesh=), or keep quantized weights "
+            f'quantized (weights="quantized"). {error}'
+        ) from error
 
 
 def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
