@@ -34,7 +34,7 @@ NOT_QUICK = ("slow", "gpu", "aot")
 
 def pytest_report_header(config):
     if not config.option.markexpr or config.option.markexpr == "not gpu and not slow":
-        return "all tests take about 14 minutes on two idle cores; -m quick selects two minutes of them"
+        return "all tests take about 16 minutes on two idle cores; -m quick selects two minutes of them"
 
 
 @pytest.hookimpl(tryfirst=True)
