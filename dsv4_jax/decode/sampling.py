@@ -155,8 +155,17 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     """
 
     def find():
-        best, ids = jax.lax.top_k(logits, options.num_top)
-        return TopLogprobs(ids.astype(jnp.int32), best - norm[:, None])
+        def find_next(place, state):
+            left, best, ids = state
+            id = jnp.argmax(left, axis=-1).astype(jnp.int32)
+            best, ids = best.at[:, place].set(left[rows, id]), ids.at[:, place].set(id)
+            return left.at[rows, id].set(-jnp.inf), best, ids
+
+        # One token at a time rather than sorted, see `_keep_best`.
+        rows, shape = jnp.arange(logits.shape[0]), (logits.shape[0], options.num_top)
+        start = logits, jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
+        _, best, ids = jax.lax.fori_loop(0, options.num_top, find_next, start)
+        return TopLogprobs(ids, best - norm[:, None])
 
     if options.wants_top is None:
         return find()
@@ -170,16 +179,36 @@ def _key(seed, position):
 
 
 def _keep_best(logits, sampling):
-    """Sets logits to -inf outside the `top_k` best, and outside the smallest set of these that reaches `top_p`."""
-    best_first = jnp.sort(logits, axis=-1, descending=True)
-    last = jnp.clip(sampling.top_k, 1, logits.shape[-1])[:, None] - 1
-    worst = jnp.take_along_axis(best_first, last, axis=-1)
-    worst = jnp.where(sampling.top_k[:, None] > 0, worst, -jnp.inf)
-    best_first = jnp.where(best_first < worst, -jnp.inf, best_first)
-    probability = jax.nn.softmax(best_first, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    top_p = sampling.top_p[:, None]
-    # The best token is always kept: nothing stands before it.
-    nucleus = jnp.min(jnp.where(before < top_p, best_first, jnp.inf), axis=-1, keepdims=True)
-    worst = jnp.maximum(worst, jnp.where(top_p < 1, nucleus, -jnp.inf))
-    return jnp.where(logits < worst, -jnp.inf, logits)
+    """Sets logits to -inf outside the `top_k` best, and outside the smallest set of these that reaches `top_p`.
+
+    Nothing is sorted: XLA's sort on a GPU is a library call that a CUDA graph cannot hold, so the host would have to
+    wait for the whole step to learn whether the branch is taken.
+    """
+    keys = _ordered_keys(logits)
+    top_k, top_p = sampling.top_k[:, None], sampling.top_p[:, None]
+    worst = _largest_threshold(lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= top_k, keys)
+    best = jnp.where(keys >= jnp.where(top_k > 0, worst, 0), logits, -jnp.inf)
+    probability = jax.nn.softmax(best, axis=-1)[:, None, :]
+    nucleus = _largest_threshold(lambda kept: jnp.sum(jnp.where(kept, probability, 0.0), axis=-1) >= top_p, keys)
+    return jnp.where(keys >= jnp.where(top_p < 1, nucleus, 0), best, -jnp.inf)
+
+
+def _ordered_keys(values):
+    """Returns uint32 keys in the order of float32 values."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
+
+
+def _largest_threshold(is_enough, keys):
+    """Finds the largest threshold [n, 1] such that the keys from it on are enough, one hexadecimal digit at a time.
+
+    Args:
+      is_enough: function of which keys are kept, [n, 15, vocab] bool; returns [n, 15] bool.
+      keys: [n, vocab] uint32.
+    """
+    threshold, digits = jnp.zeros((keys.shape[0], 1), jnp.uint32), jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
+    for shift in range(28, -1, -4):
+        candidates = threshold + (digits << shift)
+        enough = is_enough(keys[:, None, :] >= candidates[:, :, None])
+        threshold += jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
+    return threshold

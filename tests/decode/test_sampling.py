@@ -1,12 +1,16 @@
 """Sampling: what may be drawn, how often, and that company does not matter."""
 
+import re
+import time
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import SamplingParams, sample
+from dsv4_jax.decode import BatchedSamplingParams, SamplingParams, sample
+from dsv4_jax.decode.sampling import LogprobOptions, top_logprobs
 
 
 draw = jax.jit(sample, static_argnums=1)
@@ -97,3 +101,37 @@ def test_bad_settings_are_refused(arguments, error, message):
 def test_numbers_of_any_kind_are_one_setting():
     """One setting is one compiled program."""
     assert hash(SamplingParams(np.float32(0.5), np.int64(3), 1)) == hash(SamplingParams(0.5, jnp.int32(3), 1.0))
+
+
+def test_branches_sort_nothing():
+    """XLA's sort for GPUs cannot be a part of a CUDA graph, so the host would wait for each step at such a branch."""
+    shape = jax.ShapeDtypeStruct((2, 64), jnp.float32)
+    params = BatchedSamplingParams.of([SamplingParams(1.0, top_k=3, top_p=0.6), SamplingParams()])
+    ids = np.zeros(2, np.int32)
+    drawn = jax.make_jaxpr(sample)(shape, params, ids.astype(np.uint32), ids)
+    found = jax.make_jaxpr(top_logprobs)(shape, shape.update(shape=(2,)), LogprobOptions(wants_top=True, num_top=3))
+    names = set(re.findall(r" = (\w+)", f"{drawn} {found}"))
+    assert {"cond", "argmax"} <= names
+    assert not names & {"sort", "top_k", "cumsum"}
+
+
+@pytest.mark.gpu
+def test_a_call_returns_before_the_device_is_done():
+    matrix = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+    params = jax.device_put(BatchedSamplingParams.of([SamplingParams()] * 8))
+    ids = jnp.zeros(8, jnp.int32)
+
+    @jax.jit
+    def step(matrix):
+        for _ in range(50):
+            matrix = jnp.tanh(matrix @ matrix)
+        logits = matrix[:8].astype(jnp.float32)
+        options = LogprobOptions(wants_top=jnp.all(logits > 2), num_top=5)
+        return sample(logits, params, ids.astype(jnp.uint32), ids), top_logprobs(logits, logits[:, 0], options)
+
+    jax.block_until_ready(step(matrix))
+    begin = time.perf_counter()
+    results = step(matrix)
+    call = time.perf_counter() - begin
+    jax.block_until_ready(results)
+    assert call < 0.5 * (time.perf_counter() - begin)
