@@ -45,8 +45,9 @@ class Plot:
                 axes.plot(shares, times, style, color=f"C{color}", label=f"{gpu.upper()}, skew {skew:g}")
         for path in self.reports:
             report = json.loads(path.read_text())
-            color, share = SKEWS.index(report.get("skew", 0.0)), report["host_bytes"] / EXPERT_BYTES / layers / experts
+            share = report["host_bytes"] / EXPERT_BYTES / layers / experts
             for row in report["results"]:
+                color = SKEWS.index(row["skew"])
                 if row["requests"] == row["tokens"] == 1 and row["layers"] == layers:
                     gpus.setdefault(report["device"], "os^v"[len(gpus)])
                     axes.plot(100 * share, row["milliseconds"], gpus[report["device"]], color=f"C{color}", mec="black")

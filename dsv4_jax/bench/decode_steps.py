@@ -21,6 +21,7 @@ from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.bench.tables import LiveTable, draft_lines, step_cells, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.checkpoint.random_weights import select_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
@@ -65,7 +66,8 @@ class StepOptions:
       expert_parallel: whether each device holds some whole experts.
       expert_memory: bytes of the GPU that routed experts may take; "auto" for what is left; None for all experts.
       context_parallel: whether devices share the compressed entries of a request.
-      skew: how unequally tokens select experts, see `checkpoint.random_weights`.
+      skew: how unequally tokens select experts, see `checkpoint.random_weights`; each is measured, with the experts
+        placed for the largest.
     """
 
     batches: tuple[int, ...] | None = None
@@ -78,7 +80,7 @@ class StepOptions:
     expert_parallel: bool = False
     context_parallel: bool = False
     expert_memory: int | Literal["auto"] | None = None
-    skew: float = 0.0
+    skew: tuple[float, ...] = (0.0,)
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
@@ -107,10 +109,14 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """One batch size at one context, the number of tokens that a request holds at the end of a measurement."""
+    """One batch size at one context, the number of tokens that a request holds at the end of a measurement.
+
+    Its `skew` is that of the stack's routers.
+    """
 
     decoder: StackDecoder
     context: int
+    skew: float = 0.0
 
     def start(self, report: dict[str, Any]) -> None:
         """Compiles and runs a step, and adds its compilation time and the age of the process to the report."""
@@ -140,7 +146,7 @@ class StepCase:
         """
         decoder, nbytes = self.decoder, floor_bytes(self.decoder, self.context)
         floor = 1e3 * nbytes / copy
-        result: dict[str, Any] = dict(requests=decoder.requests, context=self.context)
+        result: dict[str, Any] = dict(requests=decoder.requests, context=self.context, skew=self.skew)
         result |= dict(tokens=decoder.tokens, drafts=decoder.drafts, **times)
         result |= dict(
             floor_bytes=nbytes, floor_milliseconds=floor, percent_of_floor=100 * floor / times["milliseconds"]
@@ -214,8 +220,7 @@ def _measure(config, kv_format, options, report, loop=True):
     if options.whole:
         experts = _expert_memory(config, kv_format, options)
         placing: dict[str, Any] = dict(expert_parallel=options.expert_parallel, expert_memory=experts)
-        layers = random_stack(config, options.mesh, **placing, skew=options.skew)
-        report["skew"] = options.skew
+        layers = random_stack(config, options.mesh, **placing, skew=max(options.skew))
         if experts is not None:
             report["host_bytes"] = experts.host_bytes
     else:
@@ -223,8 +228,11 @@ def _measure(config, kv_format, options, report, loop=True):
         if options.mesh is not None:
             layers = jax.device_put(layers, shardings(layers, options.mesh))
         layers = fuse_projections(layers)
-    stack = CompiledModel(layers)
-    cases = _cases(config, stack, kv_format, options)
+    cases: list[StepCase] = []
+    for skew in options.skew if options.whole else (0.0,):
+        if len(options.skew) > 1:
+            select_experts(layers, config, skew)
+        cases += _cases(config, stack := CompiledModel(layers), kv_format, options, skew)
     if not cases:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -242,12 +250,12 @@ def _measure(config, kv_format, options, report, loop=True):
             f"GB. {unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n",
             flush=True,
         )
-        rows_by_place: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        rows_by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for case, known in zip(_in_turn(cases, progress, bar), times, strict=True):
             row = dict(layers=config.num_hidden_layers)
             row |= case.profile(known, copy, options.trace if case is cases[-1] else None)
             lines.add(step_cells(row, config.num_hidden_layers if options.whole else None))
-            rows = rows_by_place.setdefault((row["requests"], row["context"]), [])
+            rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
             rows.append(row)
             if row["tokens"] > 1:
                 row["times_one_token"] = round(row["milliseconds"] / rows[0]["milliseconds"], 4)
@@ -257,7 +265,7 @@ def _measure(config, kv_format, options, report, loop=True):
     print(draft_lines(rows_by_place) if options.drafts else "", flush=True)
 
 
-def _cases(config, stack, kv_format, options) -> list[StepCase]:
+def _cases(config, stack, kv_format, options, skew) -> list[StepCase]:
     """Returns the cases that fit the device's memory; prints those that do not."""
     batches, contexts = options.cases(config, "gpu" if jax.default_backend() == "gpu" else "cpu")
     drafts, weights = options.drafts, tree_bytes(stack.arrays)
@@ -274,7 +282,7 @@ def _cases(config, stack, kv_format, options) -> list[StepCase]:
         for step in steps if fitting else ():
             manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(fitting)])
             decoder = StackDecoder(stack, manager, requests, *step)
-            cases += [StepCase(decoder, context) for context in fitting]
+            cases += [StepCase(decoder, context, skew) for context in fitting]
     return cases
 
 

@@ -57,6 +57,7 @@ def step_cells(row: Row, layers: int | None) -> Row:
     times = row["kernel_milliseconds"]
     kinds = attention_kinds(times) if layers is None else {kind: share(times.get(kind)) for kind in (*KINDS, REST)}
     cells = dict(batch=row["requests"], context=row["context"], tokens=row["tokens"], drafts=row["drafts"])
+    cells |= {} if layers is None else dict(skew=row["skew"])
     cells |= {"step" if layers is None else "layer": share(row["milliseconds"])}
     cells |= {"floor": share(row["floor_milliseconds"]), "% of it": share(row["percent_of_floor"], 1.0)}
     cells |= dict(loop=share(row.get("loop_milliseconds")), dispatch=share(row["dispatch_milliseconds"])) | kinds
@@ -69,14 +70,14 @@ def tokens_per_second(row: Row) -> dict[str, float]:
     return {str(share): round(steps * sum(share**i for i in range(1 + row["drafts"])), 1) for share in ACCEPTANCES}
 
 
-def draft_lines(rows_by_place: dict[tuple[int, int], list[Row]]) -> str:
+def draft_lines(rows_by_place: dict[tuple[Any, ...], list[Row]]) -> str:
     """Returns lines with the cost of verifying and drafting, and tokens a second.
 
-    A place is (batch size, context); its rows have one token, verify drafts, and draft as well.
+    A place is (batch size, context, skew); its rows have one token, verify drafts, and draft as well.
     """
     rates = ", ".join(map("{:.0%}".format, ACCEPTANCES))
     lines = [f"\nTokens a second if {rates} of the drafts are accepted, each after accepted ones."]
-    for (requests, context), (_, verify, whole) in rows_by_place.items():
+    for (requests, context, _), (_, verify, whole) in rows_by_place.items():
         rates = ", ".join(f"{rate:,.0f}" for rate in whole["tokens_per_second"].values())
         lines.append(
             f"batch {requests}, context {context}: {whole['tokens']} tokens take {verify['times_one_token']:.2f} x a "

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import statistics
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
 
 _log = logging.getLogger(__name__)
+SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
 STD = 0.02  # of weights, as in the released models' initialization
 
 
@@ -125,10 +127,10 @@ def random_weights[Module: nnx.Module](
                 return variable  # made at last, in the memory that the others leave
             codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
             return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
-        if path[-1] in ("tid2eid", "e_score_correction_bias"):
-            selects, shares = _selection(config, seed, value.shape, skew)
+        if path[-1] in SELECTS:
+            variable, shares = _with_skew(path, variable, config, skew, where)
             frequencies[".".join(map(str, (*path[:-2], "experts")))] = shares
-            return variable.replace(selects if where is None else jax.device_put(selects, where))
+            return variable
         ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
         return variable.replace(made(_normal, shape(value), value.dtype, float(ones)))
 
@@ -140,15 +142,30 @@ def random_weights[Module: nnx.Module](
     return module
 
 
-def _selection(config, seed, shape, skew):
-    """Returns a router's bias or table, and the share of tokens that select each expert by it."""
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
+    """Replaces the biases and tables of a module's routers by those of another skew, see `random_weights`."""
+    graph, state = nnx.split(module)
+
+    def replaced(path, variable):
+        if path[-1] not in SELECTS:
+            return variable
+        return _with_skew(path, variable, config, skew, variable.get_value().sharding)[0]
+
+    nnx.update(module, nnx.map_state(replaced, state))
+
+
+def _with_skew(path, variable, config, skew, where):
+    """Returns a router's new bias or table, and the share of tokens that select each expert by it."""
+    experts, chosen, shape = config.n_routed_experts, config.num_experts_per_tok, variable.get_value().shape
     shares = selection_shares(experts, chosen, skew)
+    seed = zlib.crc32(".".join(map(str, path)).encode())
     ranks = np.random.default_rng(seed).permutation(experts)
-    if shape != (experts,):
-        return _routes(seed, -skew * np.log1p(ranks).astype(np.float32), shape=shape), shares[ranks]
-    # The routers' logits are sums of normed activations times weights.
-    return jnp.asarray(selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]), shares[ranks]
+    if shape == (experts,):
+        # The routers' logits are sums of normed activations times weights.
+        selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
+    else:
+        selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=shape)
+    return variable.replace(jax.device_put(selects, where)), shares[ranks]
 
 
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:

@@ -64,8 +64,9 @@ class _Bench:
         """Runs the benchmark; raises ValueError if an option is wrong."""
         given = vars(self)
         for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
-            if name in given:
-                options.check_at_least(minimum, **{name: given[name]})
+            values = given.get(name)
+            for value in values if isinstance(values, tuple) else (values,):
+                options.check_at_least(minimum, **{name: value})
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
         sizes, plot = options.mesh_sizes(given.get("mesh"), None, **parallel), given.get("plot")
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -246,7 +247,7 @@ class ModelBench(_DecodeSteps):
 
     For example:
       dsv4-jax bench model --layers 8 --batches 1 8
-      dsv4-jax bench model --expert-memory auto --skew 0.6 --batches 1 --contexts 4096
+      dsv4-jax bench model --expert-memory auto --skew 0 0.6 1 --batches 1 --contexts 4096
       dsv4-jax bench model --mesh model=4 --expert-parallel
 
     Attributes:
@@ -260,7 +261,7 @@ class ModelBench(_DecodeSteps):
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
-    skew: options.Skew = 0.0
+    skew: options.Skews = (0.0,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,14 @@ Skew = Annotated[
         "--expert-memory, frequent ones lie on the GPU.",
     ),
 ]
+Skews = Annotated[
+    tuple[float, ...],
+    tyro.conf.arg(
+        metavar="S ...",
+        help="how unequally tokens select experts. The expert of rank r has weight r**-S; with --expert-memory, "
+        "frequent ones lie on the GPU, as the largest S asks. Each is measured.",
+    ),
+]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
