@@ -66,8 +66,8 @@ def sparse_attention(
     Scores are scaled by `D ** -0.5`; the sink is one more logit of the softmax, with no value. Entries whose tokens are
     also in the window are not excluded.
 
-    The kernels take bfloat16 queries, rows of 448 + 64 dims in formats "v4" and "per_entry", and windows of a multiple
-    of 64 tokens. They round weights before dividing by their sum, so that results differ from "xla" by about one part
+    The kernels take bfloat16 queries and rows of 448 + 64 dims in formats "v4" and "per_entry"; the one for prefills
+    takes windows of a multiple of 64 tokens. They round weights before dividing by their sum, so that results differ from "xla" by about one part
     in 2 ** 8. A token's bits depend on T and K (or the block table's width), never on other tokens.
 
     Args:

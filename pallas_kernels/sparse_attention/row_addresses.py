@@ -1,7 +1,7 @@
 """Row addresses of decode attention: a token's window rows in a ring, then its compressed entries behind a block table.
 
-A tile is 64 rows, a unit 16. Tiles 0 .. window / 64 - 1 are the window, the others the entries. An address is found in
-three steps, each of which loads what the next one needs: entry numbers, their blocks, their rows.
+A tile is 64 rows, a unit 16. The first tiles are the window, whose last one may be partly empty, the others the entries.
+An address is found in three steps, each of which loads what the next one needs: entry numbers, their blocks, their rows.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class AttentionProblem:
 
     @property
     def window_tiles(self) -> int:
-        return self.window // TILE
+        return -(-self.window // TILE)
 
     @property
     def max_tiles(self) -> int:
@@ -128,7 +128,10 @@ class RowAddresses:
         distance = (self.problem.window - 1) - self._items(tile, unit)
         ring = self.problem.rings[0].shape[2]
         row = self.ring_start + lax.rem(jnp.maximum(self.own_row - distance, 0), jnp.int32(ring))
-        return jnp.where((self.position >= distance) & (tile < self.last), row, -1)
+        valid = (self.position >= distance) & (tile < self.last)
+        if self.problem.window % TILE:
+            valid &= distance >= 0
+        return jnp.where(valid, row, -1)
 
     def _pool_row(self, paged, entry, block):
         _, num_blocks, per_block, _ = paged.pools[0].shape

@@ -17,7 +17,7 @@ from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, rope_angles
 from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
-from pallas_kernels.sparse_attention.row_addresses import TILE, AttentionProblem
+from pallas_kernels.sparse_attention.row_addresses import AttentionProblem
 
 
 @cached_trace("config")
@@ -40,8 +40,7 @@ def sparse_attention(
       sinks: [H] float32 sink logits: one more weight in the softmax's sum, with no value.
       slots: [T] int32 request slots; -1 = padding.
       positions: [T] int32; -1 = padding.
-      rings: the window rows, a multiple of 64 for each token; layer -1 leaves the windows out. The NaN codes 0x7F and
-        0xFF are read as +-480.
+      rings: the window rows; layer -1 leaves the windows out. The NaN codes 0x7F and 0xFF are read as +-480.
       compressed: entries of the same layout, or None.
       inv_freq: [P] float32, at most 1, P a multiple of 4 up to 128: the last 2 * P channels of results are
         rotated back by the token's position, in interleaved pairs. Rounded before and after. None: no rotation.
@@ -103,7 +102,6 @@ def _check_and_merge(q, slots, positions, rings, compressed):
     check_array("positions", positions, jnp.int32, tokens)
     rings.check()
     check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
-    check_rules({f"windows of a multiple of {TILE} rows, got {rings.window}": rings.window % TILE == 0})
     check_rules({f"rows with RoPE values, got {layout}": layout.rope_dim > 0})
     if rings.own_rows is not None:
         check_array("own_rows", rings.own_rows, jnp.int32, tokens)
