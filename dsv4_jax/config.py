@@ -206,20 +206,40 @@ class DSV4Config:
         return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_layers
 
     def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
-        """Returns the configuration of a model with other layers.
+        """Returns the configuration of a model with other layers. DSpark's target layers are the last ones.
 
         Args:
             layer_types: the attention of each layer, as in `layer_types`.
             mlp_layer_types: the MLP of each layer; None = "moe" in all.
         """
+        count, dspark = len(layer_types), self.dspark
+        if dspark is not None:
+            targets = tuple(range(count))[-len(dspark.target_layer_ids) :]
+            dspark = dataclasses.replace(dspark, target_layer_ids=targets)
         return dataclasses.replace(
             self,
             specs=None,
-            num_hidden_layers=len(layer_types),
+            dspark=dspark,
+            num_hidden_layers=count,
             layer_types=tuple(layer_types),
-            mlp_layer_types=tuple(mlp_layer_types or ("moe",) * len(layer_types)),
+            mlp_layer_types=tuple(mlp_layer_types or ("moe",) * count),
             compress_rate_hca=self.compress_rate_hca if HCA in layer_types else 0,
         )
+
+    def with_dspark(self, markov_rank: int) -> "DSV4Config":
+        """Returns the configuration with DSpark's three draft layers, whose sizes are otherwise the releases'.
+
+        Args:
+            markov_rank: as in `DSparkConfig`.
+        """
+        targets = tuple(range(self.num_hidden_layers))[-3:]
+        sizes = dict(num_layers=3, block_size=5, noise_token_id=min(128799, self.vocab_size - 1))
+        dspark = DSparkConfig(**sizes, target_layer_ids=targets, markov_rank=markov_rank)
+        return dataclasses.replace(self, num_nextn_predict_layers=1, dspark=dspark)
+
+    def with_drafts(self, drafts: bool) -> "DSV4Config":
+        """Returns the configuration with the model's layers that make drafts, or without them."""
+        return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
 
     def compress_rate(self, layer: int) -> int:
         """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""
@@ -311,6 +331,16 @@ class DSV4Config:
             mlp_layer_types=mlp_types(3, 61), moe_intermediate_size=3072, n_routed_experts=384,
             routed_scaling_factor=2.5,
         )  # fmt: skip
+
+    @classmethod
+    def v4_flash_0731(cls) -> "DSV4Config":
+        """DeepSeek-V4-Flash-0731: V4-Flash with DSpark's draft layers."""
+        return cls.v4_flash().with_dspark(256)
+
+    @classmethod
+    def v4_pro_0813(cls) -> "DSV4Config":
+        """DeepSeek-V4-Pro-0813: V4-Pro with DSpark's draft layers."""
+        return cls.v4_pro().with_dspark(512)
 
 
 _RELEASED: dict[str, Any] = dict(

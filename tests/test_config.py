@@ -344,6 +344,10 @@ def test_flash_preset_equals_the_released_config():
         "rope_scaling": RAW["rope_scaling"] | {"original_max_position_embeddings": 65536},
     }  # fmt: skip
     assert DSV4Config.from_hf(release) == DSV4Config.v4_flash()
+    release |= {"dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_target_layer_ids": [40, 41, 42]}
+    release |= {"dspark_markov_rank": 256, "num_nextn_predict_layers": 1}
+    assert DSV4Config.from_hf(release, mtp=True) == DSV4Config.v4_flash_0731()
+    assert DSV4Config.v4_flash_0731().with_drafts(False) == DSV4Config.v4_flash()
 
 
 def test_the_block_of_multi_token_prediction_is_there_if_asked_for():

@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
+from dsv4_jax.decode.drafts import draft_block
 from dsv4_jax.decode.program_store import compile_program, find_program
+from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention, StepCarry
 from dsv4_jax.nn.layers import Linear, RMSNorm
@@ -28,9 +30,9 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 class DraftAttention(nnx.Module):
     """The attention of the multi-token-prediction block and its input projections, with random weights."""
 
-    def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
         hidden, options = config.hidden_size, dict(param_dtype=jnp.bfloat16, rngs=rngs)
-        self.layer = config.num_hidden_layers
+        self.layer = layer
         self.e_proj, self.h_proj = Linear(hidden, hidden, **options), Linear(hidden, hidden, **options)
         self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, rngs=rngs)
         self.attention = Attention(config, self.layer, **options)
@@ -50,30 +52,54 @@ class DraftAttention(nnx.Module):
         return self.attention.write_window(self.norm(streams[:, 0]), cache.handle(self.layer, batch))
 
 
+class DSparkAttention(nnx.Module):
+    """`x + attention(norm(x))` of a DSpark layer, with random weights."""
+
+    def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
+        self.layer = layer
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.self_attn = Attention(config, layer, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x, cache, batch):
+        """Maps x [T, hidden] to the same; also returns the updated cache."""
+        y, _, cache = self.self_attn(self.norm(x), cache.handle(self.layer, batch), StepCarry())
+        return x + all_reduce(y), cache
+
+
 class DraftingStack(nnx.Module):
     """A stack of layers that can draft tokens."""
 
-    mtp: nnx.List  # the blocks that draft
-    streams: int  # number of residual streams
+    config: DSV4Config
+    mtp: nnx.List  # the layers that draft
 
-    def unread_bytes(self, tokens: int) -> float:
-        """Returns the bytes of weights that a step of `tokens` tokens does not read."""
-        return 0.0
+    def step_bytes(self, tokens: int) -> int:
+        """Returns the bytes of weights that a step of `tokens` tokens reads, without those that only drafts read."""
+        return tree_bytes(nnx.state(self)) - tree_bytes(nnx.state(self.mtp))
+
+    def draft_bytes(self, requests: int, count: int) -> int:
+        """Returns the bytes of weights that drafts read: all of a block for each, or all of DSpark's layers once."""
+        return (count if self.config.dspark is None else min(count, 1)) * tree_bytes(nnx.state(self.mtp))
 
     def draft(
         self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, tokens: int, count: int
-    ) -> tuple[Float[Array, "R D"], KVCache]:
-        """Writes the block's window for a step's tokens, then drafts as if all of them were accepted.
+    ) -> tuple[Shaped[Array, "R ..."], KVCache]:
+        """Writes the draft layers' windows for a step's tokens, then drafts as if all of them were accepted.
 
-        Takes the step's output, cache and batch, its tokens a request, and the number of drafts of each request. A
-        draft's embedding is made up from the streams.
+        Takes the step's output, cache and batch, its tokens a request, and the number of drafts of each request. What
+        drafts are made from is made up from the output, and for an MTP block a draft's embedding from its streams.
         """
-        (block,) = self.mtp
-        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1]))
-        cache = block.write_window(block.join(streams, x), cache, batch)
         last = jnp.arange(1, x.shape[0] // tokens + 1, dtype=jnp.int32) * tokens - 1
         at_last = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
         last_tokens = dataclasses.replace(batch, **at_last)
+        if (dspark := self.config.dspark) is not None:
+            model, taps = cast(Any, self), jnp.repeat(x[:, None, :], len(dspark.target_layer_ids), axis=1)
+            anchors = dataclasses.replace(last_tokens, positions=last_tokens.positions + 1)
+            cache, seeds = model.dspark_write(taps, cache, batch), jnp.zeros(last.shape, jnp.uint32)
+            drafts, _, _, cache = draft_block(model, cache, anchors, GREEDY, seeds, count=count)
+            return drafts, cache
+        (block,) = self.mtp
+        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
+        cache = block.write_window(block.join(streams, x), cache, batch)
 
         def draft_one(carry, ahead):
             streams, cache = carry
@@ -89,11 +115,12 @@ class AttentionStack(DraftingStack):
     """`x + attention(norm(x))`, layer after layer, with random weights."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
-        layers = range(config.num_hidden_layers)
+        layers, drafts = range(config.num_hidden_layers), range(config.num_hidden_layers, len(config.layers))
+        self.config = config
         self.attentions = nnx.List([Attention(config, i, param_dtype=jnp.bfloat16, rngs=rngs) for i in layers])
         self.norms = nnx.List([RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs) for _ in layers])
-        self.mtp = nnx.List([DraftAttention(config, rngs) for _ in range(config.num_nextn_predict_layers)])
-        self.streams = config.hc_mult
+        kind = DraftAttention if config.dspark is None else DSparkAttention
+        self.mtp = nnx.List([kind(config, i, rngs) for i in drafts])
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """Maps [T, hidden] bfloat16 to the same; also returns the updated cache."""
@@ -103,12 +130,30 @@ class AttentionStack(DraftingStack):
             x = x + all_reduce(y)
         return x, cache
 
+    def dspark_write(self, taps, cache, batch):
+        """Returns the cache with the rows of DSpark's layers, made from taps [T, n, hidden]."""
+        for layer in self.mtp:
+            cache = layer.self_attn.write_window(taps[:, 0], cache.handle(layer.layer, batch))
+        return cache
+
+    def dspark_forward(self, cache, batch):
+        """Runs blocks whose embeddings are made up; returns x [T, hidden], logits [T, 1] and the updated cache."""
+        x = jnp.broadcast_to(batch.token_ids[:, None], (*batch.token_ids.shape, self.config.hidden_size))
+        x = x.astype(jnp.bfloat16)
+        for layer in self.mtp:
+            x, cache = layer(x, cache, batch)
+        return x, x[:, :1].astype(jnp.float32), cache
+
+    def dspark_correct(self, hidden, logits, previous):
+        """Returns the logits and as many confidences: this stack has no head."""
+        return logits, logits[:, 0]
+
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("tokens", "drafts"))
 @sharded_step
 def stack_step(
     stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, tokens: int, drafts: int
-) -> tuple[Float[Array, "_ D"], KVCache]:
+) -> tuple[Shaped[Array, "_ ..."], KVCache]:
     """Runs a decode step of `tokens` tokens a request, then drafts `drafts` tokens of each. The cache is donated."""
     layers = stack.module
     y, cache = layers(x, cache, batch)
@@ -242,13 +287,13 @@ def _program(function, args, **options):
 def floor_bytes(decoder: StackDecoder, context: int) -> int:
     """Returns the bytes that a device has to read in a step: weights, attended rows and scored keys.
 
-    The layers that draft are read once for each draft. Of the routed experts, the expected number is counted that
-    tokens hit at random.
+    An MTP block and its window are read once for each draft, DSpark's layers once. Of the routed experts, the expected
+    number is counted that tokens hit at random.
     """
-    schema, stack = decoder.manager.schema, decoder.stack
+    schema, stack = decoder.manager.schema, decoder.stack.module
     window = min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
-    draft_weights = tree_bytes(nnx.state(stack.module.mtp))
-    read = (decoder.drafts + schema.config.num_hidden_layers) * window
+    windows = decoder.drafts if schema.config.dspark is None else schema.config.num_draft_layers * (decoder.drafts > 0)
+    read = (windows + schema.config.num_hidden_layers) * window
     for spec in schema.layers[: schema.config.num_hidden_layers]:
         if spec.group is not None:
             group, entries = schema.groups[spec.group], context // spec.compress_rate
@@ -256,6 +301,5 @@ def floor_bytes(decoder: StackDecoder, context: int) -> int:
             read += attended * tree_bytes(group.entry.struct)
             if spec.selects and group.key is not None:
                 read += entries * tree_bytes(group.key.struct)
-    weights = tree_bytes(stack.arrays) - draft_weights + decoder.drafts * draft_weights
     requests = decoder.requests // decoder.num_shards
-    return requests * read + weights - round(stack.module.unread_bytes(requests * decoder.tokens))
+    return requests * read + stack.step_bytes(requests * decoder.tokens) + stack.draft_bytes(requests, decoder.drafts)

@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int
 
 from dsv4_jax.cache import CacheSchema, GroupSpec
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.ops import ClassicalView, SWAView
 from dsv4_jax.quant import KeyCodec, RowCodec
 
@@ -43,6 +45,12 @@ class Case:
     reads: bool = False
     agree: Callable[[Any, Any], Any] | None = None
     xla_calls: int | None = None
+
+
+def small_config(config: DSV4Config) -> DSV4Config:
+    """Returns the packaged model's configuration, with DSpark's layers if `config` has them."""
+    small = read_config(packaged_checkpoint())
+    return small if config.dspark is None else small.with_dspark(config.dspark.markov_rank)
 
 
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:

@@ -16,14 +16,14 @@ from rich.progress import Progress
 
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
-from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.cases import small_config, tree_bytes
 from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.bench.tables import LiveTable, draft_lines, step_cells, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.checkpoint.random_weights import select_experts
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
+from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.expert_pages import PROGRAM_BYTES, ExpertMemory
 from dsv4_jax.host import KVCacheManager
@@ -40,7 +40,7 @@ WARM_UP = 4
 # Share of a GPU's memory for weights and cache; the rest is for programs, and for making the weights.
 MAX_MEMORY = 0.88
 # By a report's "shapes". Without a GPU, "tiny" replaces the requested model.
-MODELS = dict(flash="V4-Flash", pro="V4-Pro", tiny="a tiny model")
+MODELS = dict(flash="V4-Flash", pro="V4-Pro", flash_0731="V4-Flash-0731", pro_0813="V4-Pro-0813", tiny="a tiny model")
 MAX_DRAFTS = 8
 # Layers of one kind that `bench layer` runs on a GPU, so that none finds its weights in the L2 cache.
 LAYERS_OF_A_KIND = 8
@@ -100,8 +100,8 @@ class StepOptions:
                 raise ValueError(f"--contexts {context} must be from {MARGIN + 1} to {longest} tokens")
         if not batches or not contexts:
             raise ValueError("--batches and --contexts need at least one number each")
-        if self.drafts > MAX_DRAFTS:
-            raise ValueError(f"--drafts {self.drafts} must be at most {MAX_DRAFTS}")
+        if self.drafts > (most := MAX_DRAFTS if config.dspark is None else config.dspark.block_size):
+            raise ValueError(f"--drafts {self.drafts} must be at most {most}")
         if not 0 <= self.layers <= config.num_hidden_layers:
             raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")
         return batches, contexts
@@ -201,7 +201,7 @@ def _choose_model(config, report):
     if jax.default_backend() == "gpu":
         return config, False
     report["shapes"] = "tiny"
-    return read_config(packaged_checkpoint()), True
+    return small_config(config), True
 
 
 def _first_layers(config, count):
@@ -214,7 +214,7 @@ def _measure(config, kv_format, options, report, loop=True):
     All steps are timed before the first profile, because launches take up to twice as long after one. The rate of a
     copy comes from a profile, too.
     """
-    config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
+    config = config.with_drafts(options.drafts > 0)
     if options.mesh is not None:
         check_shardable(config, options.mesh.shape, options.expert_parallel)
     if options.whole:
@@ -260,6 +260,7 @@ def _measure(config, kv_format, options, report, loop=True):
             if row["tokens"] > 1:
                 row["times_one_token"] = round(row["milliseconds"] / rows[0]["milliseconds"], 4)
             if row["drafts"]:
+                row["draft_milliseconds"] = round(row["milliseconds"] - rows[1]["milliseconds"], 4)
                 row["tokens_per_second"] = tokens_per_second(row)
             yield row
     print(draft_lines(rows_by_place) if options.drafts else "", flush=True)
@@ -301,11 +302,13 @@ def _max_layers(config, kv_format, options):
     limit = MAX_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
     batches, contexts = options.cases(config, "gpu")
     sizes = _sizes(max(batches), max(contexts), kv_format, options)
-    layer_bytes = [tree_bytes(nnx.state(layer)) for layer in abstract_stack(config, options.mesh).layers]
+    stack = abstract_stack(config, options.mesh)
+    layer_bytes = [tree_bytes(nnx.state(layer)) for layer in stack.layers]
+    others = tree_bytes(nnx.state(stack)) - sum(layer_bytes)  # the layers that draft
 
     def fits(count):
         cache = _cache_bytes(CacheSchema(_first_layers(config, count), **sizes), options.mesh)
-        return sum(layer_bytes[:count]) + cache <= limit
+        return sum(layer_bytes[:count]) + others + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
 

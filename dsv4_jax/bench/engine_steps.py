@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from dsv4_jax.bench.cases import small_config
 from dsv4_jax.bench.tables import LiveTable, number
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.engine import Engine, MTPDrafter
+from dsv4_jax.engine import DeviceDrafter, Engine
 from dsv4_jax.expert_pages import PROGRAM_BYTES, ExpertMemory
 from dsv4_jax.host import KVCacheManager
 
@@ -41,7 +41,7 @@ class EngineOptions:
       steps: number of decode steps whose mean time is reported.
       token_budget: number of tokens in a step that reads prompts.
       layers: number of layers, the first ones; 0 for all.
-      drafts: number of tokens that the multi-token-prediction block drafts.
+      drafts: number of tokens that the model's draft layers draft.
       expert_memory: bytes of the GPU that routed experts may take; "auto" for what is left; None for all experts.
       skew: how unequally tokens select experts, see `checkpoint.random_weights`.
       mesh: the devices; None for the default one.
@@ -95,7 +95,7 @@ def run(config: DSV4Config, options: EngineOptions, report: dict[str, Any]) -> I
     if count > config.num_hidden_layers:
         raise ValueError(f"--layers {count} must be from 0 (all) to {config.num_hidden_layers}")
     config = config.with_layers(config.layer_types[:count], config.mlp_layer_types[:count])
-    config = dataclasses.replace(config, num_nextn_predict_layers=int(options.drafts > 0))
+    config = config.with_drafts(options.drafts > 0)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
     experts = _expert_memory(config, options)
@@ -168,7 +168,7 @@ class _Case:
     def _engine(self, cache=None, **config):
         drafts, budget = self.options.drafts, self.options.token_budget
         budget = max(budget, self.requests * (1 + drafts))
-        drafter = MTPDrafter() if drafts else None
+        drafter = DeviceDrafter.of(self.manager.schema.config) if drafts else None
         return Engine(self.model, self.manager, cache, token_budget=budget, drafter=drafter, **config)
 
     def _start(self, engine):
@@ -228,7 +228,7 @@ def choose_config(config: DSV4Config, name: str, report: dict[str, Any]) -> DSV4
     """
     is_replaced = jax.default_backend() != "gpu" and name.startswith("v4_")
     report["config"] = "tiny" if is_replaced else name
-    return read_config(packaged_checkpoint()) if is_replaced else config
+    return small_config(config) if is_replaced else config
 
 
 def _say(text):

@@ -14,40 +14,77 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.random_weights import as_released, random_weights
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
-from dsv4_jax.nn import DecoderLayer, HyperHead, MTPBlock, ResidualStreams, RMSNorm, StepCarry
+from dsv4_jax.nn import (
+    DecoderLayer,
+    DeepseekV4ForCausalLM,
+    DSparkLayer,
+    HyperHead,
+    Linear,
+    MTPBlock,
+    ResidualStreams,
+    RMSNorm,
+    StepCarry,
+)
 from dsv4_jax.nn.layers import ABSTRACT
 
 
 class ModelStack(DraftingStack):
-    """A model without its embedding and its head."""
+    """A model without its embedding, and without its head unless DSpark's drafts need it."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(param_dtype=jnp.bfloat16, rngs=rngs)
+        self.config = config
         self.layers = nnx.List([DecoderLayer(config, i, **options) for i in range(config.num_hidden_layers)])
         self.hc_head = HyperHead(config, rngs=rngs)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         drafts = range(config.num_hidden_layers, len(config.layers))
-        self.mtp = nnx.List([MTPBlock(config, i, **options) for i in drafts])
-        self.streams = config.hc_mult
+        kind = MTPBlock if config.dspark is None else DSparkLayer
+        self.mtp = nnx.List([kind(config, i, **options) for i in drafts])
+        if config.dspark is not None:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, axes=("vocab",), **options)
 
-    def unread_bytes(self, tokens: int) -> float:
-        """Returns the expected bytes of the routed experts that no token hits, if tokens choose at random."""
-        unread = 0.0
-        for layer in self.layers:
-            config = layer.mlp.gate.config
-            share = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
-            unread += share * tree_bytes(nnx.state(layer.mlp.experts))
-        return unread
+    def step_bytes(self, tokens: int) -> int:
+        """Returns the expected bytes that a step reads, if tokens choose their experts at random."""
+        head = 0 if self.config.dspark is None else tree_bytes(nnx.state(self.lm_head))
+        return super().step_bytes(tokens) - head - self._unread_bytes(self.layers, tokens)
+
+    def draft_bytes(self, requests: int, count: int) -> int:
+        """Returns the expected bytes that drafts read; with DSpark the head's once, and `markov_w2` for each draft."""
+        dspark = self.config.dspark
+        if dspark is None or not count:
+            return count * (super().draft_bytes(requests, 1) - self._unread_bytes(self.mtp, requests))
+        markov = self.mtp[-1].markov_head
+        corrections = (count - 1) * tree_bytes(nnx.state(markov.markov_w2)) - tree_bytes(nnx.state(markov.markov_w1))
+        read = super().draft_bytes(requests, count) + tree_bytes(nnx.state(self.lm_head)) + corrections
+        return read - self._unread_bytes(self.mtp, requests * dspark.block_size)
+
+    def _unread_bytes(self, layers, tokens):
+        """Returns the expected bytes of the routed experts that no token hits."""
+        share = (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** tokens
+        return round(share * sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in layers))
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """Maps embeddings [T, hidden] bfloat16 to the head's input; also returns the updated cache."""
         cache, carry = cache.begin_step(batch), StepCarry()
-        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.streams, x.shape[1])))
+        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         for layer in self.layers:
             # The model has the same barrier.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
         return self.hc_head.pre(residual, self.norm)[0], cache
+
+    # Drafts of DSpark run the model's own code.
+    dspark_write, dspark_forward = DeepseekV4ForCausalLM.dspark_write, DeepseekV4ForCausalLM.dspark_forward
+    dspark_correct, logits = DeepseekV4ForCausalLM.dspark_correct, DeepseekV4ForCausalLM.logits
+
+    @property
+    def model(self) -> "ModelStack":
+        """The module with the method `embed`."""
+        return self
+
+    def embed(self, batch: Batch) -> Float[Array, "T D"]:
+        """Returns rows of the head as embeddings [T, hidden] of the batch's tokens."""
+        return self.lm_head.weight[...].at[batch.token_ids].get(mode="clip")
 
 
 def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> ModelStack:

@@ -77,10 +77,15 @@ def draft_lines(rows_by_place: dict[tuple[Any, ...], list[Row]]) -> str:
     """
     rates = ", ".join(map("{:.0%}".format, ACCEPTANCES))
     lines = [f"\nTokens a second if {rates} of the drafts are accepted, each after accepted ones."]
-    for (requests, context, _), (_, verify, whole) in rows_by_place.items():
+    for (requests, context, _), (one, verify, whole) in rows_by_place.items():
         rates = ", ".join(f"{rate:,.0f}" for rate in whole["tokens_per_second"].values())
+        verified, drafted = (
+            f"{row['times_one_token']:.2f} x (floor {row['floor_bytes'] / one['floor_bytes']:.2f} x)"
+            for row in (verify, whole)
+        )
         lines.append(
-            f"batch {requests}, context {context}: {whole['tokens']} tokens take {verify['times_one_token']:.2f} x a "
-            f"step with one, with {whole['drafts']} drafts {whole['times_one_token']:.2f} x; tokens a second: {rates}"
+            f"batch {requests}, context {context}: {whole['tokens']} tokens take {verified} a step with one, with "
+            f"{whole['drafts']} drafts {drafted}; drafts alone {whole['draft_milliseconds']:.3f} ms; tokens a second: "
+            f"{rates}"
         )
     return "\n".join(lines)

@@ -25,7 +25,10 @@ Op = Literal[
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
 
-Shapes = Annotated[Literal["flash", "pro"], tyro.conf.arg(help="the model whose shapes are used.")]
+Shapes = Annotated[
+    Literal["flash", "pro", "flash_0731", "pro_0813"],
+    tyro.conf.arg(help="the model whose shapes are used; those with a date draft with DSpark."),
+]
 Format = Annotated[Literal["v4", "per_entry"], tyro.conf.arg(help="format of the cache's rows.")]
 Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
@@ -35,7 +38,7 @@ Drafts = Annotated[
     tyro.conf.arg(
         metavar="K",
         help="also measure a step that verifies K draft tokens a request, and one that then makes K new ones with the "
-        "multi-token-prediction block. Reports tokens a second for several acceptance rates.",
+        "model's draft layers. Reports tokens a second for several acceptance rates.",
     ),
 ]
 Trace = Annotated[
@@ -116,13 +119,8 @@ class _ModelBench(_Bench):
         from dsv4_jax.quant import kv_format
 
         report |= dict(shapes=self.shapes, cache_format=self.cache_format)
-        return _config(self.shapes), kv_format(self.cache_format)
-
-
-def _config(shapes: Shapes) -> "DSV4Config":
-    from dsv4_jax.config import DSV4Config
-
-    return DSV4Config.v4_flash() if shapes == "flash" else DSV4Config.v4_pro()
+        drafts: int = getattr(self, "drafts", 0)
+        return options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0), kv_format(self.cache_format)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +247,7 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --layers 8 --batches 1 8
       dsv4-jax bench model --expert-memory auto --skew 0 0.6 1 --batches 1 --contexts 4096
       dsv4-jax bench model --mesh model=4 --expert-parallel
+      dsv4-jax bench model --shapes flash_0731 --drafts 5 --batches 1 --contexts 4096
 
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
@@ -312,10 +311,10 @@ class ServeBench(_Bench):
     Attributes:
       conversations: number of conversations.
       turns: number of requests in a conversation.
-      drafts: number of tokens that prompt lookup may draft in a step, or with --config the multi-token-prediction
-        block; 0 = no speculative decoding.
+      drafts: number of tokens that prompt lookup may draft in a step, or with --config the model's draft layers; 0 = no
+        speculative decoding.
       plot: plot time to the first token against tokens sent to this file; not with --config.
-      config: v4_flash, v4_pro, or a folder with a config.json. On a CPU, a tiny model replaces the released ones.
+      config: a released model, or a folder with a config.json. On a CPU, a tiny model replaces the released ones.
       layers: with --config: number of layers to run, the first ones; 0 = all.
       requests: with --config: numbers of requests that decode at once. Default: 1 4 16 64; on a CPU 1 4
       prompts: with --config: numbers of tokens of the prompts. Default: 1024 8192 65536; on a CPU 256
@@ -329,7 +328,7 @@ class ServeBench(_Bench):
     drafts: int = 0
     mesh: options.MeshOption = None
     plot: PlotFile = None
-    config: Annotated[str | None, options.optional("v4_flash|v4_pro|DIR")] = None
+    config: Annotated[str | None, options.optional("v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR")] = None
     layers: int = 0
     requests: Numbers = None
     prompts: Numbers = None
@@ -364,7 +363,8 @@ class ServeBench(_Bench):
 
         from dsv4_jax.bench import engine_steps
 
-        config = engine_steps.choose_config(options.named_config(name, "--config"), name, report)
+        config = options.named_config(name, "--config", mtp=self.drafts > 0)
+        config = engine_steps.choose_config(config, name, report)
         given: dict[str, Any] = dict(layers=self.layers, context=self.context, token_budget=self.token_budget)
         given |= dict(drafts=self.drafts, skew=self.skew, mesh=mesh)
         if jax.default_backend() != "gpu":
@@ -399,7 +399,7 @@ class AllReduceBench(_Bench):
         from dsv4_jax.bench import sums
 
         assert mesh is not None
-        return dict(results=sums.run(_config(self.shapes).hidden_size, mesh, report))
+        return dict(results=sums.run(options.named_config(f"v4_{self.shapes}", "--shapes").hidden_size, mesh, report))
 
 
 BenchCommand = (

@@ -216,7 +216,7 @@ class RandomModelOptions(ModelOptions):
     random_weights: Annotated[
         str | None,
         optional(
-            "v4_flash|v4_pro|DIR",
+            "v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR",
             help="run a model with random weights in place of a checkpoint, to measure its speed: a released model's "
             "configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.",
         ),
@@ -258,7 +258,7 @@ class RandomModelOptions(ModelOptions):
         return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
 
 
-PRESETS = "v4_flash", "v4_pro"
+PRESETS = "v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813"
 
 
 def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
@@ -269,7 +269,7 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
     from dsv4_jax.config import DSV4Config
 
     if name in PRESETS:
-        return dataclasses.replace(getattr(DSV4Config, name)(), num_nextn_predict_layers=int(mtp))
+        return getattr(DSV4Config, name)().with_drafts(mtp)
     if not Path(name).exists():
         raise ValueError(f"{option} {name} is neither {' nor '.join(PRESETS)} nor an existing folder")
     return DSV4Config.from_hf(Path(name), mtp=mtp)

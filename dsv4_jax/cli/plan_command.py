@@ -37,7 +37,7 @@ class PlanCommand:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 65536 --expert-memory auto
 
     Attributes:
-      config: v4_flash, v4_pro, or a folder with a config.json.
+      config: v4_flash, v4_pro, v4_flash_0731 or v4_pro_0813, or a folder with a config.json.
       memory: memory of a device, such as 80GiB (2**30 bytes each) or 80GB (10**9 bytes each). With --mesh, each device
         has that much.
       context: maximum number of tokens in a request.
@@ -55,7 +55,7 @@ class PlanCommand:
       as_json: print one JSON object instead.
     """
 
-    config: Annotated[str, tyro.conf.arg(metavar="DIR|v4_flash|v4_pro")]
+    config: Annotated[str, tyro.conf.arg(metavar="DIR|v4_flash|v4_pro|v4_flash_0731|v4_pro_0813")]
     memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
     context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
     max_requests: Annotated[int | None, optional("N")] = None

@@ -175,7 +175,7 @@ def draft(
 
 
 def draft_block(
-    model: DSparkModel,
+    model: Any,
     cache: KVCache,
     anchors: Batch,
     sampling: SamplingParams | BatchedSamplingParams,
@@ -186,7 +186,7 @@ def draft_block(
     """Drafts with DSpark's layers: one pass over a block, then the drafts one after another, see `draft`.
 
     Args:
-      model: the model.
+      model: a `DSparkModel`, of which `dspark_forward` and `dspark_correct` are called.
       cache: the cache, with the rows of all tokens before the anchors (`dspark_write`).
       anchors: each request's newest token at its position, by slot (`one_token_batch`).
       sampling, seeds: as in `draft`.
@@ -220,5 +220,6 @@ def draft_block(
         return tokens, (tokens, logits, confidence)
 
     rows = by_draft(hidden), by_draft(base), jnp.arange(count, dtype=jnp.int32)
-    _, (tokens, logits, confidence) = jax.lax.scan(draft_one, anchors.token_ids, rows)
+    # Unrolled: a draft is a few small kernels, beside which a loop's slices would take as long.
+    _, (tokens, logits, confidence) = jax.lax.scan(draft_one, anchors.token_ids, rows, unroll=True)
     return tokens.T, logits.swapaxes(0, 1), confidence.T, cache

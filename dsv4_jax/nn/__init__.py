@@ -3,6 +3,7 @@
 from dsv4_jax.nn.attention import Attention, StepCarry
 from dsv4_jax.nn.block import SCOPES, DecoderLayer
 from dsv4_jax.nn.compressor import Compressor
+from dsv4_jax.nn.dspark import DSparkLayer
 from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, ResidualStreams, apply_post, sinkhorn
 from dsv4_jax.nn.indexer import CSAIndexer
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm

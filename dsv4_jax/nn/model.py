@@ -217,10 +217,11 @@ class DeepseekV4ForCausalLM(nnx.Module):
         layers = jax.lax.optimization_barrier(self.mtp)
         x = self.model.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
+        carry = StepCarry(experts={} if counts_experts(cache) else None)
         for layer in layers:
-            residual, _, cache = layer.fused(residual, cache, batch, StepCarry())
+            residual, carry, cache = layer.fused(residual, cache, batch, carry)
         hidden = layers[-1].hc_head(residual.merged())
-        return hidden, self.logits(layers[-1].norm(hidden)), cache
+        return hidden, self.logits(layers[-1].norm(hidden)), count_experts(cache, batch, carry.experts)
 
     def dspark_correct(
         self, hidden: Float[Array, "T D"], logits: Float[Array, "T V"], previous: Int[Array, "T"]

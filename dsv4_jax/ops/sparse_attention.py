@@ -67,8 +67,9 @@ def sparse_attention(
     also in the window are not excluded.
 
     The kernels take bfloat16 queries and rows of 448 + 64 dims in formats "v4" and "per_entry"; the one for prefills
-    takes windows of a multiple of 64 tokens. They round weights before dividing by their sum, so that results differ from "xla" by about one part
-    in 2 ** 8. A token's bits depend on T and K (or the block table's width), never on other tokens.
+    takes windows of a multiple of 64 tokens. They round weights before dividing by their sum, so that results differ
+    from "xla" by about one part in 2 ** 8. A token's bits depend on T and K (or the block table's width), never on
+    other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.

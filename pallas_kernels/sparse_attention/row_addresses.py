@@ -1,7 +1,8 @@
 """Row addresses of decode attention: a token's window rows in a ring, then its compressed entries behind a block table.
 
-A tile is 64 rows, a unit 16. The first tiles are the window, whose last one may be partly empty, the others the entries.
-An address is found in three steps, each of which loads what the next one needs: entry numbers, their blocks, their rows.
+A tile is 64 rows, a unit 16. The first tiles are the window, the last of which may be partly empty; the others are the
+entries. An address is found in three steps, each of which loads what the next one needs: entry numbers, their blocks,
+and their rows.
 """
 
 import dataclasses

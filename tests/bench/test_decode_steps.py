@@ -6,19 +6,21 @@ import json
 import unittest.mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from dsv4_jax.bench import decode_steps, plots, timing
-from dsv4_jax.bench.attention_stack import DraftAttention, StackDecoder, random_cache
-from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.attention_stack import AttentionStack, DraftAttention, StackDecoder, random_cache
+from dsv4_jax.bench.cases import small_config, tree_bytes
 from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.bench.tables import LiveTable, step_cells
-from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import HCA, SLIDING, DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import kv_format
 from tests.host.managers import CONFIG
@@ -105,17 +107,50 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
         assert row["times_one_token"] == pytest.approx(row["milliseconds"] / rows[0]["milliseconds"], rel=1e-3)
     # Two drafts read the block's weights and a window of 128 rows twice, for two requests; verifying reads no more.
     config = dataclasses.replace(read_config(packaged_checkpoint()), num_nextn_predict_layers=1)
-    shapes = jax.eval_shape(lambda: DraftAttention(config, nnx.Rngs(0)))
+    shapes = jax.eval_shape(lambda: DraftAttention(config, 6, nnx.Rngs(0)))
     block = tree_bytes(nnx.state(shapes)) + 2 * 128 * 200
     assert [row["floor_bytes"] - rows[0]["floor_bytes"] for row in rows] == [0, 0, 2 * block]
     rate = 2000 / rows[2]["milliseconds"] * (1 + 0.7 + 0.49)
     assert rows[2]["tokens_per_second"]["0.7"] == pytest.approx(rate, rel=1e-3)
     assert "3 tokens take" in out and "50%, 70%, 90% of the drafts are accepted" in out
+    assert rows[2]["draft_milliseconds"] == pytest.approx(rows[2]["milliseconds"] - rows[1]["milliseconds"], abs=1e-3)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_dspark_drafts_a_block_of_each_request(whole):
+    config = small_config(DSV4Config.v4_flash_0731()).with_layers((SLIDING,))
+    stack = abstract_stack(config) if whole else AttentionStack(config, ABSTRACT)
+    schema = CacheSchema(config, num_blocks=4, max_requests=2, max_context=64, block_tokens=64, max_query_tokens=6)
+    tokens, x = jax.ShapeDtypeStruct((12,), jnp.int32), jax.ShapeDtypeStruct((12, config.hidden_size), jnp.bfloat16)
+    none = jax.ShapeDtypeStruct((0, 3), jnp.int32)
+    batch = Batch(tokens, tokens, tokens, none, jax.ShapeDtypeStruct((2,), jnp.int32), prefill=False)
+
+    def draft(stack, x, cache, batch):
+        return stack.draft(x, cache, batch, 6, 5)
+
+    drafts, _ = jax.eval_shape(draft, stack, x, KVCache.abstract(schema), batch)
+    assert (drafts.shape, drafts.dtype) == ((2, 5), jnp.int32)
+
+
+def test_the_bytes_that_dsparks_drafts_read():
+    """V4-Flash-0731, one request: the parts that a block of five tokens reads once, and `markov_w2` for each draft."""
+    stack = abstract_stack(DSV4Config.v4_flash_0731().with_layers((SLIDING,) * 3))
+    expert, markov, head = 3 * 2048 * 4096 * 17 // 32, 129280 * 256 * 2, 129280 * 4096 * 2
+    layers = 10_862_838_300 - 2 * markov - 3 * 256 * expert  # without the experts and `markov_head`
+    hit = 256 * (1 - (1 - 6 / 256) ** 5)
+    layers += 3 * 256 * 4096 * 2  # routers are float32 here and bfloat16 there; so are norms, which hardly count
+    assert stack.draft_bytes(1, 5) == pytest.approx(layers + 5 * markov + head + 3 * hit * expert, rel=1e-4)
+    assert stack.draft_bytes(1, 0) == 0 and stack.draft_bytes(1, 5) - stack.draft_bytes(1, 4) == markov
+    more = 3 * expert * (256 * (1 - (1 - 6 / 256) ** 20) - hit)  # four requests hit more experts
+    assert stack.draft_bytes(4, 5) - stack.draft_bytes(1, 5) == pytest.approx(more)
+    more = 3 * expert * (256 * (1 - (1 - 6 / 256) ** 6) - 6)
+    assert stack.step_bytes(6) - stack.step_bytes(1) == pytest.approx(more)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["step", "--shapes", "flash_0731", "--drafts", "6"], "--drafts 6 must be at most 5"),
         (["step", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide --batches 3"),
         (["all_reduce", "--mesh", "data=2"], "--mesh data=2 must have more than one device along the axis model"),
         (["model", "--expert-parallel"], "--expert-parallel needs a mesh with more than one device"),
@@ -161,7 +196,7 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
 def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
     config, types = read_config(packaged_checkpoint()), (SLIDING, HCA)
     config = dataclasses.replace(config, num_hidden_layers=2, layer_types=types, mlp_layer_types=("moe",) * 2)
-    monkeypatch.setattr("dsv4_jax.bench.decode_steps.read_config", lambda _: config)
+    monkeypatch.setattr("dsv4_jax.bench.decode_steps.small_config", lambda _: config)
     table, picture = tmp_path / "layer.json", tmp_path / "layer.png"
     options = "--only", "experts", "linear", "append_swa", "--batches", 2, "--contexts", 256, "--calls", 1
     out = run("bench", "layer", *options, "--json", table, "--plot", picture)
@@ -218,4 +253,4 @@ def test_whole_layers_have_the_releases_storage():
     expert = 3 * 2048 * 4096 * 17 // 32
     assert tree_bytes(nnx.state(stack.layers[0].mlp.experts)) == 256 * expert
     # A token hits 6 of 256.
-    assert stack.unread_bytes(1) == pytest.approx(250 * expert)
+    assert tree_bytes(nnx.state(stack)) - stack.step_bytes(1) == pytest.approx(250 * expert)

@@ -148,7 +148,7 @@ def test_tables_show_the_numbers(run):
             ["--mesh", "data=2", "--context-parallel", ""],
             "--context-parallel needs a mesh with more than one device",
         ),
-        (["--config", "v4_mini"], "--config v4_mini is neither v4_flash nor v4_pro nor an existing folder"),
+        (["--config", "v4_mini"], "--config v4_mini is neither v4_flash nor v4_pro nor"),
         (["--config", DATA], "cannot read the configuration"),
         (["--config", DATA / "hf_tiny", "--context", "99"], "24"),
     ],

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint, save_release
+from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import SLIDING
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, decode_loop, decode_step, forward
-from dsv4_jax.engine import Engine, EngineMetrics, MTPDrafter
+from dsv4_jax.engine import DSparkDrafter, Engine, EngineMetrics, MTPDrafter
 from dsv4_jax.engine.generate import generate
 from dsv4_jax.expert_pages import ExpertMemory, ExpertMetrics, ExpertMigration, ExpertPages, migration
 from dsv4_jax.host import KVCacheManager
@@ -41,9 +42,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def load(folder, on_device, **options):
-    memory = ExpertMemory(device_bytes=on_device * LAYERS * EACH, memory=CpuMemory(), **options)
-    return CompiledModel(load_checkpoint(folder, CONFIG, weights="quantized", expert_memory=memory), memory)
+def load(folder, on_device, config=CONFIG, **options):
+    memory = ExpertMemory(device_bytes=on_device * len(config.layers) * EACH, memory=CpuMemory(), **options)
+    return CompiledModel(load_checkpoint(folder, config, weights="quantized", expert_memory=memory), memory)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,25 @@ def test_an_engine_computes_the_same_bits_while_experts_move(folder, expected, o
     on_host = np.stack([pages[0].on_host for pages in model.expert_memory.layers.values()])
     chex.assert_trees_all_equal(on_host, moves._on_host)
     assert on_host.sum() == LAYERS * (EXPERTS - on_device)
+
+
+def test_experts_of_dspark_layers_are_counted_and_moved():
+    config = CONFIG.with_layers((SLIDING,)).with_dspark(markov_rank=32)
+    config = dataclasses.replace(config, dspark=dataclasses.replace(config.dspark, num_layers=1))
+    memory = ExpertMemory(device_bytes=4 * len(config.layers) * EACH, memory=CpuMemory())
+    model, pages = CompiledModel(random_model(config, expert_memory=memory), memory), memory.layers["mtp.0.mlp.experts"]
+    moves, before = move_always(model), pages[0].on_host.copy()
+    sizes = dict(num_blocks=1, max_requests=1, max_context=64, block_tokens=64, max_query_tokens=6)
+    options = dict(token_budget=6, batch_invariant=True, drafter=DSparkDrafter())
+    engine = Engine(model, KVCacheManager(config, **sizes), **options)
+    request = engine.add(PROMPTS[1][:6], max_new_tokens=6)
+    while engine.busy:
+        engine.step()
+        moves.wait()
+    # Each step drafts a block of 5 tokens, which select 2 experts each.
+    assert np.asarray(engine.cache.expert_counts)[0, 1].sum() == 10 * len(request.accepted)
+    assert (pages[0].on_host != before).any()
+    engine.close()
 
 
 def test_a_loop_on_the_device_generates_the_same_tokens(folder, expected):

@@ -360,7 +360,7 @@ def test_window_alone_on_gpu(heads):
 @pytest.mark.parametrize("count", [0, 512])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_draft_blocks_on_gpu(fmt, count):
-    """DSpark's blocks at V4-Flash's size: 5 tokens see 128 rows before them and each other; a long and a new request."""
+    """DSpark's blocks at V4-Flash's size: 5 tokens see 128 rows before them and each other; one request is short."""
     sizes = REAL | dict(window=133, ring=143)
     slots, positions = [2] * 5 + [0] * 5 + [-1], [4004] * 5 + [6] * 5 + [-1]
     args = call(fmt, np.random.default_rng(14), slots, positions, heads=64, rate=4, count=count or 8, layers=3, **sizes)
