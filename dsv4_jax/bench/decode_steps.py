@@ -232,7 +232,7 @@ def _measure(config, kv_format, options, report, loop=True):
     for skew in options.skew if options.whole else (0.0,):
         if len(options.skew) > 1:
             select_experts(layers, config, skew)
-        cases += _cases(config, stack := CompiledModel(layers), kv_format, options, skew)
+        cases += _cases(config, CompiledModel(layers), kv_format, options, skew)
     if not cases:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -242,12 +242,13 @@ def _measure(config, kv_format, options, report, loop=True):
             cases[0].time(loop=False)  # a process launches its first steps slower
         times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in _in_turn(cases, progress, bar)]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+        gigabytes = tree_bytes(nnx.state(layers)) / 1e9
         unit, lines = "Microseconds a layer" if options.whole else "Milliseconds a step", LiveTable(batch=5, tokens=6)
         kinds = ", ".join(dict.fromkeys(config.layer_types))
         print(
             f"{report['device']}, jax {report['jax']}. {'Whole' if options.whole else 'Attention'} layers of "
-            f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {tree_bytes(stack.arrays) / 1e9:.2f} "
-            f"GB. {unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n",
+            f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {gigabytes:.2f} GB. "
+            f"{unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n",
             flush=True,
         )
         rows_by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

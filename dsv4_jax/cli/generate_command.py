@@ -63,8 +63,8 @@ class GenerateCommand(RandomModelOptions):
       ignore_eos: continue after the model's end token.
       on_device_loop: decode in one program that runs on the device without the host between tokens, which are printed
         at the end. If the first run had to compile, a second one measures the speed.
-      drafts: number of tokens K that the model's multi-token-prediction block drafts in each step, for the next step to
-        verify. The output is the same. Needs a checkpoint with that block.
+      drafts: number of tokens K that the model's draft layers draft in each step, for the next step to verify: a
+        multi-token-prediction block or DSpark's layers, whichever the checkpoint has. The output is the same.
       n_best: sample this many answers and print them at the end, the highest mean log-probability first. The prompt is
         run once.
       beams: beam search with this many beams. Answers are printed as with --n-best.
@@ -85,6 +85,7 @@ class GenerateCommand(RandomModelOptions):
     ignore_eos: bool = False
     on_device_loop: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    min_confidence: options.MinConfidence = 0.0
     n_best: int = 1
     beams: int = 1
     as_json: options.JsonFlag = False
@@ -94,6 +95,7 @@ class GenerateCommand(RandomModelOptions):
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
+        options.check_min_confidence(self.min_confidence, config)
         options.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
@@ -175,12 +177,14 @@ class GenerateCommand(RandomModelOptions):
         show: Callable[[int], None],
     ) -> "_Run":
         """Generates as the options ask, and measures the speed. `show` takes every new token as it comes."""
-        from dsv4_jax.decode import SamplingParams
+        from dsv4_jax.decode import DraftOptions, SamplingParams
         from dsv4_jax.engine import beam_search, n_best
         from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
 
         limits = dict(max_new_tokens=self.max_new_tokens, stop_tokens=stop_tokens, chunk=self.chunk)
         sampling = dict(sampling=SamplingParams(self.temperature, self.top_k, self.top_p), seed=self.seed)
+
+        drafts = DraftOptions(self.drafts, self.min_confidence)
 
         def search() -> "tuple[list[int], list[Candidate]]":
             if self.n_best > 1:
@@ -190,7 +194,7 @@ class GenerateCommand(RandomModelOptions):
             return found[0].tokens, found
 
         def loop() -> tuple[list[int], list[int]]:
-            return generate_on_device(model, manager, [prompt], drafts=self.drafts, **sampling, **limits)[0]
+            return generate_on_device(model, manager, [prompt], drafts=drafts, **sampling, **limits)[0]
 
         if self._answers > 1:
             run, candidates = _measure(model, search, show)
@@ -199,7 +203,7 @@ class GenerateCommand(RandomModelOptions):
         if self.on_device_loop:
             run, accepted = _measure(model, loop, show)
         else:
-            with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, self.drafts) as engine:
+            with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
                 limits.pop("chunk")
                 request = engine.add(prompt, **sampling, **limits)
                 run, accepted = _measure_stream(model, engine.stream(request), show), request.accepted

@@ -102,6 +102,14 @@ Skews = Annotated[
         "frequent ones lie on the GPU, as the largest S asks. Each is measured.",
     ),
 ]
+MinConfidence = Annotated[
+    float,
+    tyro.conf.arg(
+        metavar="P",
+        help="with DSpark's draft layers: verify no draft from the first one on whose probability of being accepted is "
+        "below P, as the model estimates it; 0 = verify all. Changes no token.",
+    ),
+]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
@@ -190,15 +198,17 @@ class ModelOptions:
     def make_manager(self, config: "DSV4Config", requests: int, tokens: int, drafts: int = 0) -> "KVCacheManager":
         """Returns a manager with room for `requests` requests of `tokens` tokens, of which a step verifies `drafts`.
 
-        Slots and blocks are rounded up so that every device of the mesh holds the same number.
+        Slots and blocks are rounded up so that every device of the mesh holds the same number. Raises ValueError if the
+        model's layers cannot make so many drafts.
         """
+        from dsv4_jax.decode.drafts import check_drafts
         from dsv4_jax.host import KVCacheManager
 
         mesh, size = self.devices, block_tokens(config)
         groups = 1 if mesh is None else mesh.shape.get("data", 1)
         holders = mesh.size if mesh is not None and self.context_parallel else 1
         requests, blocks = -(-requests // groups) * groups, -(-tokens // size)
-        return KVCacheManager(
+        manager = KVCacheManager(
             config,
             num_blocks=-(-requests * blocks // holders) * holders,
             max_requests=requests,
@@ -207,6 +217,9 @@ class ModelOptions:
             max_query_tokens=1 + drafts,
             **self.cache_options(config),
         )
+        if drafts:
+            check_drafts(manager.schema, drafts)
+        return manager
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -292,6 +305,14 @@ def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV
     if checkpoint.is_file() and checkpoint.suffix not in (".safetensors", ".json"):
         raise ValueError(f"--checkpoint {checkpoint} is neither a folder nor a safetensors file")
     return checkpoint, read_config(checkpoint, mtp=mtp)
+
+
+def check_min_confidence(min_confidence: float, config: "DSV4Config") -> None:
+    """Raises ValueError unless --min-confidence is a probability, and the model estimates one if it is not 0."""
+    if not 0 <= min_confidence <= 1:
+        raise ValueError(f"--min-confidence {min_confidence} must be from 0 to 1, a probability")
+    if min_confidence and config.dspark is None:
+        raise ValueError(f"--min-confidence {min_confidence} needs drafts of a model with DSpark's layers")
 
 
 def use_compilation_cache() -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dsv4_jax.cli import options
 from dsv4_jax.cli.options import RandomModelOptions, optional
@@ -59,7 +59,9 @@ class ServeCommand(RandomModelOptions):
         --max-requests requests of --context tokens.
       token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
         longer. Default: 256; with --batch-invariant that of a decode step, --max-requests times (1 + --drafts).
-      drafts: number of tokens that prompt lookup may draft for a request in a step; 0 = no speculative decoding.
+      drafts: number of tokens that may be drafted for a request in a step; 0 = no speculative decoding.
+      drafter: prompt looks drafts up in the request's own text; model runs the model's draft layers, which a checkpoint
+        must have: a multi-token-prediction block or DSpark's layers.
       num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
@@ -80,6 +82,8 @@ class ServeCommand(RandomModelOptions):
     memory: Annotated[str | None, optional("SIZE")] = None
     token_budget: Annotated[int | None, optional("TOKENS")] = None
     drafts: int = 2
+    drafter: Literal["prompt", "model"] = "prompt"
+    min_confidence: options.MinConfidence = 0.0
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
     request_seconds: float = 600.0
@@ -89,7 +93,7 @@ class ServeCommand(RandomModelOptions):
         """Runs the server until it is told to stop; raises ValueError or OSError after a user's mistake."""
         # Mistakes are found before JAX is imported and the weights are read, which take long.
         api_key = self._check()
-        checkpoint, config = self.open_model(self.checkpoint)
+        checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafter == "model")
         context = self._check_model(config)
         folder = checkpoint.parent if checkpoint.is_file() else checkpoint
         name = self.model_name or folder.resolve().name
@@ -117,6 +121,8 @@ class ServeCommand(RandomModelOptions):
         options.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if steps > 1 and (self.drafts or self.batch_invariant):
             raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch-invariant")
+        if self.drafter == "model" and not self.drafts:
+            raise ValueError("--drafter model needs --drafts of at least 1")
         if self.memory is not None:
             parse_bytes(self.memory)
         if not 0 <= self.port < 2**16:
@@ -139,6 +145,7 @@ class ServeCommand(RandomModelOptions):
 
     def _check_model(self, config: "DSV4Config") -> int:
         """Checks the options that depend on the model's configuration, and returns the length of the context."""
+        options.check_min_confidence(self.min_confidence, config)
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
@@ -147,7 +154,7 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
-        from dsv4_jax.engine import Engine, PromptLookup
+        from dsv4_jax.engine import DeviceDrafter, Engine, PromptLookup
         from dsv4_jax.host import KVCacheManager, PrefixCache
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
@@ -162,11 +169,15 @@ class ServeCommand(RandomModelOptions):
             max_query_tokens=1 + self.drafts,
             **self.cache_options(config),
         )
+        drafter: Any = PromptLookup()
+        if self.drafter == "model":
+            drafter = DeviceDrafter.of(config, self.min_confidence)
+            drafter.options(manager.schema, self.drafts)  # before the weights are read
         return Engine(
             self.load_model(checkpoint, manager.schema),
             manager,
             token_budget=self._step_tokens,
-            drafter=PromptLookup() if self.drafts else None,
+            drafter=drafter if self.drafts else None,
             prefix=PrefixCache(manager, key=name),
             batch_invariant=self.batch_invariant,
             num_scheduler_steps=self.num_scheduler_steps,

@@ -46,9 +46,23 @@ class DeviceDrafter:
     min_confidence: float = 0.0
 
     @classmethod
-    def of(cls, config: DSV4Config) -> "DeviceDrafter":
-        """Returns the drafter for a model's own kind of draft layers."""
-        return MTPDrafter() if config.dspark is None else DSparkDrafter()
+    def of(cls, config: DSV4Config, min_confidence: float = 0.0) -> "DeviceDrafter":
+        """Returns the drafter for a model's own kind of draft layers.
+
+        Args:
+          config: configuration of the model.
+          min_confidence: as in `decode.drafts.DraftOptions`.
+
+        Raises:
+          ValueError: `min_confidence` is not 0 to 1, or above 0 for an MTP block, which estimates none.
+        """
+        if config.dspark is not None:
+            return DSparkDrafter(min_confidence)
+        if min_confidence:
+            raise ValueError(
+                f"{min_confidence=} needs DSpark layers; this model has MTP, which estimates no confidence"
+            )
+        return MTPDrafter()
 
     def options(self, schema: CacheSchema, drafts: int) -> DraftOptions:
         """Returns how steps make a number of drafts; raises ValueError if the model or the cache cannot."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams
 from dsv4_jax.decode.step import Model
@@ -25,7 +26,7 @@ def stream(
     seed: int = 0,
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
-    drafts: int = 0,
+    drafts: int | DraftOptions = 0,
 ) -> Iterator[tuple[int, int]]:
     """Generates for many prompts with an `Engine`, and yields each token as soon as it is known.
 
@@ -41,8 +42,8 @@ def stream(
       seed: seed of the first request; request i draws with seed + i.
       stop_tokens: token ids that end a request; they are yielded too.
       chunk: number of prompt tokens per step.
-      drafts: number of tokens that the model's draft layers draft per request, for the next step to
-        verify; less than the manager's `max_query_tokens`. Drafts change no token.
+      drafts: number of tokens that the model's draft layers draft per request, for the next step to verify, less than
+        the manager's `max_query_tokens`; or DraftOptions. Drafts change no token.
 
     Yields:
       (index of the prompt, token id).
@@ -74,7 +75,7 @@ def generate(
     seed: int = 0,
     stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
-    drafts: int = 0,
+    drafts: int | DraftOptions = 0,
 ) -> list[list[int]]:
     """Generates the tokens that `stream` yields, in one loop on the device once the prompts have been read.
 
@@ -95,7 +96,7 @@ def generate(
 
 
 def generate_on_device(
-    model: Model, manager: KVCacheManager, prompts: Any, *, max_new_tokens: int, chunk: int, drafts: int, **options: Any
+    model: Model, manager: KVCacheManager, prompts: Any, *, max_new_tokens: int, chunk: int, drafts: Any, **options: Any
 ) -> list[tuple[list[int], list[int]]]:
     """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
     seed, options["stop_tokens"] = options.pop("seed"), check_stop_tokens(options["stop_tokens"])
@@ -117,12 +118,12 @@ def generate_on_device(
         if model.expert_memory is not None and (migration := model.expert_memory.migration) is not None:
             migration.finish(cache.expert_counts)
         tokens = output.tokens
-        accepted = output.accepted if drafts else np.where(tokens >= 0, 0, -1)
+        accepted = output.accepted if DraftOptions.of(drafts).count else np.where(tokens >= 0, 0, -1)
         rows = [(tokens[request.slot], accepted[request.slot]) for request in requests]
         return [(ids[ids >= 0].tolist(), counts[counts >= 0].tolist()) for ids, counts in rows]
 
 
-def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: int = 0):
+def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: Any = 0):
     """Returns a context that makes, and closes, an engine whose steps hold `chunk` prompt tokens besides decoding."""
     check_positive(chunk=chunk)
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
@@ -130,9 +131,10 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
     if len(prompts) == 0:
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
-    budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + drafts)
-    drafter = DeviceDrafter.of(manager.schema.config) if drafts else None
-    return contextlib.closing(Engine(model, manager, token_budget=budget, drafter=drafter, draft_tokens=drafts))
+    options = DraftOptions.of(drafts)
+    budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + options.count)
+    drafter = DeviceDrafter.of(manager.schema.config, options.min_confidence) if options.count else None
+    return contextlib.closing(Engine(model, manager, token_budget=budget, drafter=drafter, draft_tokens=options.count))
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:

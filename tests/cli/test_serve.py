@@ -7,11 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 
 from dsv4_jax.cli.serve_command import ServeCommand, _is_loopback
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.serve.protocol import MAX_LOGPROBS
 from tests.paths import DATA
 
 
@@ -55,6 +58,9 @@ def test_mistakes_are_told_at_once():
         "--drafts -1": "--drafts -1 must be at least 0",
         "--max-requests 0": "--max-requests 0 must be at least 1",
         "--num-scheduler-steps 4": "needs --drafts 0",
+        "--drafter model --drafts 0": "--drafter model needs --drafts of at least 1",
+        "--min-confidence 0.5": "--min-confidence 0.5 needs drafts of a model with DSpark's layers",
+        "--min-confidence 2": "--min-confidence 2.0 must be from 0 to 1",
     }
     others = {
         "generate --temperature -1": "--temperature -1.0 must be 0",
@@ -63,6 +69,7 @@ def test_mistakes_are_told_at_once():
         "generate --max-new-tokens 100000": "--max-new-tokens 100000: a request of 100000 tokens",
         "generate --checkpoint README.md": "--checkpoint README.md is neither",
         "generate --checkpoint tests/data/hf_tiny --drafts 1": "no layers that make drafts",
+        "generate --drafts 1 --min-confidence 0.5": "--min-confidence 0.5 needs drafts of a model with DSpark's",
         "score --checkpoint tests/data/hf_tiny --out x.npz --ids no.npy": "--ids no.npy cannot be read: No such file",
         "score --checkpoint tests/data/hf_tiny --out x.npz": "give --ids or --text",
         "plan --config v4_flash --memory 12 --context 9": "--memory '12' must be",
@@ -93,6 +100,19 @@ def test_batch_invariant_decode_steps_are_no_larger_than_others():
     assert ServeCommand(**sizes, batch_invariant=True)._step_tokens == 12
     assert ServeCommand(**sizes, batch_invariant=True, token_budget=64)._step_tokens == 64
     assert ServeCommand(**sizes, token_budget=1)._step_tokens == 12
+
+
+def test_the_models_own_layers_draft(monkeypatch, untyped):
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
+    monkeypatch.setattr(ServeCommand, "load_model", lambda *_: None)
+    folder, model = DATA / "official_dspark", dict(cache_format="plain", drafter="model", min_confidence=0.5)
+    config = DSV4Config.from_hf(folder, mtp=True)
+    ServeCommand(**model, drafts=5)._engine(folder, config, 64, "")
+    assert made["drafter"].kind == "DSpark" and made["drafter"].min_confidence == 0.5
+    assert made["max_logprobs"] == min(MAX_LOGPROBS, config.vocab_size)
+    with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the size of DSpark's blocks"):
+        ServeCommand(**model, drafts=6)._engine(folder, config, 64, "")
 
 
 def test_a_port_in_use_is_named(refused):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import chex
 import jax
@@ -16,7 +17,8 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
 from dsv4_jax.decode.drafts import DraftOptions, draft, forward_for_drafts, one_token_batch
 from dsv4_jax.decode.step import last_token_indices
-from dsv4_jax.engine import DSparkDrafter, Engine, MTPDrafter
+from dsv4_jax.engine import DeviceDrafter, DSparkDrafter, Engine, MTPDrafter
+from dsv4_jax.engine.generate import engine_for_prompts
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from tests.oracle.drafts import T, manager_of, plans
 from tests.paths import DATA
@@ -259,6 +261,17 @@ def test_what_makes_no_drafts_is_refused(compiled):
         Engine(compiled, KVCacheManager(compiled.module.config, **sizes), drafter=DSparkDrafter())
     with pytest.raises(ValueError, match=r"min_confidence=1.5 must be from 0 to 1"):
         DSparkDrafter(min_confidence=1.5)
+    with pytest.raises(ValueError, match=r"min_confidence=0.5 needs DSpark layers; this model has MTP"):
+        DeviceDrafter.of(dataclasses.replace(compiled.module.config, dspark=None), 0.5)
+
+
+def test_prompts_are_generated_with_a_threshold(compiled, monkeypatch):
+    made = {}
+    # The package has the function by the module's name.
+    module = importlib.import_module("dsv4_jax.engine.generate")
+    monkeypatch.setattr(module, "Engine", lambda *_, **options: made.update(options))
+    engine_for_prompts(compiled, manager_of(compiled.module, K), [[2]], 4, 8, DraftOptions(K, 0.5))
+    assert made["drafter"].min_confidence == 0.5 and made["draft_tokens"] == K
 
 
 def test_the_layers_are_saved_as_the_release_stores_them(model, tmp_path):
