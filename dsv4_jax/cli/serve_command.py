@@ -66,6 +66,8 @@ class ServeCommand(RandomModelOptions):
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
+      effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and later releases
+        have others for high and max. Default: 0731 if the checkpoint has DSpark layers, as those releases do.
       request_seconds: time limit of a request, waiting included.
       grace_seconds: time that running requests have to finish after the server is told to stop.
     """
@@ -86,6 +88,7 @@ class ServeCommand(RandomModelOptions):
     min_confidence: options.MinConfidence = 0.0
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
+    effort_prompts: Literal["april", "0731"] | None = None
     request_seconds: float = 600.0
     grace_seconds: float = 30.0
 
@@ -100,18 +103,24 @@ class ServeCommand(RandomModelOptions):
         with _listen(self.host, self.port) as listener:
             from dsv4_jax.checkpoint import read_tokenizer
             from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
+            from dsv4_jax.serve.chat import find_effort_prompts
 
             tokenizer, end_tokens = read_tokenizer(checkpoint), tuple(config.eos_token_id)
             engine = AsyncEngine(self._engine(checkpoint, config, context, name), max_waiting=self.max_waiting)
             address = f"[{self.host}]" if ":" in self.host else self.host
             url = f"http://{address}:{listener.getsockname()[1]}"
             print(f"{name}: {url} when its programs are compiled", flush=True)
-            server = ServerOptions(name, end_tokens, api_key, self.request_seconds)
+            prompts = self.effort_prompts or find_effort_prompts(folder)
+            server = ServerOptions(name, end_tokens, api_key, self.request_seconds, prompts)
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self) -> str | None:
         """Checks the options that do not depend on the model, and returns the API key."""
-        missing = [name for name in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+        missing = [
+            name
+            for name in ("deepseek_recipe", "pydantic", "starlette", "uvicorn")
+            if importlib.util.find_spec(name) is None
+        ]
         if missing:
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
         steps = self.num_scheduler_steps

@@ -21,7 +21,7 @@ from dsv4_jax.engine.text import AnswerText, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody, CompletionBody, GenerationBody, usage
+from dsv4_jax.serve.protocol import CompletionBody, GenerationBody, usage
 from dsv4_jax.serve.service import Service
 
 
@@ -50,8 +50,6 @@ class Answer:
 
     body_type: ClassVar[type[GenerationBody]]
     id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
 
     def __init__(self, service: Service, body: Any, start: float):
         """Encodes the prompts of a body that came at `start` by `time.monotonic`. Takes too long for the event loop.
@@ -67,16 +65,13 @@ class Answer:
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
+        created, model = int(time.time()), service.options.model_name
+        self._head: dict[str, Any] = dict(id=f"{self.id_prefix}-{uuid.uuid4().hex}", created=created, model=model)
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
         self._check_size()
-        self.choices = []
+        self.choices: list[Any] = []
         for i, prompt in enumerate(self._prompts):
-            offsets = token_offsets(service.tokenizer, prompt) if self._scores_prompts else []
-            for index in range(i * self._samples, (i + 1) * self._samples):
-                text = AnswerText(service.tokenizer, prompt, self._stops)
-                self.choices.append(Choice(index, text, self._echo(i), offsets))
-        created, model = int(time.time()), service.options.model_name
-        self._head = dict(id=f"{self.id_prefix}-{uuid.uuid4().hex}", created=created, model=model)
+            self.choices += [self._new_choice(prompt, i, i * self._samples + k) for k in range(self._samples)]
 
     def _encode(self) -> Sequence[Sequence[int]]:
         """Returns the token ids of each prompt."""
@@ -86,21 +81,29 @@ class Answer:
         """Returns the maximum number of new tokens, given room for `room` tokens."""
         raise NotImplementedError
 
-    def _echo(self, prompt: int) -> str:
-        """Returns the text with which the answers to a prompt begin."""
-        return ""
-
-    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        """Returns a choice of a complete answer as JSON."""
+    def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
+        """Returns an empty choice: request `index`, an answer to the prompt of this number."""
         raise NotImplementedError
 
-    def _chunk(self, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        """Returns a choice of an event as JSON, with its new text and tokens."""
-        return self._choice(choice.index, text, tokens, choice)
+    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+        """Returns the server-sent events of a choice's new text and tokens."""
+        raise NotImplementedError
 
-    def _openings(self) -> list[dict[str, Any]]:
-        """Returns the choices of events before the first token."""
-        return []
+    def _last_events(self) -> list[bytes]:
+        """Returns the server-sent events after all choices are complete."""
+        raise NotImplementedError
+
+    def _error_event(self, error: APIError) -> bytes:
+        """Returns the server-sent event of an error."""
+        return sse(error.body)
+
+    def _response(self) -> Response:
+        """Returns the complete answer."""
+        raise NotImplementedError
+
+    @property
+    def _top_p(self) -> float:
+        return self._body.top_p
 
     def submit(self) -> None:
         """Submits the requests to the engine; raises APIError if the queue is full."""
@@ -113,7 +116,7 @@ class Answer:
                 self._prompts,
                 n=self._samples,
                 max_new_tokens=max(self._limit, 1),
-                sampling=SamplingParams(body.temperature, max(body.top_k, 0), body.top_p),
+                sampling=SamplingParams(body.temperature, max(body.top_k, 0), self._top_p),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,
@@ -135,38 +138,20 @@ class Answer:
             pass
         return await asyncio.to_thread(self._response)
 
-    def _response(self):
-        shown = []
-        for answers in itertools.batched(self.choices, self._samples):
-            if self._samples > self._body.n:
-                answers = sorted(answers, key=_score, reverse=True)[: self._body.n]
-            shown += answers
-        choices = [self._choice(i, choice.text, choice.scored, choice) for i, choice in enumerate(shown)]
-        return JSONResponse(dict(object=self.kind) | self._head | dict(choices=choices, usage=self._usage()))
-
     def stream(self) -> Response:
         """Returns the answer as a stream of events."""
         return EventStream(self)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events."""
-        with_usage = self._body.stream_options.include_usage
-        head = dict(object=self.chunk_kind) | self._head | (dict(usage=None) if with_usage else {})
         try:
-            for choice in self._openings():
-                yield _event(head | dict(choices=[choice]))
             async for choice, text, tokens in self._updates():
-                if text or choice.finish_reason or self._body.num_top is not None:
-                    yield await run_off_loop(len(tokens), self._chunk_event, head, text, tokens, choice)
-            if with_usage:
-                yield _event(head | dict(choices=[], usage=self._usage()))
+                for event in await run_off_loop(len(tokens), self._events, choice, text, tokens):
+                    yield event
+            for event in self._last_events():
+                yield event
         except APIError as error:
-            yield _event(error.body)
-            return
-        yield b"data: [DONE]\n\n"
-
-    def _chunk_event(self, head, text, tokens, choice):
-        return _event(head | dict(choices=[self._chunk(text, tokens, choice)]))
+            yield self._error_event(error)
 
     async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]]]:
         """Yields (choice, new text, new tokens) until all choices are complete."""
@@ -200,12 +185,6 @@ class Answer:
             if choice.finish_reason is not None and update.finish_reason is None:
                 self._generation.cancel(choice.index)
             yield choice, text, tokens
-
-    def _usage(self) -> dict[str, Any]:
-        generated = sum(choice.num_generated for choice in self.choices)
-        # Only the first sample of a prompt counts: it read the prompt that the others find in the cache.
-        cached = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
-        return usage(sum(map(len, self._prompts)), generated, cached)
 
     def _check(self, ids: Sequence[int], name: str) -> np.ndarray:
         try:
@@ -244,7 +223,49 @@ class Answer:
         return limit
 
 
-class CompletionAnswer(Answer):
+class OpenAIAnswer(Answer):
+    """An answer in the format that completions and chat completions share."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def _json(self, choice: Any) -> dict[str, Any]:
+        """Returns a choice of a complete answer as JSON, but for its index."""
+        raise NotImplementedError
+
+    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        """Returns the choices of events as JSON, but for their index."""
+        raise NotImplementedError
+
+    def _response(self) -> Response:
+        shown = []
+        for answers in itertools.batched(self.choices, self._samples):
+            if self._samples > self._body.n:
+                answers = sorted(answers, key=_score, reverse=True)[: self._body.n]
+            shown += answers
+        choices = [self._json(choice) | dict(index=i) for i, choice in enumerate(shown)]
+        return JSONResponse(dict(object=self.kind) | self._head | dict(choices=choices, usage=self._usage()))
+
+    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+        return [self._event([c | dict(index=choice.index)]) for c in self._chunks(choice, text, tokens)]
+
+    def _event(self, choices: list[dict[str, Any]], **usage: Any) -> bytes:
+        if self._body.stream_options.include_usage:
+            usage = dict(usage=None) | usage
+        return sse(dict(object=self.chunk_kind) | self._head | dict(choices=choices) | usage)
+
+    def _last_events(self) -> list[bytes]:
+        usage = [self._event([], usage=self._usage())] if self._body.stream_options.include_usage else []
+        return [*usage, b"data: [DONE]\n\n"]
+
+    def _usage(self) -> dict[str, Any]:
+        generated = sum(choice.num_generated for choice in self.choices)
+        # Only the first sample of a prompt counts: it read the prompt that the others find in the cache.
+        cached = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
+        return usage(sum(map(len, self._prompts)), generated, cached)
+
+
+class CompletionAnswer(OpenAIAnswer):
     """The answer to POST /v1/completions."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -264,7 +285,13 @@ class CompletionAnswer(Answer):
     def _max_tokens(self, room: int) -> int:
         return self._body.max_tokens
 
+    def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
+        tokenizer = self._service.tokenizer
+        offsets = token_offsets(tokenizer, prompt) if self._scores_prompts else []
+        return Choice(index, AnswerText(tokenizer, prompt, self._stops), self._echo(number), offsets)
+
     def _echo(self, prompt: int) -> str:
+        """Returns the text with which the answers to a prompt begin."""
         if not self._body.echo:
             return ""
         content, tokenizer = self._body.prompts[prompt], self._service.tokenizer
@@ -272,46 +299,20 @@ class CompletionAnswer(Answer):
             return content
         return " ".join(map(str, content)) + " " if tokenizer is None else tokenizer.decode(content)
 
-    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
+    def _json(self, choice: Any) -> dict[str, Any]:
+        return self._part(choice.text, choice.scored, choice)
+
+    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        is_shown = text or choice.finish_reason or self._body.num_top is not None
+        return [self._part(text, tokens, choice)] if is_shown else []
+
+    def _part(self, text, tokens, choice):
         num_top = self._body.num_top
         logprobs = None if num_top is None else self._service.names.of_completion(tokens, num_top)
-        return dict(index=index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
+        return dict(text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
 
 
-class ChatAnswer(Answer):
-    """The answer to POST /v1/chat/completions."""
-
-    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    body_type = ChatBody
-    _body: ChatBody
-
-    def _encode(self) -> Sequence[Sequence[int]]:
-        if self._service.chat is None:
-            raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
-        self._stops += self._service.chat.stops
-        return [self._service.chat.encode(self._body.messages)]
-
-    def _max_tokens(self, room: int) -> int:
-        asked = self._body.max_completion_tokens or self._body.max_tokens
-        return max(room, 1) if asked is None else asked
-
-    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        message = dict(role="assistant", content=text, refusal=None)
-        return dict(index=index, message=message) | self._rest(tokens, choice)
-
-    def _chunk(self, text: str, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        return dict(index=choice.index, delta=dict(content=text) if text else {}) | self._rest(tokens, choice)
-
-    def _openings(self) -> list[dict[str, Any]]:
-        delta = dict(role="assistant", content="")
-        return [dict(index=choice.index, delta=delta, logprobs=None, finish_reason=None) for choice in self.choices]
-
-    def _rest(self, tokens: Sequence[ScoredToken], choice: Choice) -> dict[str, Any]:
-        logprobs = None if self._body.num_top is None else self._service.names.of_chat(tokens)
-        return dict(logprobs=logprobs, finish_reason=choice.finish_reason)
-
-
-def _score(choice: Choice) -> float:
+def _score(choice: Any) -> float:
     """Returns the score by which the best choices are found, like `n_best`."""
     tokens = choice.generated
     return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score()
@@ -322,8 +323,10 @@ async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.a
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def sse(content: dict[str, Any], name: str | None = None) -> bytes:
+    """Returns JSON as a server-sent event."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()
 
 
 def _as_api_error(error: Exception | None) -> APIError:

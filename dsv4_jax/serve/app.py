@@ -17,8 +17,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from dsv4_jax.serve.answers import Answer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
+from dsv4_jax.serve.chat_answers import ChatAnswer
 from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.protocol import parse
 from dsv4_jax.serve.service import ServerOptions, Service

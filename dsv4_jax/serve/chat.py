@@ -1,56 +1,240 @@
-"""Encodes the messages of a chat as token ids."""
+"""Encodes conversations as token ids, and says how their answers are parsed."""
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
+import deepseek_recipe as recipe
+import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve.protocol import Message
+from dsv4_jax.serve.errors import APIError
 
 
-# Tokens of the release's encoding, encoding/encoding_dsv4.py beside the release's weights.
-_BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-_USER, _ASSISTANT, _NO_THINKING = "<｜User｜>", "<｜Assistant｜>", "</think>"
+_END, _ASSISTANT, _THINK = "<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<think>"
+_RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", "｜DSML｜")
+# April's release knows the first two of 0731's three prompts for reasoning effort, by other names.
+_APRIL_EFFORTS: Mapping[str | None, Any] = dict(low="low", high="low", xhigh="high", max="high")
+_MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
+
+EffortPrompts = Literal["april", "0731"]
+ToolCall = tuple[str, str, str]  # id, name and arguments as JSON
 
 
-class ChatTemplate:
-    """Renders messages as a prompt that ends where the assistant's answer begins.
+@dataclasses.dataclass(frozen=True)
+class PastAnswer:
+    """An answer with tool calls, as its client saw it and as the model wrote it.
 
-    If the tokenizer has the release's tokens, this is the release's encoding without thinking:
-    `<bos>{system}<｜User｜>{user}<｜Assistant｜></think>{assistant}<eos>..`. Otherwise it is plain text, a paragraph
-    for each message: `System: ..`, `User: ..`, `Assistant: ..`. The answer then ends where the model writes `User:`.
+    Attributes:
+      reasoning, content: the two parts of its text.
+      calls: the tool calls.
+      thinks: whether the prompt ended in `<think>`.
+      tokens: [n] int32 ids that follow the prompt, without the token that ended the answer.
+    """
+
+    reasoning: str
+    content: str
+    calls: Sequence[ToolCall]
+    thinks: bool
+    tokens: np.ndarray
+
+    def is_shown_by(self, message: recipe.Message) -> bool:
+        """Whether a client's message is this answer. Clients may leave out its reasoning."""
+        calls = message.tool_calls or []
+        return (
+            message.content == self.content
+            and message.reasoning_content in (None, "", self.reasoning)
+            and len(calls) == len(self.calls)
+            and all(
+                call.id == past[0] and call.name == past[1] and _same_json(call.arguments, past[2])
+                for call, past in zip(calls, self.calls, strict=True)
+            )
+        )
+
+
+class PastAnswers:
+    """Answers with tool calls, by the id of their first call. The oldest are dropped beyond 4 million tokens."""
+
+    def __init__(self):
+        self._answers: collections.OrderedDict[str, PastAnswer] = collections.OrderedDict()
+        self._size, self._lock = 0, threading.Lock()
+
+    def add(self, answer: PastAnswer) -> None:
+        """Adds an answer, whose ids are new."""
+        with self._lock:
+            self._answers[answer.calls[0][0]] = answer
+            self._size += len(answer.tokens)
+            while self._size > _MAX_PAST_TOKENS:
+                self._size -= len(self._answers.popitem(last=False)[1].tokens)
+
+    def find(self, message: recipe.Message) -> PastAnswer | None:
+        """Returns the answer that a client's message repeats, or None."""
+        if not message.tool_calls:
+            return None
+        with self._lock:
+            answer = self._answers.get(message.tool_calls[0].id)
+            if answer is not None:
+                self._answers.move_to_end(answer.calls[0][0])
+        return answer if answer is not None and answer.is_shown_by(message) else None
+
+
+class Chat:
+    """Conversations in plain text, for tokenizers without the release's tokens.
+
+    A message is a paragraph, `System: ..`, `User: ..` or `Assistant: ..`, and the answer ends where the model writes
+    `User:`. There are no tools and no thinking.
 
     Attributes:
       stops: strings that end the answer, in addition to the client's.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    stops: tuple[str, ...] = ("\n\nUser:",)
+    _thinks_by_default = False
+
+    def __init__(self, tokenizer: Tokenizer, model_name: str):
         self._tokenizer = tokenizer
-        tokens = (_BEGIN, _END, _USER, _ASSISTANT, _NO_THINKING)
-        self._is_release = all(tokenizer.token_to_id(token) is not None for token in tokens)
-        self.stops: tuple[str, ...] = () if self._is_release else ("\n\nUser:",)
+        self._options = recipe.ConversionOptions(
+            default_thinking_mode=self._thinks_by_default,
+            thinking_max_tokens_upper_bound=2**31 - 1,
+            non_thinking_max_tokens_upper_bound=2**31 - 1,
+        ).with_model_versions_by_name({model_name: recipe.ModelVersion.DeepseekV4Pro})
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Returns the prompt as text."""
-        if not self._is_release:
-            paragraphs = [f"{message.role.capitalize()}: {message.text}\n\n" for message in messages]
-            return "".join([*paragraphs, "Assistant:"])
-        text, previous = _BEGIN, None
-        for message, following in zip(messages, [*messages[1:], None], strict=True):
-            match message.role:
-                case "user" if previous == "user":
-                    text += "\n\n" + message.text
-                case "user" | "developer":
-                    text += _USER + message.text
-                case "assistant":
-                    text += message.text + _END
-                case _:
-                    text += message.text
-            answered = following is None or following.role == "assistant"
-            if message.role in ("user", "developer") and answered:
-                text += _ASSISTANT + _NO_THINKING
-            previous = message.role
-        return text
+    def convert(self, kind: type, body: dict[str, Any]) -> recipe.ConversationRequest:
+        """Converts a body to a conversation.
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+        Args:
+          kind: `ChatCompletionRequest`, `ResponsesRequest` or `MessagesRequest` of deepseek-recipe.
+          body: JSON in that protocol.
+
+        Raises:
+          APIError: the body is wrong, or the encoding has no form for it.
+        """
+        try:
+            converted = kind(body).convert(self._options)
+        except recipe.ConversionError as error:
+            raise APIError(error.status_code, json.loads(error.body)["error"]["message"]) from None
+        except ValueError as error:
+            raise APIError(400, str(error)) from None
+        self._check(converted.conversation)
+        return converted
+
+    def _check(self, conversation: recipe.Conversation) -> None:
+        messages = conversation.messages
+        lacks = dict(
+            tools=bool(conversation.tools or any(m.tool_calls or m.role == "tool" for m in messages)),
+            thinking=conversation.thinking_mode,
+            messages=any(m.prefix or m.role == "latest_reminder" for m in messages),
+        )
+        if missing := [name for name, is_used in lacks.items() if is_used]:
+            message = f"{missing[0]}: this needs a tokenizer with the tokens of DeepSeek-V4's release"
+            raise APIError(400, message, param=missing[0])
+
+    def encode(self, conversation: recipe.Conversation) -> list[int]:
         """Returns the prompt as token ids."""
-        return self._tokenizer.encode(self.render(messages), add_special_tokens=not self._is_release).ids
+        paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
+        return self._tokenizer.encode("".join([*paragraphs, "Assistant:"])).ids
+
+    def remember(self, last: int, reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]) -> None:
+        """Keeps a complete answer, so that a later prompt repeats its tokens.
+
+        Args:
+          last: the last token of the prompt.
+          reasoning, content, calls: the answer as its client sees it.
+          tokens: the answer as the model wrote it, without the token that ended it.
+        """
+
+    def parser(self, converted: recipe.ConversationRequest, generator: Any) -> tuple[recipe.StreamProcessor, bool]:
+        """Returns the parser of an answer, and whether it takes token ids instead of text."""
+        no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
+        stage = recipe.ThinkingInitialStage.ContentContinuation
+        plain = recipe.ParsingOptions(parse_tool_calls=False, thinking_initial_stage=stage, special_tokens=no_tokens)
+        return recipe.StreamProcessor(generator, plain), False
+
+
+class ReleaseChat(Chat):
+    """Conversations in the release's encoding: thinking, reasoning effort, tools and reminders.
+
+    The release's tokens are written by the encoding alone: in a client's text their names are text. An answer with
+    tool calls that a client sends back is encoded as the tokens that the model wrote.
+    """
+
+    stops = ()
+    _thinks_by_default = True
+
+    def __init__(self, tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts):
+        super().__init__(tokenizer, model_name)
+        self._ids = {name: tokenizer.token_to_id(name) for name in _RELEASE_TOKENS}
+        self._past = PastAnswers()
+        self._is_april = effort_prompts == "april"
+        self._decoder = recipe.Tokenizer.from_str(tokenizer.to_str())
+        self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self._decoder)
+
+    def _check(self, conversation: recipe.Conversation) -> None:
+        pass
+
+    def encode(self, conversation: recipe.Conversation) -> list[int]:
+        """Returns the prompt as token ids."""
+        if self._is_april:
+            conversation = _with_april_effort(conversation)
+        ids = self._encoding.encode(conversation)
+        written = [m for m in conversation.messages if m.role == "assistant" and not m.prefix]
+        answers = [self._past.find(message) for message in written]
+        if not any(answers):
+            return ids
+        # Each assistant's message ends in the end token, which is nowhere else.
+        ends = [i for i, token in enumerate(ids) if token == self._ids[_END]]
+        for answer, end in reversed(list(zip(answers, ends, strict=True))):
+            if answer is None:
+                continue
+            first = next(i for i in range(end, -1, -1) if ids[i] == self._ids[_ASSISTANT]) + 2
+            # Earlier reasoning is left out of conversations without tools.
+            if (ids[first - 1] == self._ids[_THINK]) == answer.thinks:
+                ids[first:end] = answer.tokens.tolist()
+        return ids
+
+    def remember(self, last: int, reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]) -> None:
+        # A prompt that ends otherwise continues a message, of which this answer is a part.
+        if calls and last in (self._ids[_THINK], self._ids["</think>"]):
+            thinks = last == self._ids[_THINK]
+            self._past.add(PastAnswer(reasoning, content, calls, thinks, np.array(tokens, np.int32)))
+
+    def parser(self, converted: recipe.ConversationRequest, generator: Any) -> tuple[recipe.StreamProcessor, bool]:
+        return recipe.StreamProcessor(generator, converted.parsing_options, self._decoder), True
+
+
+def make_chat(tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts) -> Chat:
+    """Makes the encoding of conversations that suits a tokenizer."""
+    if any(tokenizer.token_to_id(token) is None for token in _RELEASE_TOKENS):
+        return Chat(tokenizer, model_name)
+    return ReleaseChat(tokenizer, model_name, effort_prompts)
+
+
+def find_effort_prompts(folder: Path) -> EffortPrompts:
+    """Returns the release whose prompts for reasoning effort a checkpoint knows, by its config.json.
+
+    Releases since 0731 have DSpark's draft layers.
+    """
+    config = folder / "config.json"
+    return "april" if config.exists() and "dspark_block_size" not in json.loads(config.read_text()) else "0731"
+
+
+def _with_april_effort(conversation: recipe.Conversation) -> recipe.Conversation:
+    effort = conversation.reasoning_effort
+    return recipe.Conversation(
+        conversation.messages,
+        thinking_mode=conversation.thinking_mode,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=_APRIL_EFFORTS.get(effort, effort),
+    )
+
+
+def _same_json(one: str, other: str) -> bool:
+    try:
+        return one == other or json.loads(one) == json.loads(other)
+    except ValueError:
+        return False

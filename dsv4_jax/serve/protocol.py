@@ -139,9 +139,13 @@ class TextPart(_Body):
 class Message(_Body):
     """A message of a chat. `name` is not used."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    prefix: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -152,10 +156,16 @@ class Message(_Body):
         empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
         return {name: value for name, value in body.items() if value is not None and (value or name not in empty)}
 
-    @property
-    def text(self) -> str:
-        """The content as one string."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    @model_validator(mode="after")
+    def _agree(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: this field is needed")
+        return self
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the message as deepseek-recipe takes it, which calls a developer the system."""
+        role = "system" if self.role == "developer" else self.role
+        return dict(content="") | self.model_dump(exclude_unset=True) | dict(role=role)
 
 
 class ChatBody(GenerationBody):
@@ -166,6 +176,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    thinking: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":
@@ -177,6 +191,12 @@ class ChatBody(GenerationBody):
     def num_top(self) -> int | None:
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
+
+    def conversation(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts."""
+        names = {"stop", "tools", "tool_choice", "thinking", "reasoning_effort"}
+        asked = self.model_dump(include=names, exclude_unset=True)
+        return asked | dict(messages=[message.as_json() for message in self.messages])
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:

@@ -6,7 +6,7 @@ import time
 from tokenizers import Tokenizer
 
 from dsv4_jax.serve.async_engine import AsyncEngine
-from dsv4_jax.serve.chat import ChatTemplate
+from dsv4_jax.serve.chat import EffortPrompts, make_chat
 from dsv4_jax.serve.choices import TokenNames
 from dsv4_jax.serve.errors import unavailable
 from dsv4_jax.serve.server_metrics import ServerMetrics
@@ -21,12 +21,14 @@ class ServerOptions:
       end_tokens: ids that end an answer, unless the client sends `ignore_eos`.
       api_key: key that clients must send as `Authorization: Bearer KEY`; None for no key.
       request_seconds: time limit of a request, waiting included.
+      effort_prompts: release whose prompts for reasoning effort the model knows: April's, or 0731's and later ones'.
     """
 
     model_name: str
     end_tokens: tuple[int, ...] = ()
     api_key: str | None = None
     request_seconds: float = 600.0
+    effort_prompts: EffortPrompts = "0731"
 
 
 class Service:
@@ -34,7 +36,7 @@ class Service:
 
     Attributes:
       engine, tokenizer, options: arguments of `create_app`.
-      chat: renders messages as a prompt; None without a tokenizer.
+      chat: encodes conversations as prompts; None without a tokenizer.
       names: names of tokens in log-probabilities.
       metrics: metrics of the server.
       max_body_bytes: maximum size of a body.
@@ -44,7 +46,7 @@ class Service:
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
         self.engine, self.tokenizer, self.options = engine, tokenizer, options
-        self.chat = None if tokenizer is None else ChatTemplate(tokenizer)
+        self.chat = None if tokenizer is None else make_chat(tokenizer, options.model_name, options.effort_prompts)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
         # Room for a prompt of the longest context, even if each token is several escaped characters.

@@ -67,6 +67,7 @@ def serving(engine, tokenizer, *, max_waiting=40, grace_seconds=20.0, **options)
         try:
             with httpx.Client(base_url=url, timeout=120) as http, openai.OpenAI(**connect) as client:
                 while not (server.started and engine.ready):
+                    assert thread.is_alive() and (engine.alive or not server.started), "the engine's thread has ended"
                     time.sleep(0.01)
                 yield SimpleNamespace(
                     url=url, http=http, client=client, connect=connect, engine=engine, app=app, server=server

@@ -273,8 +273,14 @@ def test_models_health_and_pages(server):
         (dict(prompt="a", frequency_penalty=0.5), "frequency_penalty", "frequency_penalty: this server only takes 0"),
         (dict(prompt="a", frequency_penalty=0, suffix=None, logit_bias={}, user="me"), None, None),
         (dict(messages=[]), "messages", "messages: List should have at least 1 item"),
-        (dict(messages=[dict(role="tool", content="x")]), "messages", "messages[0].role: Input should be 'system'"),
-        (dict(messages=[dict(role="user", content="x")], tools=[{}]), "tools", "tools: this server only takes []"),
+        (dict(messages=[dict(role="bot", content="x")]), "messages", "messages[0].role: Input should be 'system'"),
+        (dict(messages=[dict(role="user")]), "messages", "messages[0]: content: this field is needed"),
+        (
+            dict(messages=[dict(role="user", content="x")], thinking=dict(type="enabled")),
+            "thinking",
+            "thinking: this needs",
+        ),
+        (dict(prompt="x", tools=[{}]), "tools", "tools: this server only takes []"),
         (
             dict(messages=[dict(role="user", content="x")], top_logprobs=3),
             "top_logprobs",

@@ -2,17 +2,17 @@
 
 import itertools
 
+import deepseek_recipe as recipe
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.decode import TopLogprobs
 from dsv4_jax.engine.text import AnswerText, StopStrings, stream_text, token_offsets
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.chat import ChatTemplate
+from dsv4_jax.serve.chat import make_chat
 from dsv4_jax.serve.choices import Choice, ScoredToken, TokenNames
-from dsv4_jax.serve.protocol import Message
+from dsv4_jax.serve.errors import APIError
 
 
 def shown(answer, tokens):
@@ -109,22 +109,20 @@ def test_tokens_in_shapes_of_openai(tokenizer):
     assert choice.take(Update(0, tokens=[97], logprobs=[-0.5], top=top))[1][0].top == [(97, -0.5), (98, -9999.0)]
 
 
-def test_a_chat_is_written_as_the_release_does(tokenizer, tmp_path):
-    roles = [("system", "Be kind."), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")]
-    messages = [Message(role=role, content=content) for role, content in roles]
-    names = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>")
-    write_byte_tokenizer(tmp_path / "tokenizer.json", {name: 256 + i for i, name in enumerate(names)}, begin=names[0])
-    release = ChatTemplate(read_tokenizer(tmp_path))
-    # What encode_messages(messages, thinking_mode="chat") of the release's encoding_dsv4.py returns.
-    assert release.render(messages) == (
-        "<｜begin▁of▁sentence｜>Be kind.<｜User｜>a\n\nb<｜Assistant｜></think>c<｜end▁of▁sentence｜>"
-        "<｜User｜>d<｜Assistant｜></think>"
-    )
-    assert release.stops == () and release.encode(messages)[:3] == [256, *b"Be"]
-    plain = ChatTemplate(tokenizer)
-    expected = "System: Be kind.\n\nUser: a\n\nUser: b\n\nAssistant: c\n\nUser: d\n\nAssistant:"
-    assert plain.render(messages) == expected
-    assert plain.encode(messages) == [256, *expected.encode()] and plain.stops == ("\n\nUser:",)
+def test_a_chat_without_the_releases_tokens_is_plain_text(tokenizer):
+    chat = make_chat(tokenizer, "tiny", "0731")
+    roles = [("system", "Be kind."), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "</think>")]
+
+    def convert(**options):
+        messages = [dict(role=role, content=content) for role, content in roles]
+        return chat.convert(recipe.ChatCompletionRequest, dict(model="tiny", messages=messages) | options)
+
+    expected = "System: Be kind.\n\nUser: a\n\nUser: b\n\nAssistant: c\n\nUser: </think>\n\nAssistant:"
+    assert chat.encode(convert().conversation) == [256, *expected.encode()] and chat.stops == ("\n\nUser:",)
+    tool = dict(type="function", function=dict(name="f", parameters=dict(type="object")))
+    for options in [dict(tools=[tool]), dict(thinking=dict(type="enabled"))]:
+        with pytest.raises(APIError, match=f"{list(options)[0]}: this needs a tokenizer with the tokens of"):
+            convert(**options)
 
 
 @pytest.mark.usefixtures("untyped")

@@ -1,0 +1,175 @@
+"""Answers to chats, whose tokens deepseek-recipe parses into reasoning, text and tool calls."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import deepseek_recipe as recipe
+import numpy as np
+
+from dsv4_jax.engine.text import AnswerText
+from dsv4_jax.serve.answers import Answer, OpenAIAnswer
+from dsv4_jax.serve.async_engine import Update
+from dsv4_jax.serve.chat import Chat, ToolCall
+from dsv4_jax.serve.choices import Choice, ScoredToken
+from dsv4_jax.serve.errors import APIError
+from dsv4_jax.serve.protocol import ChatBody
+
+
+class AnswerParser(AnswerText):
+    """Parses an answer's tokens into a protocol's events and its complete answer.
+
+    Attributes:
+      response: the answer so far.
+    """
+
+    def __init__(
+        self, processor: recipe.StreamProcessor, response: Any, text: AnswerText | None, keeps_events: bool = True
+    ):
+        """Takes a parser and an empty response. The parser takes the tokens as text, if `text` is given, or as ids."""
+        super().__init__(None, [], [])
+        self._processor, self._text, self._keeps_events = processor, text, keeps_events
+        self._has_begun = False
+        self._events: list[tuple[str | None, str]] = []
+        self.response = response
+
+    @property
+    def stopped(self) -> bool:
+        return self._processor.finished or (self._text is not None and self._text.stopped)
+
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Reports the usage of the prompt, once."""
+        if not self._has_begun:
+            self._has_begun = True
+            usage = recipe.PromptUsage(prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
+            self._push(recipe.InferenceChunk.ready(prompt_usage=usage))
+
+    def add(self, token: int) -> str:
+        if self._text is None:
+            self._push(recipe.InferenceChunk.tokens([token]))
+        else:
+            self._push(recipe.InferenceChunk.text(self._text.add(token), 1))
+        return ""
+
+    def finish(self) -> str:
+        if self._text is not None:
+            self._push(recipe.InferenceChunk.text(self._text.finish()))
+        return ""
+
+    def end(self, finish_reason: str) -> None:
+        """Ends the answer."""
+        reasons = dict(stop=recipe.InferenceFinishReason.Stop, length=recipe.InferenceFinishReason.Length)
+        if not self._processor.finished:
+            self._push(recipe.InferenceChunk.finish(reasons[finish_reason]))
+
+    def take_events(self) -> list[tuple[str | None, str]]:
+        """Returns the new events: their names, if the protocol has such, and their JSON."""
+        events, self._events = self._events, []
+        return events
+
+    def _push(self, chunk):
+        for event in self._processor.push(chunk):
+            if self._keeps_events:
+                self._events.append((self.response.sse_event_name(event), event.to_json()))
+            self.response.accumulate(event)
+
+
+class ParsedChoice(Choice):
+    """A choice whose text is parsed.
+
+    Attributes:
+      parser: the parser, which keeps the text.
+      is_whole: whether the model ended the answer itself.
+    """
+
+    def __init__(self, index: int, parser: AnswerParser, prompt_tokens: int):
+        super().__init__(index, parser, "")
+        self.parser, self._prompt_tokens, self.is_whole = parser, prompt_tokens, False
+
+    def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
+        self.parser.begin(self._prompt_tokens, update.cached_tokens)
+        new = super().take(update)
+        if self.finish_reason is not None:
+            self.is_whole = update.finish_reason == "stop" and not self.parser.stopped
+            self.parser.end(self.finish_reason)
+        return new
+
+
+class ParsedAnswer(Answer):
+    """An answer in one of deepseek-recipe's protocols."""
+
+    request_type: ClassVar[Any]
+    response_type: ClassVar[Any]
+    _chat: Chat
+    _converted: recipe.ConversationRequest
+
+    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+        """Returns the reasoning, the content and the tool calls (id, name, arguments) of a complete answer."""
+        raise NotImplementedError
+
+    def _make_generator(self, answer_id: str, model: str) -> Any:
+        return self.request_type.chunk_generator(self._converted, answer_id, model)
+
+    def _encode(self) -> Sequence[Sequence[int]]:
+        if self._service.chat is None:
+            raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
+        self._chat = self._service.chat
+        body = self._body.conversation() | dict(model=self._service.options.model_name)
+        self._converted = self._chat.convert(self.request_type, body)
+        return [self._chat.encode(self._converted.conversation)]
+
+    def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
+        answer_id, created, model = self._head["id"], self._head["created"], self._head["model"]
+        chat, converted = self._chat, self._converted
+        processor, takes_tokens = chat.parser(converted, self._make_generator(answer_id, model))
+        stops = [*chat.stops, *converted.parsing_options.stop_sequences]
+        text = None if takes_tokens else AnswerText(self._service.tokenizer, prompt, stops)
+        response = self.response_type(answer_id, model, created, len(prompt), 0)
+        return ParsedChoice(index, AnswerParser(processor, response, text, self._body.stream), len(prompt))
+
+    @property
+    def _top_p(self) -> float:
+        default = self._converted.inference_options.top_p
+        return self._body.top_p if "top_p" in self._body.model_fields_set or default is None else round(default, 6)
+
+    def _complete(self, choice: ParsedChoice) -> dict[str, Any]:
+        """Returns a complete answer as JSON, and remembers it if its client may send it back."""
+        response = json.loads(choice.parser.response.to_json())
+        if choice.is_whole:
+            tokens = [scored.token for scored in choice.generated[:-1]]
+            reasoning, content, calls = self._read(response)
+            self._chat.remember(int(self._prompts[0][-1]), reasoning, content, calls, tokens)
+        return response
+
+
+class ChatAnswer(ParsedAnswer, OpenAIAnswer):
+    """The answer to POST /v1/chat/completions."""
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    body_type, request_type, response_type = ChatBody, recipe.ChatCompletionRequest, recipe.ChatCompletionResponse
+    _body: ChatBody
+
+    def _max_tokens(self, room: int) -> int:
+        asked = self._body.max_completion_tokens or self._body.max_tokens
+        return max(room, 1) if asked is None else asked
+
+    def _json(self, choice: Any) -> dict[str, Any]:
+        return self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
+
+    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        chunks = [json.loads(event)["choices"][0] for _, event in choice.parser.take_events()]
+        if self._body.num_top is not None:
+            chunks = chunks or [dict(delta={}, finish_reason=None)]
+            chunks[0] |= dict(logprobs=self._logprobs(tokens))
+        if choice.finish_reason is not None:
+            self._complete(choice)
+        return chunks
+
+    def _logprobs(self, tokens):
+        return None if self._body.num_top is None else self._service.names.of_chat(tokens)
+
+    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+        message = response["choices"][0]["message"]
+        functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
+        calls = [(name, function["name"], function["arguments"]) for name, function in functions]
+        return message.get("reasoning_content") or "", message["content"] or "", calls
