@@ -204,10 +204,19 @@ class CacheSchema:
 
     def block_bytes_by_pool(self) -> dict[str, int]:
         """Returns the bytes of each pool that is paged in blocks, by name."""
-        return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
+        return dict(self._block_bytes)
 
     def slot_bytes_by_pool(self) -> dict[str, int]:
         """Returns the bytes of each pool with a fixed size per slot, by name."""
+        return dict(self._slot_bytes)
+
+    # An engine asks for them at every step.
+    @functools.cached_property
+    def _block_bytes(self):
+        return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
+
+    @functools.cached_property
+    def _slot_bytes(self):
         structs = self.slot_structs()
         parts = {"sliding windows": structs["swa"], "residual streams": structs["streams"]}
         sizes = {name: _nbytes(part) for name, part in parts.items() if part is not None}
