@@ -19,7 +19,10 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.races import race_checked  # noqa: E402
+from tests.type_checks import checked  # noqa: E402
 
+
+jaxtyping.jaxtyped = checked  # the import hook's code looks it up there
 
 # A machine with eight devices: arrays of one of them keep their kernels, and tests of meshes use more.
 jax.config.update("jax_num_cpu_devices", 8)
