@@ -49,7 +49,8 @@ class DraftAttention(nnx.Module):
 
     def write_window(self, streams, cache, batch):
         """Returns the cache as `__call__` updates it."""
-        return self.attention.write_window(self.norm(streams[:, 0]), cache.handle(self.layer, batch))
+        rows = self.attention.window_rows(self.norm(streams[:, 0]), batch.positions)
+        return cache.handle(self.layer, batch).write_swa(rows).cache
 
 
 class DSparkAttention(nnx.Module):
@@ -132,9 +133,8 @@ class AttentionStack(DraftingStack):
 
     def dspark_write(self, taps, cache, batch):
         """Returns the cache with the rows of DSpark's layers, made from taps [T, n, hidden]."""
-        for layer in self.mtp:
-            cache = layer.self_attn.write_window(taps[:, 0], cache.handle(layer.layer, batch))
-        return cache
+        rows = {layer.layer: layer.self_attn.window_rows(taps[:, 0], batch.positions) for layer in self.mtp}
+        return cache.write_windows(rows, batch)
 
     def dspark_forward(self, cache, batch):
         """Runs blocks whose embeddings are made up; returns x [T, hidden], logits [T, 1] and the updated cache."""

@@ -4,19 +4,20 @@ Fields that hold arrays are `Any`: jax puts shapes, tracers and specs in their p
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import CacheSchema
-from dsv4_jax.ops.views import run_bounds
+from dsv4_jax.ops.append_swa import append_swa
+from dsv4_jax.ops.views import SWAView, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.quant import IndexRows, Rows
@@ -188,6 +189,24 @@ class KVCache(Summarized):
         """Returns the cache with the group fields that are set in `new` replaced."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
+
+    def write_windows(self, rows: Mapping[int, Float[Array, "T D"]], batch: Batch) -> "KVCache":
+        """Stores window rows of several layers in one launch, as `LayerCacheHandle.write_swa` does for each.
+
+        Args:
+          rows: {layer: [T, head_dim] in the model's dtype, after norm and RoPE}.
+          batch: positions and slots of the T tokens; padding tokens write nothing.
+        """
+        num_slots = jax.tree.leaves(self.swa)[0].shape[1]
+        # To `append_swa`, the rings of another layer are those of other slots.
+        rings = [self.schema.layers[layer].ring * num_slots for layer in rows]
+        slots = jnp.concatenate([jnp.where(batch.slots >= 0, batch.slots + first, -1) for first in rings])
+        merged = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), self.swa)
+        view = SWAView(merged, 0, self.schema.config.sliding_window, self.schema.window_codec)
+        positions = jnp.tile(batch.positions, len(rings))
+        view = append_swa(view, jnp.concatenate(list(rows.values())), slots, positions)
+        swa = jax.tree.map(lambda x, old: x.reshape(old.shape), view.rows, self.swa)
+        return dataclasses.replace(self, swa=swa)
 
     def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> LayerCacheHandle:
         """Returns one layer's view of the cache for one step, after `begin_step`; allocates nothing.

@@ -153,8 +153,7 @@ class Attention(nnx.Module):
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1)))
         return y, carry, handle.cache
 
-    def write_window(self, x: Float[Array, "T D"], handle: CacheHandle) -> Any:
-        """Updates the cache as `__call__` does in a layer without entries; returns the cache."""
+    def window_rows(self, x: Float[Array, "T D"], positions: Int[Array, "T"]) -> Float[Array, "T d"]:
+        """Maps inputs [T, hidden] at [T] positions to the rows [T, head_dim] that `__call__` stores in the window."""
         kv = self.kv_norm(self.input_projections(x)["kv_proj"])
-        positions = jnp.maximum(handle.batch.positions, 0)
-        return handle.write_swa(apply_rope(kv, positions, jnp.asarray(self.config.inv_freq(self.layer)))).cache
+        return apply_rope(kv, jnp.maximum(positions, 0), jnp.asarray(self.config.inv_freq(self.layer)))

@@ -189,7 +189,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         block = self.mtp[0]
         return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
 
-    def dspark_write(self, taps: Float[Array, "T n D"], cache: StepCache, batch: Batch) -> Any:
+    def dspark_write(self, taps: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
         """Stores the rows that DSpark's layers attend to, one per token and layer; returns the updated cache.
 
         Args:
@@ -198,9 +198,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
           batch: the T tokens' positions and slots.
         """
         x = self.mtp[0].project(taps)
-        for layer in self.mtp:
-            cache = layer.self_attn.write_window(x, cache.handle(layer.layer, batch))
-        return cache
+        rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.mtp}
+        return cache.write_windows(rows, batch)
 
     def dspark_forward(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T V"], Any]:
         """Runs DSpark's layers on blocks of tokens, each of which sees all of its block and a window before it.

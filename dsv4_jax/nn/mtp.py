@@ -53,7 +53,8 @@ class MTPBlock(DecoderLayer):
           batch: inputs of the step.
         """
         x, _ = self.attn_hc.pre(ResidualStreams(streams), self.input_layernorm)
-        return self.self_attn.write_window(x, cache.handle(self.layer, batch))
+        rows = self.self_attn.window_rows(x, batch.positions)
+        return cache.handle(self.layer, batch).write_swa(rows).cache
 
     def draft(
         self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch

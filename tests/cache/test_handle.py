@@ -443,3 +443,16 @@ class TestBeginStep:
 
     def test_reset_alone(self):
         assert self.begin(reset_slots=[2, -1, 0]) == ([[-1] * 4, TABLE[1], [-1] * 4], [0, 6, 0])
+
+
+def test_rows_of_several_layers_are_written_as_those_of_each():
+    """More tokens of two requests than a ring has rows, with padding between and behind them."""
+    cache, count = table_cache(), SCHEMA.swa_ring + 3
+    slots, positions = [2] * count + [-1] + [0] * 2 + [-1], [*range(count), -1, 40, 41, -1]
+    batch = make_batch(slots, positions, prefill=True)
+    rows = {layer: layer_inputs(layer, len(slots)).window for layer in (SECOND[HCA], SECOND[CSA])}
+    want = cache
+    for layer, kv in rows.items():
+        want = want.handle(layer, batch).write_swa(kv).cache
+    same_bytes(want, jax.jit(lambda cache: cache.write_windows(rows, batch))(cache))
+    assert changed(cache, want) == {"swa"}

@@ -17,6 +17,6 @@ def plans(sizes, drafts):
     return [pytest.param(plan, id=name, marks=slow[name]) for name, plan in found.items()]
 
 
-def manager_of(model, drafts, requests=3):
+def manager_of(model, drafts, requests=3, kv_format="plain"):
     sizes = dict(num_blocks=8 * requests, max_requests=requests, max_context=64, block_tokens=16)
-    return KVCacheManager(model.config, kv_format="plain", dtype=jnp.float32, max_query_tokens=1 + drafts, **sizes)
+    return KVCacheManager(model.config, kv_format=kv_format, dtype=jnp.float32, max_query_tokens=1 + drafts, **sizes)
