@@ -66,7 +66,7 @@ class Answer:
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
         created, model = int(time.time()), service.options.model_name
-        self._head: dict[str, Any] = dict(id=f"{self.id_prefix}-{uuid.uuid4().hex}", created=created, model=model)
+        self._head: dict[str, Any] = dict(id=f"{self.id_prefix}{uuid.uuid4().hex}", created=created, model=model)
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
         self._check_size()
         self.choices: list[Any] = []
@@ -268,7 +268,7 @@ class OpenAIAnswer(Answer):
 class CompletionAnswer(OpenAIAnswer):
     """The answer to POST /v1/completions."""
 
-    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     body_type = CompletionBody
     _body: CompletionBody
 
@@ -323,9 +323,9 @@ async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.a
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
-def sse(content: dict[str, Any], name: str | None = None) -> bytes:
-    """Returns JSON as a server-sent event."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+def sse(content: dict[str, Any] | str, name: str | None = None) -> bytes:
+    """Returns JSON, or its text, as a server-sent event."""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()
 
 

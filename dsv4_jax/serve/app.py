@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.serve.answers import Answer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
-from dsv4_jax.serve.chat_answers import ChatAnswer
-from dsv4_jax.serve.errors import APIError, unavailable
+from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer
+from dsv4_jax.serve.errors import MESSAGES_PATH, APIError, unavailable
 from dsv4_jax.serve.protocol import parse
 from dsv4_jax.serve.service import ServerOptions, Service
 
@@ -48,11 +48,12 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
     async def answer_error(request: Request, error: Exception) -> Response:
         match error:
             case APIError():
-                return error.response()
+                return error.response(request.url.path)
             case HTTPException():
                 message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-                return APIError(error.status_code, message, headers=dict(error.headers or {})).response()
-        return APIError(500, "the server failed; its log says more").response()
+                error = APIError(error.status_code, message, headers=dict(error.headers or {}))
+                return error.response(request.url.path)
+        return APIError(500, "the server failed; its log says more").response(request.url.path)
 
     routes = [
         Route("/", _demo),
@@ -63,6 +64,8 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         Route("/v1/models/{name:path}", _model),
         Route("/v1/completions", _answer(CompletionAnswer), methods=["POST"]),
         Route("/v1/chat/completions", _answer(ChatAnswer), methods=["POST"]),
+        Route("/v1/responses", _answer(ResponsesAnswer), methods=["POST"]),
+        Route(MESSAGES_PATH, _answer(MessagesAnswer), methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,
@@ -96,14 +99,15 @@ class AuthMiddleware:
             refusal = APIError(
                 401, "this server needs its API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
             )
-            return await refusal.response()(scope, receive, count)
+            return await refusal.response(scope["path"])(scope, receive, count)
         await self._app(scope, receive, count)
 
     def _is_allowed(self, scope: Scope) -> bool:
         key = self._service.options.api_key
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, token = sent.partition(b" ")
-        return key is None or (kind.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode()))
+        headers = dict(scope["headers"])
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # as Anthropic's clients
+        return key is None or hmac.compare_digest(sent, key.encode())
 
 
 def _service(request: Request) -> Service:

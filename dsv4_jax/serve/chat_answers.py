@@ -6,14 +6,15 @@ from typing import Any, ClassVar
 
 import deepseek_recipe as recipe
 import numpy as np
+from starlette.responses import JSONResponse, Response
 
 from dsv4_jax.engine.text import AnswerText
-from dsv4_jax.serve.answers import Answer, OpenAIAnswer
+from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.chat import Chat, ToolCall
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody
+from dsv4_jax.serve.protocol import ChatBody, MessagesBody, ResponsesBody
 
 
 class AnswerParser(AnswerText):
@@ -145,7 +146,7 @@ class ParsedAnswer(Answer):
 class ChatAnswer(ParsedAnswer, OpenAIAnswer):
     """The answer to POST /v1/chat/completions."""
 
-    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     body_type, request_type, response_type = ChatBody, recipe.ChatCompletionRequest, recipe.ChatCompletionResponse
     _body: ChatBody
 
@@ -173,3 +174,71 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
         functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
         calls = [(name, function["name"], function["arguments"]) for name, function in functions]
         return message.get("reasoning_content") or "", message["content"] or "", calls
+
+
+class SingleAnswer(ParsedAnswer):
+    """An answer of one choice, in a format that is deepseek-recipe's throughout."""
+
+    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+        if choice.finish_reason is not None:
+            self._complete(choice)
+        return [sse(event, name) for name, event in choice.parser.take_events()]
+
+    def _last_events(self) -> list[bytes]:
+        return []
+
+    def _response(self) -> Response:
+        return JSONResponse(self._complete(self.choices[0]))
+
+
+class ResponsesAnswer(SingleAnswer):
+    """The answer to POST /v1/responses."""
+
+    id_prefix, body_type = "resp_", ResponsesBody
+    request_type, response_type = recipe.ResponsesRequest, recipe.ResponsesResponse
+    _body: ResponsesBody
+
+    def _make_generator(self, answer_id: str, model: str) -> Any:
+        echo = recipe.ResponsesRequest(self._body.conversation() | dict(model=model)).echo()
+        return super()._make_generator(answer_id, model).with_echo(echo)
+
+    def _max_tokens(self, room: int) -> int:
+        return self._body.max_output_tokens or max(room, 1)
+
+    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+        texts, calls = dict(reasoning="", message=""), []
+        for item in response["output"]:
+            match item["type"]:
+                case "function_call":
+                    calls.append((item["call_id"], item["name"], item["arguments"]))
+                case "custom_tool_call":
+                    calls.append((item["call_id"], item["name"], json.dumps(dict(input=item["input"]))))
+                case kind:
+                    texts[kind] += "".join(part["text"] for part in item["content"])
+        return texts["reasoning"], texts["message"], calls
+
+    def _error_event(self, error: APIError) -> bytes:
+        return sse(dict(type="error", code=error.code, message=error.message, param=error.param), "error")
+
+
+class MessagesAnswer(SingleAnswer):
+    """The answer to POST /v1/messages."""
+
+    id_prefix, body_type = "msg_", MessagesBody
+    request_type, response_type = recipe.MessagesRequest, recipe.MessagesResponse
+    _body: MessagesBody
+
+    def _max_tokens(self, room: int) -> int:
+        return self._body.max_tokens
+
+    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+        texts, calls = dict(thinking="", text=""), []
+        for block in response["content"]:
+            if block["type"] == "tool_use":
+                calls.append((block["id"], block["name"], json.dumps(block["input"])))
+            else:
+                texts[block["type"]] += block[block["type"]]
+        return texts["thinking"], texts["text"], calls
+
+    def _error_event(self, error: APIError) -> bytes:
+        return sse(error.anthropic_body, "error")

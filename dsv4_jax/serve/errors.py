@@ -5,6 +5,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 
+MESSAGES_PATH = "/v1/messages"
+
+
 class APIError(Exception):
     """An error that is sent to the client.
 
@@ -35,8 +38,17 @@ class APIError(Exception):
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The response's JSON in Anthropic's format."""
+        body = self.body["error"]
+        return dict(
+            type="error", error=dict(type=body["type"].replace("server_error", "api_error"), message=self.message)
+        )
+
+    def response(self, path: str = "") -> JSONResponse:
+        """Returns the response to a request of a path."""
+        return JSONResponse(self.anthropic_body if path == MESSAGES_PATH else self.body, self.status, self.headers)
 
 
 def unavailable(message: str) -> APIError:

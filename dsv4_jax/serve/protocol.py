@@ -2,9 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from dsv4_jax.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
@@ -23,9 +31,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     parallel_tool_calls=(True, False),
     functions=([],),
     response_format=({"type": "text"},),
+    text=({}, {"format": {"type": "text"}}),
+    include=([], ["reasoning.encrypted_content"]),
+    truncation=("disabled",),
+    background=(False,),
     reasoning_effort=("none",),
     modalities=(["text"],),
-    service_tier=("auto", "default"),
+    service_tier=("auto", "default", "standard_only"),
     store=(False,),
     metadata=({},),
 )
@@ -71,6 +83,11 @@ class GenerationBody(_Body):
     def num_samples(self) -> int:
         """The number of answers to draw for each prompt."""
         return self.n
+
+    @property
+    def num_top(self) -> int | None:
+        """The number of likeliest tokens to report; None for no log-probabilities."""
+        return None
 
     @model_validator(mode="before")
     @classmethod
@@ -197,6 +214,73 @@ class ChatBody(GenerationBody):
         names = {"stop", "tools", "tool_choice", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
         return asked | dict(messages=[message.as_json() for message in self.messages])
+
+
+class _OneAnswerBody(GenerationBody):
+    """Fields that Responses and Messages share: one answer, and tools that the model need not call."""
+
+    n: int = Field(1, ge=1, le=1)
+    stop: list[str] = Field([], max_length=0)
+    tools: list[dict[str, Any]] = []
+    # Types of items, parts and tools that deepseek-recipe converts; it drops others without a word.
+    _types: ClassVar[tuple[str, ...]]
+
+    def conversation(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts."""
+        return self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
+
+    @model_validator(mode="after")
+    def _agree(self) -> "_OneAnswerBody":
+        for name in ("input", "messages", "system", "tools"):
+            self._check_types(getattr(self, name, None), name)
+        return self
+
+    @classmethod
+    def _check_types(cls, items: Any, name: str) -> None:
+        for i, item in enumerate(items if isinstance(items, list) else []):
+            if not isinstance(item, dict):
+                continue
+            if (kind := item.get("type", cls._types[0])) not in cls._types:
+                raise ValueError(f"{name}[{i}]: type {kind!r} is not supported, only {', '.join(cls._types)}")
+            for part in ("content", "output"):
+                cls._check_types(item.get(part), f"{name}[{i}].{part}")
+
+
+class ResponsesBody(_OneAnswerBody):
+    """The body of POST /v1/responses. Nothing is stored."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    tool_choice: Literal["none", "auto"] = "auto"
+    reasoning: dict[str, Any] = {}
+    store: Literal[False] = False
+    prompt_cache_key: str | None = None  # not used: every prompt's prefix is looked up
+    safety_identifier: str | None = None  # not used
+    _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text", "function")
+    _types += ("function_call", "function_call_output", "custom", "custom_tool_call", "custom_tool_call_output")
+
+
+class ToolChoice(_Body):
+    """Anthropic's choice of tools."""
+
+    type: Literal["none", "auto"]
+    disable_parallel_tool_use: bool = False  # has no effect
+
+
+class MessagesBody(_OneAnswerBody):
+    """The body of POST /v1/messages."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int = Field(ge=1, lt=2**31)
+    system: str | list[dict[str, Any]] = ""
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    thinking: dict[str, Any] = {}
+    output_config: dict[str, Any] = {}
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    metadata: dict[str, Any] = {}  # not used
+    cache_control: dict[str, Any] = {}  # not used: every prompt's prefix is looked up
+    _types = ("custom", "text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
