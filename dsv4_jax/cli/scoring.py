@@ -18,7 +18,7 @@ from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, draft_block, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.host.forward import first_tokens
+from dsv4_jax.host.forward import find_layout
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.parallel.sharded_step import sharded_step
@@ -119,10 +119,8 @@ def score_ids(
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
         options = dict(layers=layers, drafts=drafts, per_row=n if drafts else 0)
         results, cache = compiled.run(score_step, cache, batch, **options)
-        starts = first_tokens(
-            manager.requests, dict.fromkeys(slots, n), len(batch.slots) // manager.requests.num_shards
-        )
-        here = np.array([starts[slot] for slot in slots])[:, None] + np.arange(n)
+        layout = find_layout(manager.requests, np.array(slots), np.full((len(slots),), n), None, None)
+        here = layout.first[:, None] + np.arange(n)
         yield {name: x[here] for name, x in manager.requests.get(results).items()}
         at += n
     for slot in slots:

@@ -13,14 +13,14 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.step import Model, StepOutput
+from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.drafters import DeviceDrafter, Drafter
 from dsv4_jax.engine.engine_config import EngineConfig
-from dsv4_jax.engine.metrics import EngineMetrics, pool_use
+from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
 from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import Scheduler
-from dsv4_jax.engine.steps import LaunchedStep, ScheduledRequest
+from dsv4_jax.engine.steps import LaunchedStep, Schedule
 from dsv4_jax.engine.updates import update, update_steps
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
@@ -134,12 +134,12 @@ class Engine(Summarized):
     @property
     def metrics(self) -> EngineMetrics:
         """A copy of the counters, with the current use of the cache."""
+        self._metrics.count_use(self.manager)
         return dataclasses.replace(
             self._metrics,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             compilations=self._runner.compilations,
-            pools=pool_use(self.manager, self._metrics.pools),
             prefix=None if self.prefix is None else self.prefix.metrics,
             experts=None if self._experts is None else dataclasses.replace(self._experts.metrics),
         )
@@ -226,7 +226,7 @@ class Engine(Summarized):
             self._check_unfinished(request)
         shown = 0
         while True:
-            for token in request.generated[shown:]:
+            for token in request.tokens_from(request.prompt_length + shown):
                 shown += 1
                 yield token
             if request.finish_reason is not None:
@@ -247,7 +247,7 @@ class Engine(Summarized):
         """
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
-        outputs = [Output(request, request.tokens[start:].tolist()) for request, start in pending.items()]
+        outputs = [Output(request, request.tokens_from(start)) for request, start in pending.items()]
         # An interrupted step can leave requests here without new tokens.
         outputs = [output for output in outputs if output.tokens or output.request.error is not None]
         try:
@@ -289,7 +289,7 @@ class Engine(Summarized):
                 if self.config.overlap:
                     self._launched = self._launch_ahead(launched, decode)
                 self._read(launched)
-        self._metrics.pools = pool_use(self.manager, self._metrics.pools)
+        self._metrics.count_use(self.manager)
         if self._experts is not None:
             self._experts.between_steps(scheduler.cache.expert_counts)
 
@@ -304,9 +304,9 @@ class Engine(Summarized):
             self._metrics.restarts += 1
             raise
 
-    def _launch(self, scheduled: list[ScheduledRequest], after: LaunchedStep | None = None) -> LaunchedStep:
+    def _launch(self, schedule: Schedule, after: LaunchedStep | None = None) -> LaunchedStep:
         """Launches a step, without waiting for it or for the step `after` whose tokens it runs."""
-        launched, self._scheduler.cache = self._runner(self._scheduler.cache, scheduled, after)
+        launched, self._scheduler.cache = self._runner(self._scheduler.cache, schedule, after)
         return launched
 
     def _launch_first(self, decode: bool) -> LaunchedStep | None:
@@ -316,31 +316,28 @@ class Engine(Summarized):
         counts = scheduler.schedule_steps() if decode else {}
         if counts and self._execute_steps(counts):
             return None
-        scheduled = scheduler.schedule(decode=decode)
-        return self._launch(scheduled) if scheduled else None
+        schedule = scheduler.schedule(decode=decode)
+        return self._launch(schedule) if schedule.requests else None
 
     def _launch_ahead(self, launched: LaunchedStep, decode: bool) -> LaunchedStep | None:
         """Launches the step behind one that is not read. Returns None if there is none, or if it has to wait."""
         scheduler = self._scheduler
-        scheduler.current = launched.requests
+        scheduler.current = launched.schedule.requests
         scheduler.take_snapshots(launched)
         scheduler.admit()
         try:
-            scheduled = scheduler.schedule(decode=decode, in_flight=launched.newest_tokens())
+            schedule = scheduler.schedule(decode=decode, in_flight=launched)
         except CacheFullError:
             return None
-        return self._launch(scheduled, launched) if scheduled else None
+        return self._launch(schedule, launched) if schedule.requests else None
 
     def _read(self, launched: LaunchedStep) -> None:
         """Waits for a step's output and gives each request its tokens."""
-        scheduler, scheduler.current = self._scheduler, launched.requests
+        scheduler, scheduler.current = self._scheduler, launched.schedule.requests
         output = jax.device_get(launched.output)
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill
-        for item in launched.scheduled:
-            if item.request.finish_reason is None:
-                rows = launched.rows[item.request.slot]
-                update(scheduler, item, output[rows], launched.snapshots.get(item.request))
+        update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots)
 
     def _execute_steps(self, counts: dict[Request, int]) -> bool:
         """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""
@@ -349,9 +346,7 @@ class Engine(Summarized):
         except CacheFullError:
             return False
         self._metrics.steps += max(counts.values())
-        for request, count in counts.items():
-            here = request.slot, slice(count)
-            update_steps(self._scheduler, request, StepOutput(output.tokens[here], output.logprobs[here]))
+        update_steps(self._scheduler, counts, output)
         return True
 
     def _next_order(self):

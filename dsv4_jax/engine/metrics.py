@@ -4,6 +4,7 @@ import dataclasses
 
 from rich.table import Table
 
+from dsv4_jax.cache import CacheSchema
 from dsv4_jax.expert_pages import ExpertMetrics
 from dsv4_jax.host import KVCacheManager, PrefixMetrics
 
@@ -40,7 +41,9 @@ class EngineMetrics:
       drafted_tokens: number of draft tokens verified.
       accepted_tokens: number of draft tokens accepted.
       compilations: number of programs compiled for steps.
-      pools: {name of a pool of the cache: its use}.
+      blocks, slots: number of blocks and slots of the cache that requests and the prefix cache hold now.
+      most_blocks, most_slots: the most they held after any step.
+      schema: geometry of the cache; None before the first step.
       prefix: counters of the prefix cache; None without one.
       experts: counters of the experts of a model that lie partly in host memory, else None.
     """
@@ -61,9 +64,32 @@ class EngineMetrics:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     compilations: int = 0
-    pools: dict[str, PoolUse] = dataclasses.field(default_factory=dict)
+    blocks: int = 0
+    slots: int = 0
+    most_blocks: int = 0
+    most_slots: int = 0
+    schema: CacheSchema | None = dataclasses.field(default=None, repr=False)
     prefix: PrefixMetrics | None = None
     experts: ExpertMetrics | None = None
+
+    def count_use(self, manager: KVCacheManager) -> None:
+        """Counts the slots and blocks of the cache that are in use."""
+        self.schema = schema = manager.schema
+        self.blocks, self.slots = schema.num_blocks - manager.free_blocks, schema.max_requests - manager.free_slots
+        self.most_blocks, self.most_slots = max(self.most_blocks, self.blocks), max(self.most_slots, self.slots)
+
+    @property
+    def pools(self) -> dict[str, PoolUse]:
+        """The use of each pool of the cache by its name."""
+        pools, schema = {}, self.schema
+        if schema is None:
+            return pools
+        for name, total in schema.pool_bytes().items():
+            held, most, units = self.slots, self.most_slots, schema.max_requests
+            if name in schema.block_bytes_by_pool():
+                held, most, units = self.blocks, self.most_blocks, schema.num_blocks
+            pools[name] = PoolUse(total * held // units, total * most // units, total)
+        return pools
 
     @property
     def acceptance(self) -> float:
@@ -98,15 +124,3 @@ class EngineMetrics:
                 share = f"{use.used / use.total:.0%} of {use.total:,} bytes, at most {use.high_water / use.total:.0%}"
                 table.add_row(name, share)
         return table
-
-
-def pool_use(manager: KVCacheManager, before: dict[str, PoolUse]) -> dict[str, PoolUse]:
-    """Returns the current use of each pool; high-water marks continue from `before`."""
-    schema = manager.schema
-    blocks, slots = schema.num_blocks - manager.free_blocks, schema.max_requests - manager.free_slots
-    pools, paged = {}, schema.block_bytes_by_pool()
-    for name, total in schema.pool_bytes().items():
-        held, of = (blocks, schema.num_blocks) if name in paged else (slots, schema.max_requests)
-        used = total * held // of
-        pools[name] = PoolUse(used, max(used, before.get(name, PoolUse()).high_water), total)
-    return pools

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,9 @@ class Request(Summarized):
       order: number of the request in its engine; among equal priorities the lowest is served first.
       device_drafts: [n] int32 drafts that the last step made on the device.
       drafted_tokens: number of its drafts that were verified.
+      prompt_length: number of tokens in its prompt.
+      num_tokens: number of its known tokens, prompt included.
+      max_tokens: the most tokens that it can hold.
       accepted: number of drafts accepted by each step that gave it tokens, one less than the tokens it gave.
       finish_reason: None while it runs or waits; then "length", "stop", "cancelled" or "error".
       error: the exception that ended it, if `finish_reason` is "error".
@@ -82,12 +85,13 @@ class Request(Summarized):
         self.error: Exception | None = None
         self.cached_tokens, self.slot = 0, -1
         self.offloaded: OffloadedRequest | None = None
-        # Room for all tokens it can ever hold, so that no step copies the history. The first `_length` are known.
+        # Room for all tokens it can ever hold, so that no step copies the history. The first `num_tokens` are known.
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
-        self._prompt_length = self._length = len(prompt)
+        self.prompt_length = self.num_tokens = len(prompt)
+        self.max_tokens = len(self._ids)
         # Log-probabilities are kept of the tokens from position `_scored_from` on.
         self._scored_from = 0 if params.prompt_logprobs else len(prompt)
-        scored = len(self._ids) - self._scored_from
+        scored = self.max_tokens - self._scored_from
         self._logprobs = np.zeros((scored,))
         self._top = TopLogprobs(*(np.zeros((scored, params.top_logprobs), dtype) for dtype in (np.int32, np.float32)))
 
@@ -96,10 +100,10 @@ class Request(Summarized):
         """The number of tokens it has got and its state, as a line for people."""
         where = f"running in slot {self.slot}" if self.slot >= 0 else "waiting"
         end = f"ended: {self.finish_reason}" if self.finish_reason else where
-        return Share(self._length - self._prompt_length, self.params.max_new_tokens, f"tokens generated, {end}")
+        return Share(self.num_generated, self.params.max_new_tokens, f"tokens generated, {end}")
 
     def _summary(self) -> Summary:
-        words = f"id {reprlib.repr(self.id)}", f"{self._prompt_length:,} prompt tokens", str(self.progress)
+        words = f"id {reprlib.repr(self.id)}", f"{self.prompt_length:,} prompt tokens", str(self.progress)
         return Summary(words, {"progress": self.progress})
 
     def child(self, *, seed: int, order: int) -> "Request":
@@ -114,29 +118,42 @@ class Request(Summarized):
     @property
     def tokens(self) -> np.ndarray:
         """The [n] int32 prompt and generated ids, as a read-only view."""
-        tokens = self._ids[: self._length]
+        tokens = self._ids[: self.num_tokens]
         tokens.flags.writeable = False
         return tokens
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Returns the token ids from position `start` on."""
+        return self._ids[start : self.num_tokens].tolist()
 
     @property
     def prompt(self) -> list[int]:
         """The token ids of the prompt."""
-        return self._ids[: self._prompt_length].tolist()
+        return self._ids[: self.prompt_length].tolist()
+
+    @property
+    def num_generated(self) -> int:
+        """The number of tokens that it has got."""
+        return self.num_tokens - self.prompt_length
 
     @property
     def generated(self) -> list[int]:
         """The token ids generated so far."""
-        return self._ids[self._prompt_length : self._length].tolist()
+        return self.tokens_from(self.prompt_length)
 
     @property
     def logprobs(self) -> list[float]:
         """The log-probability of each generated token under the model, before temperature."""
-        return self._logprobs[self._prompt_length - self._scored_from : self._length - self._scored_from].tolist()
+        return self.logprobs_from(self.prompt_length)
+
+    def logprobs_from(self, start: int) -> list[float]:
+        """Returns the log-probabilities of the tokens from position `start` on, as in `logprobs`."""
+        return self._logprobs[start - self._scored_from : self.num_tokens - self._scored_from].tolist()
 
     @property
     def top_logprobs(self) -> TopLogprobs:
         """The likeliest tokens in place of each generated one, as arrays [n, top_logprobs]."""
-        return self._top[self._prompt_length - self._scored_from : self._length - self._scored_from]
+        return self._top[self.prompt_length - self._scored_from : self.num_tokens - self._scored_from]
 
     @property
     def prompt_logprobs(self) -> list[float]:
@@ -151,11 +168,11 @@ class Request(Summarized):
     @property
     def scores_prompt(self) -> bool:
         """Whether the request asks for log-probabilities of its prompt and has no token yet."""
-        return self._scored_from == 0 and self._length == self._prompt_length
+        return self._scored_from == 0 and self.num_tokens == self.prompt_length
 
     @property
     def _scored_prompt(self):
-        return slice(1, self._prompt_length if self._scored_from == 0 and self.generated else 1)
+        return slice(1, self.prompt_length if self._scored_from == 0 and self.num_generated else 1)
 
     @property
     def acceptance(self) -> float:
@@ -165,7 +182,7 @@ class Request(Summarized):
     @property
     def remaining(self) -> int:
         """The number of tokens that it may still get."""
-        return len(self._ids) - self._length
+        return self.max_tokens - self.num_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -178,37 +195,48 @@ class Request(Summarized):
         Args:
           start, logprobs, top: position of the first token, [n] log-probabilities, and the likeliest tokens or None.
         """
-        count, first = len(logprobs), start - self._scored_from
-        here = slice(first, first + count)
-        self._logprobs[here] = logprobs
-        if top is not None and (k := self.params.top_logprobs):
+        first, count = start - self._scored_from, len(logprobs)
+        self._logprobs[first : first + count] = logprobs
+        if top is not None:
+            self._score_top(start, count, top)
+
+    def _score_top(self, start, count, top):
+        """Keeps the likeliest tokens in the places of `count` tokens."""
+        if k := self.params.top_logprobs:
+            here = slice(start - self._scored_from, start - self._scored_from + count)
             self._top.ids[here], self._top.logprobs[here] = top.ids[:count, :k], top.logprobs[:count, :k]
 
     def extend(
-        self, tokens: list[int], logprobs: Sequence[float] | np.ndarray, num_drafts: int = 0, top: Any = None
-    ) -> list[int]:
-        """Appends drawn tokens up to one that ends the request; returns the appended ones.
+        self, tokens: Sequence[int], logprobs: Sequence[float], num_drafts: int = 0, top: TopLogprobs | None = None
+    ) -> int:
+        """Appends drawn tokens up to one that ends the request; returns the number of appended ones.
 
         Args:
           tokens: the accepted drafts and the token drawn after them.
           logprobs, top: their log-probabilities, and the likeliest tokens in their places if asked for.
           num_drafts: number of drafts that the step verified.
         """
-        new = tokens[: self.remaining]
-        stop = next((i for i, token in enumerate(new) if token in self.params.stop_tokens), None)
-        new = new if stop is None else new[: stop + 1]
-        length = self._length + len(new)
-        self._ids[self._length : length] = new
-        self.score(self._length, logprobs[: len(new)], top)
-        reason = "stop" if stop is not None else "length" if length == len(self._ids) else None
-        self._length, self.finish_reason = length, reason
+        start = end = self.num_tokens
+        ids, scores, offset = self._ids, self._logprobs, self._scored_from
+        most, stop_tokens, reason = self.max_tokens, self.params.stop_tokens, None
+        for token in tokens:
+            ids[end], scores[end - offset] = token, logprobs[end - start]
+            end += 1
+            if token in stop_tokens:
+                reason = "stop"
+            elif end == most:
+                reason = "length"
+            if reason is not None:
+                break
+        if top is not None:
+            self._score_top(start, end - start, top)
+        self.num_tokens, self.finish_reason = end, reason
         self.drafted_tokens += num_drafts
-        self.accepted.append(len(new) - 1)
-        return new
+        self.accepted.append(end - start - 1)
+        return end - start
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """The output of one request in a step.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,9 +15,9 @@ from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptio
 from dsv4_jax.decode.step import EarlierTokens
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
-from dsv4_jax.engine.steps import LaunchedStep, ScheduledRequest
+from dsv4_jax.engine.steps import LaunchedStep, Schedule
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.host.forward import first_tokens
+from dsv4_jax.host.forward import find_layout, first_indices, indices, prepare_forward
 
 
 class StepRunner:
@@ -39,6 +40,7 @@ class StepRunner:
         self._compilations_before = model.compilations
         none = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
         self._no_tokens = manager.requests.put(none, "tokens")
+        self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
 
     @property
     def compilations(self) -> int:
@@ -46,41 +48,46 @@ class StepRunner:
         return self._model.compilations - self._compilations_before
 
     def __call__(
-        self, cache: KVCache, scheduled: Sequence[ScheduledRequest], after: LaunchedStep | None = None
+        self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None
     ) -> tuple[LaunchedStep, KVCache]:
         """Prepares a batch and launches its step, without waiting for it; the cache is donated.
 
-        Each `ScheduledRequest.source` is a row of the step `after`.
+        A `source` of the schedule is a row of the step `after`.
         """
-        config, table = self._config, self._manager.requests
-        decode_size = 0 if config.batch_invariant else self.decode_size
-        tokens = {item.request.slot: item.tokens for item in scheduled}
-        batch = self._manager.prepare_forward(tokens, prefill_size=config.token_budget, decode_size=decode_size)
-        shard_size = len(batch.slots) // table.num_shards
-        starts = first_tokens(table, {slot: len(new) for slot, new in tokens.items()}, shard_size)
-        counts = {item.request.slot: len(item.forced_tokens) for item in scheduled}
-        rows = {
-            slot: slice(at, at + counts[slot]) for slot, at in first_tokens(table, counts, self.decode_size).items()
-        }
-        logits_indices, forced = np.full((2, table.num_shards * self.decode_size), -1, np.int32)
-        sources = np.full((len(batch.slots),), -1, np.int32)
-        for item in scheduled:
-            slot = item.request.slot
-            if item.source >= 0:
-                sources[starts[slot]] = item.source % self.decode_size  # within its shard
-            end = starts[slot] % shard_size + len(item.tokens)  # within its shard
-            logits_indices[rows[slot]] = range(end - counts[slot], end)
-            forced[rows[slot]] = item.forced_tokens
-        wants_top = any(item.forced_tokens and item.request.params.top_logprobs for item in scheduled)
-        args = logits_indices, *self._sampling([item.request for item in scheduled])
-        options = None
+        config, table, numbers = self._config, self._manager.requests, schedule.numbers
+        slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
+        sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
+        batch = prepare_forward(
+            table, slots, counts, np.concatenate(schedule.tokens), prefill_size=sizes[0], decode_size=sizes[1]
+        )
+        layout = find_layout(table, slots, counts, *sizes)
+        fields = slots, num_rows, layout.first + counts - num_rows, numbers["source"], layout.first
+        shard_sizes = table.slots_per_shard, table.num_shards, len(batch.slots), self.decode_size
+        first_rows, logits_indices, sources = _output_rows(*(field.tobytes() for field in fields), *shard_sizes)
+        arrays = dict(logits_indices=logits_indices, sources=sources) | self._sampling(schedule.requests)
         if config.max_logprobs:
-            options = LogprobOptions(forced, np.bool_(wants_top), config.max_logprobs)
-        *args, sources = table.put((*args, options, sources), "tokens")
-        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
-        output, cache = self._model.sample_step(cache, batch, *args, earlier, drafts=self._device_drafts)
-        tokens, output = output.tokens, output if wants_top else dataclasses.replace(output, top_logprobs=None)
-        return LaunchedStep(scheduled, tokens, table.begin_get(output), rows, len(batch.slots), batch.prefill), cache
+            arrays |= self._logprob_arrays(schedule, first_rows)
+        put = table.put_changed(arrays, "tokens")
+        options = LogprobOptions(put["forced"], put["wants_top"], config.max_logprobs) if config.max_logprobs else None
+        sampling = BatchedSamplingParams(put["temperature"], put["top_k"], put["top_p"])
+        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
+        args = put["logits_indices"], sampling, put["seeds"], options, earlier
+        output, cache = self._model.sample_step(cache, batch, *args, drafts=self._device_drafts)
+        tokens = output.tokens
+        if not arrays.get("wants_top", False):
+            output = dataclasses.replace(output, top_logprobs=None)
+        launched = LaunchedStep(schedule, tokens, table.begin_get(output), first_rows, len(batch.slots), batch.prefill)
+        return launched, cache
+
+    def _logprob_arrays(self, schedule, first_rows):
+        """Returns the arrays of `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
+        forced = np.full((self._manager.requests.num_shards * self.decode_size,), -1, np.int32)
+        num_rows, scored, ends = schedule.num_rows, schedule.numbers["num_scored"], schedule.ends
+        for i in np.flatnonzero(scored):
+            known = schedule.requests[i].tokens[ends[i] - num_rows[i] + 1 :]
+            forced[first_rows[i] : first_rows[i] + scored[i]] = known[: scored[i]]
+        wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
+        return dict(forced=forced, wants_top=np.array(wants_top))
 
     def run_steps(self, cache: KVCache, counts: Mapping[Request, int]) -> tuple[LoopOutput, KVCache]:
         """Runs up to `num_scheduler_steps` decode steps at once, `counts[request]` of each request; see `__call__`.
@@ -91,21 +98,24 @@ class StepRunner:
         steps, table = self._config.num_scheduler_steps, self._manager.requests
         tokens = {request.slot: request.tokens[-1:] for request in counts}
         batch = self._manager.prepare_forward(tokens, reserve=steps - 1)
-        sampling, seeds = self._sampling(list(counts))
-        limits = np.zeros((len(seeds),), np.int32)
+        arrays = self._sampling(list(counts))
+        seeds, limits = arrays.pop("seeds"), np.zeros((self._manager.schema.max_requests,), np.int32)
         for request, count in counts.items():
             limits[request.slot] = count
-        args = table.put((seeds, dataclasses.replace(sampling, max_tokens=limits)), "tokens")
+        args = table.put((seeds, BatchedSamplingParams(**arrays, max_tokens=limits)), "tokens")
         output, cache = self._model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
         return table.get(output), cache
 
-    def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
-        """Returns the sampling parameters [slots] and the seeds [slots]; slots of other requests draw greedily."""
-        slots = self._manager.schema.max_requests
-        sampling, seeds = [GREEDY] * slots, np.zeros((slots,), np.uint32)
+    def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
+        """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
+        params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
-            sampling[request.slot], seeds[request.slot] = request.params.sampling, request.params.seed
-        return BatchedSamplingParams.of(sampling), seeds
+            params[request.slot] = request.params
+        if params != self._sampled[0]:
+            sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
+            arrays = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            self._sampled = params, arrays | dict(seeds=np.array([p.seed if p else 0 for p in params], np.uint32))
+        return dict(self._sampled[1])
 
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
         """Runs each program once: the steps, and those that offload, resume, fork and restore requests.
@@ -117,7 +127,7 @@ class StepRunner:
         for count in (min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1):
             request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
             request.slot = slot = manager.admit(num_tokens=count)
-            launched, cache = self(cache, [ScheduledRequest(request, request.tokens, start=0)])
+            launched, cache = self(cache, Schedule.of([request], [request.tokens]))
             sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
             if count == 1:
                 if 1 < config.num_scheduler_steps < max_context:
@@ -134,3 +144,27 @@ class StepRunner:
                     manager.release(child)
             manager.release(slot)
         return sizes, cache
+
+
+@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+def _output_rows(slots, num_rows, first_tokens, sources, first, slots_per_shard, num_shards, num_tokens, decode_size):
+    """Places the rows of a step's output.
+
+    Args:
+      slots, num_rows: [n] the slot and the number of rows of each request.
+      first_tokens: [n] index of the token that its first row follows.
+      sources, first: [n] the row of the step before that has its first token, or -1, and the index of that token.
+      slots_per_shard, num_shards, num_tokens, decode_size: slots, shards, tokens in all, and rows of a shard.
+
+    Returns:
+      ([n] the first row of each request, `logits_indices`, `EarlierTokens.indices`).
+    """
+    fields = (np.frombuffer(field, int) for field in (slots, num_rows, first_tokens, sources, first))
+    slots, num_rows, first_tokens, sources, first = fields
+    first_rows = first_indices(slots // slots_per_shard, num_rows, num_shards, decode_size)
+    logits_indices, earlier = (np.full((n,), -1, np.int32) for n in (num_shards * decode_size, num_tokens))
+    # Indices of tokens and of rows of output are those within their shard.
+    logits_indices[indices(first_rows, num_rows)] = indices(first_tokens, num_rows) % (num_tokens // num_shards)
+    drawn = sources >= 0
+    earlier[first[drawn]] = sources[drawn] % decode_size
+    return first_rows, logits_indices, earlier

@@ -2,7 +2,7 @@
 
 import bisect
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
-from dsv4_jax.engine.steps import UNKNOWN, LaunchedStep, ScheduledRequest
+from dsv4_jax.engine.steps import NO_DRAFTS, UNKNOWN, LaunchedStep, Schedule
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.offload import capture
 from dsv4_jax.host.shard_placement import fits
@@ -144,57 +144,65 @@ class Scheduler:
         """
         if self.prefix is None:
             return
-        block = self.manager.schema.block_tokens
-        for item in launched.scheduled:
-            if item.end // block > item.start // block and item.request.finish_reason is None:
-                launched.snapshots[item.request] = self.prefix.snapshot(self.cache, item.request.slot)
+        block, schedule = self.manager.schema.block_tokens, launched.schedule
+        for i in np.flatnonzero(schedule.ends // block > schedule.numbers["start"] // block):
+            if (request := schedule.requests[i]).finish_reason is None:
+                launched.snapshots[request] = self.prefix.snapshot(self.cache, request.slot)
 
-    def schedule(
-        self, *, decode: bool = True, in_flight: Mapping[Request, int] | None = None
-    ) -> list[ScheduledRequest]:
+    def schedule(self, *, decode: bool = True, in_flight: LaunchedStep | None = None) -> Schedule:
         """Chooses the tokens of the next step: last tokens with drafts, then unread tokens within the budget.
 
         Reserves their blocks, and preempts requests if necessary.
 
         Args:
           decode: as for `Engine.step`.
-          in_flight: if the step before was launched and not read, {request for which it draws a token: the row of its
-            output with that token}. No request is preempted then, since its tokens are not known.
+          in_flight: the step before, if it was launched and not read. No request is preempted then, since its tokens
+            are not known.
 
         Raises:
           CacheFullError: a request has to be preempted, and `in_flight` is given.
         """
-        self.current = tuple(self.running)
-        drawn = in_flight or {}
-        unread = {r: len(r.tokens) + (r in drawn) - self.manager.length(r.slot) for r in self.running}
-        decoding = [request for request, count in unread.items() if decode and count == 1]
-        if in_flight is None:
-            scheduled = [item for request in decoding if (item := self._schedule_decode(request))]
-        else:
-            scheduled = [self._schedule_ahead(r, drawn.get(r, -1)) for r in decoding if r.remaining > (r in drawn)]
-        readers = [request for request, count in unread.items() if count > 1 and request.slot >= 0]
+        self.current = running = tuple(self.running)
+        table, num_slots = self.manager.requests, self.manager.schema.max_requests
+        slots = np.array([request.slot for request in running], int)
+        known = np.array([request.num_tokens for request in running], int)
+        most = np.array([request.max_tokens for request in running], int)
+        sources = (np.full((num_slots,), -1) if in_flight is None else in_flight.newest_tokens(num_slots))[slots]
+        known = known + (sources >= 0)
+        unread = known - table.states.numbers["length"][slots]
+        decoding = np.flatnonzero((unread == 1) & (known < most)) if decode else np.zeros((0,), int)
+        requests = [running[i] for i in decoding.tolist()]
+        schedule = self._schedule_decode(requests, known[decoding] - 1, sources[decoding], in_flight is not None)
+        readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
+        if readers:
+            schedule += self._schedule_prefill(readers, schedule, decode)
+        self.current = schedule.requests
+        return schedule
+
+    def _schedule_prefill(self, readers, schedule, decode):
+        """Schedules unread tokens, as many as the budget of a step that also has another schedule allows."""
         table = self.manager.requests
         # Each shard's remaining tokens, and its remaining rows of output after one row for each reader.
-        budget = [self.config.token_budget] * table.num_shards
-        rows = [self.config.decode_size(table.slots_per_shard)] * table.num_shards
-        for item in scheduled:
-            budget[table.shard(item.request.slot)] -= len(item.tokens)
-            rows[table.shard(item.request.slot)] -= len(item.forced_tokens)
+        budget = np.full((table.num_shards,), self.config.token_budget)
+        rows = np.full((table.num_shards,), self.config.decode_size(table.slots_per_shard))
+        shards = schedule.numbers["slot"] // table.slots_per_shard
+        np.subtract.at(budget, shards, schedule.numbers["num_tokens"])
+        np.subtract.at(rows, shards, schedule.num_rows)
+        np.subtract.at(rows, [table.shard(request.slot) for request in readers], 1)
+        found = []
         for request in readers:
-            rows[table.shard(request.slot)] -= 1
-        for request in readers:
-            start, known, shard = self.manager.length(request.slot), len(request.tokens), table.shard(request.slot)
+            start, known, shard = self.manager.length(request.slot), request.num_tokens, table.shard(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
-            end = min(start + limit, self._chunk_end(start, known - (not decode)))
+            end = int(min(start + limit, self._chunk_end(start, known - (not decode))))
             if end > start:
-                forced = request.tokens[start + 1 : end + 1].tolist() if request.scores_prompt else []
-                forced += [-1] if end == known else []
-                rows[shard] -= max(len(forced) - 1, 0)
-                tokens = request.tokens[start:end]
-                scheduled.append(ScheduledRequest(request, tokens, start, is_prefill=True, forced_tokens=forced))
+                samples = end == known
+                num_scored = end - start - samples if request.scores_prompt else 0
+                rows[shard] -= max(num_scored + samples - 1, 0)
                 budget[shard] -= end - start
-        self.current = tuple(item.request for item in scheduled)
-        return scheduled
+                found.append((request, request.tokens[start:end], start, num_scored, samples))
+        requests, tokens, *fields = zip(*found, strict=True) if found else ((),) * 5
+        fields = dict(zip(("start", "num_scored", "samples"), fields, strict=True))
+        return Schedule.of(requests, tokens, is_prefill=True, **fields)
 
     def schedule_steps(self) -> dict[Request, int]:
         """Returns the number of decode steps that each running request can take without the host; {} for a single step.
@@ -229,52 +237,63 @@ class Scheduler:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, **room)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
             slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens, **room)
-            if not request.generated:
+            if not request.num_generated:
                 request.cached_tokens = hit_tokens
         else:
             slot = self.manager.admit(request.tokens, **room)
         return slot
 
-    def _schedule_decode(self, request):
-        """Returns the last token and drafts of a request; None if it is preempted meanwhile or its drafter fails."""
-        if request.slot < 0:
-            return None
-        try:
-            drafts = self._draft(request)
-        except Exception as error:  # a drafter is the caller's code, and concerns this request only
-            return self.finish(request, "error", error)
+    def _schedule_decode(self, requests, starts, sources, is_in_flight):
+        """Schedules the last tokens of requests with their drafts.
+
+        Each `starts` [n] is the token's position, and `sources` [n] its row in a step that the host has not read.
+        Raises CacheFullError if blocks are missing while such a step is in flight.
+        """
+        counts, slots = np.ones((len(requests),), int), np.array([request.slot for request in requests], int)
+        drafts = [self._draft(request) for request in requests] if self.config.draft_tokens else []
+        if drafts:
+            counts += [len(ids) for ids in drafts]
+        for i in np.flatnonzero(self.manager.requests.missing_blocks(slots, counts)):
+            counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
+        tokens, is_prefill = [UNKNOWN] * len(requests), sources < 0
+        for i in np.flatnonzero(sources < 0).tolist():
+            tokens[i], is_prefill[i] = requests[i].tokens[-1:], not requests[i].num_generated
+            if counts[i] > 1:
+                tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
+        fields = dict(start=starts, num_drafts=counts - 1, source=sources, is_prefill=is_prefill)
+        schedule = Schedule.of(requests, tokens, **fields)
+        kept = schedule.numbers["slot"] >= 0  # others were preempted meanwhile, or their drafters failed
+        return schedule if kept.all() else schedule.select(kept)
+
+    def _reserve(self, request, num_tokens, *, can_preempt):
+        """Reserves blocks for a token and its drafts, or for the token only; returns for how many, 0 if preempted."""
         while request.slot >= 0:
             try:
-                self.manager.allocate(request.slot, 1 + len(drafts))
-                tokens, start = np.concatenate([request.tokens[-1:], drafts]), len(request.tokens) - 1
-                return ScheduledRequest(request, tokens, start, not request.generated, len(drafts), [-1] * len(tokens))
+                self.manager.allocate(request.slot, num_tokens)
+                return num_tokens
             except CacheFullError:
-                if len(drafts):
-                    drafts = drafts[:0]  # no request is preempted for the sake of drafts
+                if num_tokens > 1:
+                    num_tokens = 1  # no request is preempted for the sake of drafts
+                elif not can_preempt:
+                    raise
                 else:
                     shard = self.manager.requests.shard
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
-        return None
-
-    def _schedule_ahead(self, request, source):
-        """Returns the last token of a request, which is row `source` of a step that the host has not read; -1 = known.
-
-        Raises CacheFullError if no block is free for it.
-        """
-        self.manager.allocate(request.slot, 1)
-        tokens = request.tokens[-1:] if source < 0 else UNKNOWN
-        is_prefill = source < 0 and not request.generated
-        return ScheduledRequest(request, tokens, self.manager.length(request.slot), is_prefill, source=source)
+        return 0
 
     def _draft(self, request):
-        """Returns [n] int32 drafts, no more than a step may verify."""
+        """Returns [n] int32 drafts, no more than a step may verify. Ends the request if its drafter fails."""
         count = min(request.params.draft_tokens or 0, request.remaining - 1)
         if self.drafter is None or not count:
             return request.device_drafts[:count]
-        drafts = self.drafter.draft(request.tokens, count)
-        if len(drafts) > count:
-            raise ValueError(f"the drafter guessed {len(drafts)} tokens, at most {count} were asked for")
-        return self.manager.check_ids(drafts, "drafts") if len(drafts) else np.zeros((0,), np.int32)
+        try:
+            drafts = self.drafter.draft(request.tokens, count)
+            if len(drafts) > count:
+                raise ValueError(f"the drafter guessed {len(drafts)} tokens, at most {count} were asked for")
+            return self.manager.check_ids(drafts, "drafts") if len(drafts) else NO_DRAFTS
+        except Exception as error:  # a drafter is the caller's code, and concerns this request only
+            self.finish(request, "error", error)
+            return NO_DRAFTS
 
     def _chunk_end(self, start, end):
         """Limits the end of a chunk to the next block boundary whose snapshot the prefix cache keeps."""

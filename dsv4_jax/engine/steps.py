@@ -1,7 +1,7 @@
 """A step of an engine: the requests that it runs, and its output while the device computes it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,44 +12,64 @@ from dsv4_jax.engine.requests import Request
 
 # In place of the id of a token that only the device knows.
 UNKNOWN = np.zeros((1,), np.int32)
+NO_DRAFTS = np.zeros((0,), np.int32)
+SCHEDULED = np.dtype(
+    [(name, np.int64) for name in ("slot", "start", "num_tokens", "num_drafts", "num_scored", "source")]
+    + [("samples", np.bool_), ("is_prefill", np.bool_)]
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduledRequest:
-    """A request and the tokens that it brings to a step.
+class Schedule:
+    """The requests of a step and the tokens that they bring to it.
 
     Attributes:
-      request: the request.
-      tokens: [n] int32 ids that follow those in the cache.
-      start: position of the first of these tokens.
-      is_prefill: whether they are prompt tokens or read again after a restart, rather than the last drawn token.
-      num_drafts: number of drafts at the end of `tokens`.
-      forced_tokens: [m] known tokens that follow the last m of `tokens`, to be scored; -1 = draw one.
-      source: the row of the previous step's output with the only token, if the host does not know it yet; else -1.
+      requests: n requests.
+      tokens: for each request [num_tokens] int32 ids that follow those in the cache.
+      numbers: [n] with these fields:
+        slot: the request's slot.
+        start: position of the first of these tokens.
+        num_tokens: number of these tokens.
+        num_drafts: number of drafts at their end.
+        num_scored: number of known tokens to be scored; they follow the last of these tokens but one.
+        source: the row of the previous step's output with the only token, if the host does not know it yet; else -1.
+        samples: whether a token is drawn after the last one.
+        is_prefill: whether they are prompt tokens or read again after a restart, rather than the last drawn token.
     """
 
-    request: Request
-    tokens: np.ndarray
-    start: int
-    is_prefill: bool = False
-    num_drafts: int = 0
-    forced_tokens: Sequence[int] = (-1,)
-    source: int = -1
+    requests: tuple[Request, ...]
+    tokens: Sequence[np.ndarray]
+    numbers: np.ndarray
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], tokens: Sequence[np.ndarray], **fields: Any) -> "Schedule":
+        """Returns a schedule in which each request draws a token; `fields` are those of `numbers` that differ."""
+        numbers = np.zeros((len(requests),), SCHEDULED)
+        fields = dict(slot=[request.slot for request in requests], source=-1, samples=True) | fields
+        for name, values in (fields | dict(num_tokens=[len(ids) for ids in tokens])).items():
+            numbers[name] = values
+        return cls(tuple(requests), tokens, numbers)
+
+    def select(self, mask: np.ndarray) -> "Schedule":
+        """Returns the schedule of some requests, by a mask [n]."""
+        places = np.flatnonzero(mask).tolist()
+        requests, tokens = tuple(self.requests[i] for i in places), [self.tokens[i] for i in places]
+        return Schedule(requests, tokens, self.numbers[mask])
+
+    def __add__(self, other: "Schedule") -> "Schedule":
+        """Returns the schedule of both."""
+        numbers = np.concatenate([self.numbers, other.numbers])
+        return Schedule(self.requests + other.requests, [*self.tokens, *other.tokens], numbers)
 
     @property
-    def samples(self) -> bool:
-        """Whether a token is drawn after the last one."""
-        return bool(self.forced_tokens) and self.forced_tokens[-1] < 0
+    def num_rows(self) -> np.ndarray:
+        """The [n] rows of output: scored tokens, verified drafts, and the token that is drawn."""
+        return self.numbers["num_scored"] + self.numbers["samples"] * (1 + self.numbers["num_drafts"])
 
     @property
-    def num_scored(self) -> int:
-        """The number of `forced_tokens` that belong to the prompt."""
-        return sum(token >= 0 for token in self.forced_tokens)
-
-    @property
-    def end(self) -> int:
-        """The number of tokens that the request holds after the step, drafts included."""
-        return self.start + len(self.tokens)
+    def ends(self) -> np.ndarray:
+        """The [n] tokens that each request holds after the step, drafts included."""
+        return self.numbers["start"] + self.numbers["num_tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,34 +77,31 @@ class LaunchedStep:
     """A step that was launched and whose output the host has not read.
 
     Attributes:
-      scheduled: the requests that it runs, with their tokens.
+      schedule: the requests that it runs, with their tokens.
       tokens: [n] int32, the tokens that it draws, for the step behind it.
       output: StepOutput on its way to the host.
-      rows: {slot: the rows of the output that belong to its request}.
+      first_rows: [n] the first row of the output that belongs to each request.
       num_tokens: number of tokens of its program.
       prefill: whether it ran the program of `token_budget` tokens.
       snapshots: {request: its rows at a block boundary, for the prefix cache}, taken before a later step was launched.
     """
 
-    scheduled: Sequence[ScheduledRequest]
+    schedule: Schedule
     tokens: Any
     output: StepOutput
-    rows: Mapping[int, slice]
+    first_rows: np.ndarray
     num_tokens: int
     prefill: bool
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def requests(self) -> tuple[Request, ...]:
-        """The requests that it runs."""
-        return tuple(item.request for item in self.scheduled)
-
-    @property
     def is_in_vain(self) -> bool:
         """Whether all of its requests have ended since."""
-        return all(item.request.finish_reason is not None for item in self.scheduled)
+        return all(request.finish_reason is not None for request in self.schedule.requests)
 
-    def newest_tokens(self) -> dict[Request, int]:
-        """Returns {unfinished request for which the step draws a token: the row of the output with this token}."""
-        unfinished = (item for item in self.scheduled if item.samples and item.request.finish_reason is None)
-        return {item.request: self.rows[item.request.slot].stop - 1 for item in unfinished}
+    def newest_tokens(self, num_slots: int) -> np.ndarray:
+        """Returns [num_slots] the row of the output with the token that an unfinished request draws; -1 = none."""
+        schedule, newest = self.schedule, np.full((num_slots,), -1)
+        draws = np.array([request.finish_reason is None for request in schedule.requests]) & schedule.numbers["samples"]
+        newest[schedule.numbers["slot"][draws]] = (self.first_rows + schedule.num_rows - 1)[draws]
+        return newest

@@ -1,67 +1,89 @@
 """Applies a step's output to the requests that it ran."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.drafters import accept
 from dsv4_jax.engine.requests import Request
 from dsv4_jax.engine.scheduler import Scheduler
-from dsv4_jax.engine.steps import ScheduledRequest
+from dsv4_jax.engine.steps import Schedule
 
 
-def update(scheduler: Scheduler, item: ScheduledRequest, output: StepOutput, snapshot: Any = None) -> None:
-    """Gives a request the accepted tokens of a step, forgets rejected drafts, and finishes the request if it is done.
+def update(
+    scheduler: Scheduler,
+    schedule: Schedule,
+    first_rows: np.ndarray,
+    output: StepOutput,
+    snapshots: Mapping[Request, Any] | None = None,
+) -> None:
+    """Gives requests the accepted tokens of a step, forgets rejected drafts, and finishes requests that are done.
 
     Args:
-      scheduler: the scheduler of the request.
-      item: the request and the tokens that it brought to the step.
-      output: the request's rows of the step's output, on the host.
-      snapshot: the request's rows at its last block boundary, for the prefix cache, if a later step was launched.
+      scheduler: the scheduler of the requests.
+      schedule: the requests and the tokens that they brought to the step; those that have ended are left out.
+      first_rows: [n] the first row of the output that belongs to each request.
+      output: the step's output, on the host.
+      snapshots: requests' rows at their last block boundary, for the prefix cache, if a later step was launched.
     """
-    request, manager, metrics = item.request, scheduler.manager, scheduler.metrics
-    known, length, scored = len(request.tokens), item.end, item.num_scored
-    drafts = item.tokens[len(item.tokens) - item.num_drafts :].tolist()
-    new = accept(drafts, output.tokens[scored:].tolist()) if item.samples else []
-    bad = np.flatnonzero(~np.isfinite(output.logprobs[: scored + len(new)]))
-    if bad.size:
-        last = length - len(item.forced_tokens) + bad[0]
-        error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
-        return scheduler.finish(request, "error", error)
-    if scored:
-        request.score(length - len(item.tokens) + 1, output.logprobs[:scored], output.top_logprobs)
-    if item.samples:
-        drawn = output[scored : scored + len(new)]
-        if drawn.draft_tokens is not None:
-            request.device_drafts = (row := drawn.draft_tokens[request.slot])[row >= 0]
-        metrics.drafted_tokens += item.num_drafts
-        metrics.accepted_tokens += len(new) - 1
-        scheduler.pending_outputs.setdefault(request, known)
-        metrics.generated_tokens += len(request.extend(new, drawn.logprobs, item.num_drafts, drawn.top_logprobs))
-        # The last token is not in the cache yet. Rejected drafts are, and so are accepted ones behind the end.
-        length = len(request.tokens) - 1
-        if item.num_drafts:
-            manager.rewind(request.slot, item.end - length)
-    metrics.prompt_tokens += len(item.tokens) if item.is_prefill else 0
-    block = manager.schema.block_tokens
-    if scheduler.prefix is not None and length // block > item.start // block:
-        tokens = request.tokens[:length]
-        scheduler.prefix.observe(scheduler.cache, request.slot, tokens, length=length, snapshot=snapshot)
-    if request.finish_reason is not None:
-        scheduler.finish(request, request.finish_reason)
-
-
-def update_steps(scheduler: Scheduler, request: Request, output: StepOutput) -> None:
-    """Gives a request the tokens of several decode steps, one after another, until it is done.
-
-    The manager counts the first step already.
-    """
-    for step in range(len(output.tokens)):
-        if step:
-            scheduler.manager.advance(request.slot, 1)
-        start, is_prefill = len(request.tokens) - 1, not request.generated
-        item = ScheduledRequest(request, request.tokens[-1:], start, is_prefill)
-        update(scheduler, item, output[step : step + 1])
+    metrics, prefix, pending = scheduler.metrics, scheduler.prefix, scheduler.pending_outputs
+    block_tokens, tops, is_finite = scheduler.manager.schema.block_tokens, output.top_logprobs, None
+    if not np.isfinite(output.logprobs).all():
+        is_finite = np.isfinite(output.logprobs)
+    tokens, logprobs = output.tokens.tolist(), output.logprobs.tolist()
+    numbers, first_rows = schedule.numbers.tolist(), first_rows.tolist()
+    for request, ids, row, begin in zip(schedule.requests, schedule.tokens, numbers, first_rows, strict=True):
         if request.finish_reason is not None:
-            break
+            continue
+        slot, start, num_tokens, num_drafts, num_scored, _, samples, is_prefill = row
+        first, length = begin + num_scored, start + num_tokens
+        new = tokens[first : first + 1 + num_drafts] if samples else []
+        if num_drafts:
+            new = accept(ids[-num_drafts:].tolist(), new)
+        end = first + len(new)
+        if is_finite is not None and (bad := np.flatnonzero(~is_finite[begin:end])).size:
+            last = length - num_scored - samples * (1 + num_drafts) + bad[0]
+            error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+            scheduler.finish(request, "error", error)
+            continue
+        if num_scored:
+            request.score(start + 1, logprobs[begin:first], tops and tops[begin:first])
+        if samples:
+            if output.draft_tokens is not None:
+                request.device_drafts = (drafts := output.draft_tokens[slot])[drafts >= 0]
+            pending.setdefault(request, request.num_tokens)
+            metrics.generated_tokens += request.extend(new, logprobs[first:end], num_drafts, tops and tops[first:end])
+            # The last token is not in the cache yet. Rejected drafts are, and so are accepted ones behind the end.
+            length = request.num_tokens - 1
+            if num_drafts:
+                metrics.drafted_tokens += num_drafts
+                metrics.accepted_tokens += len(new) - 1
+                scheduler.manager.rewind(slot, start + num_tokens - length)
+        if is_prefill:
+            metrics.prompt_tokens += num_tokens
+        if prefix is not None and length // block_tokens > start // block_tokens:
+            snapshot = None if snapshots is None else snapshots.get(request)
+            prefix.observe(scheduler.cache, slot, request.tokens[:length], length=length, snapshot=snapshot)
+        if request.finish_reason is not None:
+            scheduler.finish(request, request.finish_reason)
+
+
+def update_steps(scheduler: Scheduler, counts: Mapping[Request, int], output: LoopOutput) -> None:
+    """Gives requests the tokens of several decode steps, one step after another, until they are done.
+
+    Args:
+      scheduler: the scheduler of the requests. Its manager counts the first step already.
+      counts: number of steps of each request.
+      output: the tokens [slots, steps], on the host.
+    """
+    for step in range(max(counts.values())):
+        requests = [request for request, count in counts.items() if count > step and request.finish_reason is None]
+        for request in requests if step else ():
+            scheduler.manager.advance(request.slot, 1)
+        fields = dict(start=[r.num_tokens - 1 for r in requests], is_prefill=[not r.num_generated for r in requests])
+        schedule = Schedule.of(requests, [request.tokens[-1:] for request in requests], **fields)
+        here = StepOutput(output.tokens[:, step], output.logprobs[:, step])
+        update(scheduler, schedule, schedule.numbers["slot"], here)

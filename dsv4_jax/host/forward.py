@@ -1,77 +1,140 @@
 """Builds the inputs of a step: the implementation of `KVCacheManager.prepare_forward`."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 
 import numpy as np
 
 from dsv4_jax.cache import Batch
-from dsv4_jax.host.request_table import RequestTable
+from dsv4_jax.host.request_table import RequestTable, extended
 from dsv4_jax.host.step_order import PreparedBatch, record_batch
 
 
 def prepare_forward(
     table: RequestTable,
-    tokens: Mapping[int, np.ndarray],
-    reserve: int,
-    prefill_size: int | None,
-    decode_size: int | None,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    ids: np.ndarray,
+    *,
+    reserve: int = 0,
+    prefill_size: int | None = None,
+    decode_size: int | None = None,
 ) -> Batch:
-    """Implements `KVCacheManager.prepare_forward` for checked token ids [n] int32 by slot."""
-    schema, counts = table.schema, {slot: len(new) for slot, new in tokens.items()}
-    padded = table.slots_per_shard if decode_size is None else decode_size
-    per_shard = [
-        sum(n for slot, n in counts.items() if table.shard(slot) == shard) for shard in range(table.num_shards)
-    ]
-    prefill, most = max(counts.values()) > schema.max_query_tokens, max(per_shard)
-    if prefill_size is None:
-        padded = padded if most <= padded else 1 << (most - 1).bit_length()
-    elif prefill or most > padded:
-        padded, prefill = prefill_size, True
-        if most > prefill_size:
-            where = "" if table.num_shards == 1 else f" in shard {per_shard.index(most)} of {table.num_shards}"
-            raise ValueError(f"{prefill_size=} is less than the step's {most} tokens{where}")
-    missing = {slot: table.missing_blocks(slot, count + reserve) for slot, count in counts.items()}
-    # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
-    max_new_blocks = table.slots_per_shard * (1 + table.blocks_for(reserve)) + table.blocks_for(padded)
-    arrays = dict(
-        token_ids=np.zeros((table.num_shards, padded), np.int32),
-        positions=np.full((table.num_shards, padded), -1, np.int32),
-        slots=np.full((table.num_shards, padded), -1, np.int32),
-        new_blocks=np.full((table.num_shards, max_new_blocks, 3), -1, np.int32),
-        reset_slots=np.full((table.num_shards, table.slots_per_shard), -1, np.int32),
-    )
-    states, starts, time = {}, first_tokens(table, counts, padded), table.tick()
-    with table.transaction(missing) as acquired:
-        new_blocks, reset_slots = ([[] for _ in range(table.num_shards)] for _ in range(2))
-        for slot, new in tokens.items():
-            state, shard, own = table.state(slot), table.shard(slot), slot % table.slots_per_shard
-            here = shard, slice(start := starts[slot] % padded, start + len(new))
-            arrays["token_ids"][here] = new
-            arrays["positions"][here] = np.arange(state.length, state.length + len(new))
-            arrays["slots"][here] = own
-            blocks = state.blocks + acquired[slot]
-            # Only blocks that this step can reach are published, which bounds the size of new_blocks.
-            published = max(state.published_blocks, table.blocks_for(state.length + len(new) + reserve))
-            opened = range(state.published_blocks, published)
-            new_blocks[shard] += [(own, index, table.local_block(blocks[index])) for index in opened]
-            reset_slots[shard] += [own] if state.is_new else []
-            state = dataclasses.replace(state, blocks=blocks, published_blocks=published, is_new=False, changed=time)
-            states[slot] = state.extended(len(new), schema)
-        for shard in range(table.num_shards):
-            arrays["new_blocks"][shard, : len(new_blocks[shard])] = np.reshape(new_blocks[shard], (-1, 3))
-            arrays["reset_slots"][shard, : len(reset_slots[shard])] = reset_slots[shard]
-        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
-        batch = Batch(**table.put(flat, "tokens"), prefill=prefill, schema=schema)
-        record_batch(batch, PreparedBatch(table, time, {slot: table.state(slot) for slot in tokens}, states))
-        table.commit(states)
+    """Implements `KVCacheManager.prepare_forward` for arrays.
+
+    Args:
+      table: the requests.
+      slots: [n] admitted slots, each once.
+      counts: [n] number of tokens that each brings.
+      ids: [sum of counts] int32, their checked token ids.
+      reserve, prefill_size, decode_size: as in `KVCacheManager.prepare_forward`.
+    """
+    layout, block_tokens = find_layout(table, slots, counts, prefill_size, decode_size), table.schema.block_tokens
+    states, time, missing = table.states, table.tick(), table.missing_blocks(slots, counts + reserve)
+    now = states.numbers[slots]
+    after = extended(now, counts, table.schema)
+    after["num_blocks"] += missing
+    after["changed"], after["is_new"] = time, False
+    # Only blocks that this step can reach are published, which bounds the size of new_blocks.
+    after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
+    token_ids, positions = np.zeros((len(layout.slots),), np.int32), np.full((len(layout.slots),), -1, np.int32)
+    token_ids[layout.indices], positions[layout.indices] = ids, indices(now["length"], counts)
+    needs = np.flatnonzero(missing)
+    with table.transaction(dict(zip(slots[needs].tolist(), missing[needs].tolist(), strict=True))) as acquired:
+        states = states.replaced(slots, after, acquired)
+        arrays = dict(token_ids=token_ids, slots=layout.slots) | _new_rows(table, slots, now, states, layout, reserve)
+        positions = table.put(positions, "tokens")  # always a new array, by which a batch is known
+        batch = Batch(
+            positions=positions, **table.put_changed(arrays, "tokens"), prefill=layout.prefill, schema=table.schema
+        )
+        record_batch(batch, PreparedBatch(table, time, slots, table.states.numbers, states.numbers))
+        table.states = states
     return batch
 
 
-def first_tokens(table: RequestTable, counts: Mapping[int, int], size: int) -> dict[int, int]:
-    """Returns {slot: index of its first token} in a batch with `size` tokens per shard, for `counts` tokens by slot."""
-    ends, starts = [shard * size for shard in range(table.num_shards)], {}
-    for slot, count in counts.items():
-        shard = table.shard(slot)
-        starts[slot], ends[shard] = ends[shard], ends[shard] + count
-    return starts
+def _new_rows(table, slots, now, states, layout, reserve):
+    """Returns a batch's `new_blocks` and `reset_slots`; `now` [n] are the numbers of its slots before it."""
+    num_shards, per_shard = table.num_shards, table.slots_per_shard
+    # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
+    most = per_shard * (1 + table.blocks_for(reserve)) + table.blocks_for(len(layout.slots) // num_shards)
+    blank = _blank_rows(num_shards, per_shard, most)
+    published = states.numbers["published_blocks"][slots]
+    if not (news := np.flatnonzero(now["is_new"] | (published > now["published_blocks"]))).size:
+        return blank
+    blocks_of, resets_of = [[] for _ in range(num_shards)], [[] for _ in range(num_shards)]
+    for i in news.tolist():
+        shard, own = divmod(int(slots[i]), per_shard)
+        blocks, opened = states.lists[int(slots[i])][0], range(now["published_blocks"][i], published[i])
+        blocks_of[shard] += [(own, index, table.local_block(blocks[index])) for index in opened]
+        resets_of[shard] += [own] if now["is_new"][i] else []
+    new_blocks, reset_slots = blank["new_blocks"].copy(), blank["reset_slots"].copy()
+    for shard, (blocks, resets) in enumerate(zip(blocks_of, resets_of, strict=True)):
+        new_blocks[shard * most :][: len(blocks)] = np.reshape(blocks, (-1, 3))
+        reset_slots[shard * per_shard :][: len(resets)] = resets
+    return dict(new_blocks=new_blocks, reset_slots=reset_slots)
+
+
+@functools.lru_cache(maxsize=8)
+def _blank_rows(num_shards, slots_per_shard, most):
+    """Returns the `new_blocks` and `reset_slots` of a batch that opens no block and begins no request."""
+    new_blocks = np.full((num_shards * most, 3), -1, np.int32)
+    return dict(new_blocks=new_blocks, reset_slots=np.full((num_shards * slots_per_shard,), -1, np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The places of tokens in a batch.
+
+    Attributes:
+      first: [n] index of each request's first token.
+      indices: [sum of counts] index of each token.
+      slots: [T] int32, `Batch.slots`.
+      prefill: `Batch.prefill`.
+    """
+
+    first: np.ndarray
+    indices: np.ndarray
+    slots: np.ndarray
+    prefill: bool
+
+
+def find_layout(
+    table: RequestTable, slots: np.ndarray, counts: np.ndarray, prefill_size: int | None, decode_size: int | None
+) -> Layout:
+    """Returns the layout of a batch; arguments as for `prepare_forward`."""
+    sizes = table.slots_per_shard, table.num_shards, table.schema.max_query_tokens, prefill_size, decode_size
+    return _find_layout(slots.tobytes(), counts.tobytes(), *sizes)
+
+
+@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+def _find_layout(slots, counts, slots_per_shard, num_shards, max_query_tokens, prefill_size, decode_size):
+    slots, counts = np.frombuffer(slots, int), np.frombuffer(counts, int)
+    shards, own = np.divmod(slots, slots_per_shard)
+    per_shard = [int(counts[shards == shard].sum()) for shard in range(num_shards)]
+    size = slots_per_shard if decode_size is None else decode_size
+    prefill, most = bool(counts.max() > max_query_tokens), max(per_shard)
+    if prefill_size is None:
+        size = size if most <= size else 1 << (most - 1).bit_length()
+    elif prefill or most > size:
+        size, prefill = prefill_size, True
+        if most > size:
+            where = "" if num_shards == 1 else f" in shard {per_shard.index(most)} of {num_shards}"
+            raise ValueError(f"{prefill_size=} is less than the step's {most} tokens{where}")
+    first, padded = first_indices(shards, counts, num_shards, size), np.full((num_shards * size,), -1, np.int32)
+    at = indices(first, counts)
+    padded[at] = np.repeat(own, counts)
+    return Layout(first, at, padded, prefill)
+
+
+def first_indices(shards: np.ndarray, counts: np.ndarray, num_shards: int, size: int) -> np.ndarray:
+    """Returns the [n] indices at which `counts` [n] rows begin, in arrays with `size` rows for each of the shards."""
+    first = np.empty_like(counts)
+    for shard in range(num_shards):
+        mine = shards == shard
+        first[mine] = shard * size + np.cumsum(counts[mine]) - counts[mine]
+    return first
+
+
+def indices(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns `counts` [n] consecutive integers from each of `first` [n], one after another."""
+    return np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())

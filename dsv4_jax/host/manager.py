@@ -14,7 +14,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.fork_truncate import fork, truncate
 from dsv4_jax.host.forward import prepare_forward
-from dsv4_jax.host.request_table import RequestTable, count_shards
+from dsv4_jax.host.request_table import RequestTable, count_shards, extended
 from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 from dsv4_jax.sizes import parse_bytes
@@ -134,7 +134,7 @@ class KVCacheManager(Summarized):
     def init_cache(self) -> KVCache:
         """Makes an empty cache. Steps refuse batches of requests that ran on another one."""
         cache = KVCache.zeros(self.schema, self.mesh)
-        step_order.record_cache(cache, step_order.CacheContents(self.requests, {}, is_complete=True))
+        step_order.record_cache(cache, step_order.CacheContents.empty(self.requests, is_complete=True))
         return cache
 
     def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
@@ -210,10 +210,14 @@ class KVCacheManager(Summarized):
         """
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
-        if missing := self.requests.missing_blocks(slot, num_tokens):
-            state = self.requests.state(slot)
-            with self.requests.transaction({slot: missing}) as new:
-                self.requests.commit({slot: dataclasses.replace(state, blocks=state.blocks + new[slot])})
+        self.requests.state(slot)
+        table, slots = self.requests, np.array([slot])
+        (missing,) = table.missing_blocks(slots, np.array([num_tokens])).tolist()
+        if missing:
+            numbers = table.states.numbers[slots]
+            numbers["num_blocks"] += missing
+            with table.transaction({slot: missing}) as new:
+                table.states = table.states.replaced(slots, numbers, new)
 
     def prepare_forward(
         self,
@@ -256,8 +260,12 @@ class KVCacheManager(Summarized):
             raise TypeError(f"tokens must map slots to token ids, {{slot: ids}}, got a {type(tokens).__name__}")
         if not tokens:
             raise ValueError("tokens is empty: a step needs at least one slot with tokens")
-        ids = {check_whole("slot", slot): self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()}
-        return prepare_forward(self.requests, ids, reserve, prefill_size, decode_size)
+        ids = [self.check_ids(new, f"tokens[{check_whole('slot', slot)}]") for slot, new in tokens.items()]
+        for slot in tokens:
+            self.requests.state(slot)
+        slots, counts = np.array(list(tokens), int), np.array([len(new) for new in ids], int)
+        sizes = dict(reserve=reserve, prefill_size=prefill_size, decode_size=decode_size)
+        return prepare_forward(self.requests, slots, counts, np.concatenate(ids), **sizes)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
         """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced.
@@ -284,7 +292,8 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        step_order.commit(self.requests, slot, state.extended(num_tokens, self.schema))
+        (numbers,) = extended(self.requests.states.numbers[[slot]], np.array([num_tokens]), self.schema)
+        step_order.commit(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.

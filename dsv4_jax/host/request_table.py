@@ -24,6 +24,13 @@ from dsv4_jax.summary import Share
 MAX_BLOCKS_PER_TRANSFER = 16
 
 
+# The numbers of a request, kept in one array for all slots, so that a step changes those of all its requests at once.
+NUMBERS = np.dtype(
+    [(name, np.int64) for name in ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed")]
+    + [("is_new", np.bool_)]
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class RequestState:
     """The host's immutable record of one request.
@@ -35,7 +42,7 @@ class RequestState:
       published_blocks: number of these blocks that the device's block table holds.
       is_new: the request has not been in a batch yet, so its slot still holds rows of the previous request.
       cached_blocks: the `CachedBlock`s of its full blocks in a `PrefixCache`, in order.
-      admitted: time of its admission, by the table's clock.
+      admitted: time of its admission, by the table's clock, which begins at 1.
       changed: time of the last batch or copy that wrote its rows; see `host.step_order`.
     """
 
@@ -48,11 +55,17 @@ class RequestState:
     admitted: int = dataclasses.field(default=0, compare=False)
     changed: int = dataclasses.field(default=0, compare=False)
 
-    def extended(self, num_tokens: int, schema: CacheSchema) -> "RequestState":
-        """Returns the state after `num_tokens` more tokens."""
-        length = self.length + num_tokens
-        min_length = max(self.min_length, length - (schema.max_query_tokens - 1))
-        return dataclasses.replace(self, length=length, min_length=min_length)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The row of `NUMBERS`."""
+        numbers = self.length, self.min_length, len(self.blocks), self.published_blocks, self.admitted, self.changed
+        return *numbers, self.is_new
+
+    def with_numbers(self, row: np.void) -> "RequestState":
+        """Returns the state with the numbers of a row of `NUMBERS`; its lists stay."""
+        numbers = dict(zip(row.dtype.names or (), row.item(), strict=True))
+        del numbers["num_blocks"]
+        return dataclasses.replace(self, **numbers)
 
     def shortened(self, length: int | None, slot: int) -> "RequestState":
         """Returns the state of a copy with `length` tokens, all (None) or all but the last one, which must run again.
@@ -65,6 +78,60 @@ class RequestState:
         if length != self.length - 1:
             raise ValueError(f"{length=} must be the {self.length} tokens that slot {slot} holds, or one less")
         return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestStates(Mapping[int, RequestState]):
+    """The state of each admitted request by slot. Immutable: each method returns other states.
+
+    Attributes:
+      numbers: [slots] `NUMBERS`; zeros in free slots.
+      lists: (blocks, cached_blocks) of each request by slot, as in `RequestState`.
+    """
+
+    numbers: np.ndarray
+    lists: Mapping[int, tuple[list[int], list[Any]]] = dataclasses.field(default_factory=dict)
+
+    def __getitem__(self, slot: int) -> RequestState:
+        blocks, cached_blocks = self.lists[slot]
+        return RequestState(blocks=blocks, cached_blocks=cached_blocks).with_numbers(self.numbers[slot])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.lists)
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+    def updated(self, states: Mapping[int, RequestState]) -> "RequestStates":
+        """Replaces the states of some slots, or adds them."""
+        numbers, lists = self.numbers.copy(), dict(self.lists)
+        for slot, state in states.items():
+            numbers[slot], lists[slot] = state.numbers, (state.blocks, state.cached_blocks)
+        return RequestStates(numbers, lists)
+
+    def without(self, slots: Iterable[int]) -> "RequestStates":
+        """Removes some slots."""
+        numbers, slots = self.numbers.copy(), set(slots)
+        numbers[list(slots)] = 0
+        return RequestStates(numbers, {slot: lists for slot, lists in self.lists.items() if slot not in slots})
+
+    def replaced(self, slots: np.ndarray, numbers: np.ndarray, new_blocks: Mapping[int, list[int]]) -> "RequestStates":
+        """Replaces the numbers [n] of `slots` [n], and appends blocks by slot, which these numbers count already."""
+        all_numbers, lists = self.numbers.copy(), self.lists
+        all_numbers[slots] = numbers
+        if new_blocks:
+            longer = {slot: (lists[slot][0] + blocks, lists[slot][1]) for slot, blocks in new_blocks.items()}
+            lists = {**lists, **longer}
+        return RequestStates(all_numbers, lists)
+
+
+def extended(numbers: np.ndarray, counts: np.ndarray, schema: CacheSchema) -> np.ndarray:
+    """Returns `numbers` [n] after `counts` [n] more tokens."""
+    numbers = numbers.copy()
+    numbers["length"] += counts
+    longest_rewind = schema.max_query_tokens - 1
+    numbers["min_length"] = np.maximum(numbers["min_length"], numbers["length"] - longest_rewind)
+    return numbers
 
 
 class BlockEvictor(Protocol):
@@ -121,13 +188,14 @@ class RequestTable:
         devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.context_parallel else 1
         self.allocator = BlockAllocator(schema.num_blocks, self.num_shards, devices)
         self.evictor: BlockEvictor | None = None
-        self.states: dict[int, RequestState] = {}
+        self.states = RequestStates(np.zeros((schema.max_requests,), NUMBERS))
+        self._kept: dict[tuple, tuple[np.ndarray, Any]] = {}
         self._time = 0
         self.newest_lengths: weakref.ref[jax.Array] | None = None
 
     def state(self, slot: int) -> RequestState:
         """Returns the state of a request; raises TypeError or ValueError if the slot is not one that is admitted."""
-        if check_whole("slot", slot) not in self.states:
+        if check_whole("slot", slot) not in self.states.lists:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {sorted(self.states)}")
         return self.states[slot]
 
@@ -142,7 +210,7 @@ class RequestTable:
 
     def commit(self, states: Mapping[int, RequestState]) -> None:
         """Writes states by slot. A change of their blocks belongs inside a `transaction`."""
-        self.states = {**self.states, **states}
+        self.states = self.states.updated(states)
 
     def tick(self) -> int:
         """Returns a new time of the table's clock."""
@@ -155,8 +223,7 @@ class RequestTable:
 
     def remove(self, slots: Iterable[int]) -> None:
         """Forgets requests, inside a `transaction` that releases their blocks."""
-        slots = set(slots)
-        self.states = {slot: state for slot, state in self.states.items() if slot not in slots}
+        self.states = self.states.without(slots)
 
     def put(self, tree: Any, axis: str | None = None) -> Any:
         """Puts arrays of the host on the devices of the cache, in one explicit transfer.
@@ -175,6 +242,27 @@ class RequestTable:
                 lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda at: x[at]), tree, where
             )
         return jax.device_put(tree, where)
+
+    def put_changed(self, arrays: Mapping[str, np.ndarray], axis: str | None = None) -> dict[str, Any]:
+        """Puts arrays as `put` does, except those that equal the last ones of their names and shapes.
+
+        Args:
+          arrays: NumPy arrays by name, which must not change later.
+          axis: as for `put`.
+        """
+        keys = {name: (name, np.shape(x), axis) for name, x in arrays.items()}
+        changed = {name: x for name, x in arrays.items() if not self._is_kept(keys[name], x)}
+        if changed:
+            new = self.put(changed, axis)
+            self._kept |= {keys[name]: (changed[name], new[name]) for name in changed}
+        return {name: self._kept[key][1] for name, key in keys.items()}
+
+    def _is_kept(self, key, array):
+        """Whether the devices have an array already."""
+        if key not in self._kept:
+            return False
+        kept, on_device = self._kept[key]
+        return not on_device.is_deleted() and (kept is array or kept.tobytes() == array.tobytes())
 
     def get(self, tree: Any) -> Any:
         """Copies the results of a step to the host."""
@@ -225,7 +313,7 @@ class RequestTable:
 
     def recount(self) -> None:
         """Rebuilds all reference counts from the states and from the evictor's blocks."""
-        held, evictor = [state.blocks for state in self.states.values()], self.evictor
+        held, evictor = [blocks for blocks, _ in self.states.lists.values()], self.evictor
         self.allocator.recount(itertools.chain(*held, () if evictor is None else evictor.blocks()))
         if evictor is not None:
             evictor.recount()
@@ -237,7 +325,7 @@ class RequestTable:
     def free_slots(self, shard: int) -> list[int]:
         """Returns the free slots of a shard in ascending order."""
         first = shard * self.slots_per_shard
-        return [slot for slot in range(first, first + self.slots_per_shard) if slot not in self.states]
+        return [slot for slot in range(first, first + self.slots_per_shard) if slot not in self.states.lists]
 
     def find_slots(self, n: int, shard: int) -> list[int]:
         """Returns the lowest `n` free slots of a shard; raises CacheFullError if fewer are free."""
@@ -262,14 +350,15 @@ class RequestTable:
         """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.schema.block_tokens)
 
-    def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """Returns the number of blocks that a request must acquire to hold `num_tokens` more tokens."""
-        state, max_context = self.state(slot), self.schema.max_context
-        if (length := state.length + num_tokens) > max_context:
+    def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Returns the [n] blocks that requests in `slots` [n] must acquire to hold `counts` [n] more tokens."""
+        now, max_context = self.states.numbers[slots], self.schema.max_context
+        lengths = now["length"] + counts
+        for i in np.flatnonzero(lengths > max_context):
             raise ValueError(
-                f"slot {slot} holds {state.length} tokens and cannot take {num_tokens} more: {max_context=}"
+                f"slot {slots[i]} holds {now['length'][i]} tokens and cannot take {counts[i]} more: {max_context=}"
             )
-        return max(0, self.blocks_for(length) - len(state.blocks))
+        return np.maximum(0, -(-lengths // self.schema.block_tokens) - now["num_blocks"])
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
         """Whether one of a request's blocks has another owner too."""

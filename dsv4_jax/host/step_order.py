@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.host.request_table import RequestState, RequestTable
+from dsv4_jax.host.request_table import NUMBERS, RequestState, RequestTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,29 +25,36 @@ class PreparedBatch:
     Attributes:
       table: table of the manager that prepared it.
       time: time of its preparation, by the table's clock.
-      before: state of each of its requests before it, by slot.
-      after: their states after it.
+      slots: [n] slots of its requests.
+      before: [slots] `NUMBERS` before it.
+      after: [slots] `NUMBERS` after it.
     """
 
     table: RequestTable
     time: int
-    before: Mapping[int, RequestState]
-    after: Mapping[int, RequestState]
+    slots: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class CacheContents:
     """The host's record of a cache.
 
     Attributes:
       table: table of its manager.
-      states: states whose tokens the cache holds, by slot.
+      numbers: [slots] `NUMBERS` of the requests whose tokens the cache holds; zeros in other slots.
       is_complete: whether the other slots are known to be empty.
     """
 
     table: RequestTable
-    states: dict[int, RequestState]
+    numbers: np.ndarray
     is_complete: bool
+
+    @classmethod
+    def empty(cls, table: RequestTable, *, is_complete: bool = False) -> "CacheContents":
+        """Returns the record of a cache without known requests."""
+        return cls(table, np.zeros((table.schema.max_requests,), NUMBERS), is_complete)
 
 
 class _Records:
@@ -85,20 +93,27 @@ def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mappin
     time = table.tick()
     states = {k: dataclasses.replace(s, admitted=s.admitted or time, changed=time) for k, s in states.items()}
     table.commit(states)
-    _follow(table, old, new, states)
+    _follow(table, old, new, list(states), table.states.numbers)
 
 
 def record_step(old: KVCache, batch: Batch, new: KVCache) -> None:
     """Records the cache that a step returned."""
     if (prepared := _batches.get(batch.positions)) is not None:
-        _follow(prepared.table, old, new, prepared.after)
+        _follow(prepared.table, old, new, prepared.slots, prepared.after, prepared.before)
 
 
-def _follow(table, old, new, states):
+def _follow(table, old, new, slots, after, before=None):
+    """Records a cache that holds what another one does, and in `slots` what the numbers `after` say."""
     contents = _caches.get(old.lengths)
     if contents is None or contents.table is not table:
-        contents = CacheContents(table, {}, is_complete=False)
-    record_cache(new, dataclasses.replace(contents, states={**contents.states, **states}))
+        contents = CacheContents.empty(table)
+    numbers = after
+    if contents.numbers is not before:
+        merged = contents.numbers.copy()
+        merged[slots] = after[slots]
+        # The same array as the table's shows `check_order` at a glance that nothing else has happened.
+        numbers = after if np.array_equal(merged, after) else merged
+    record_cache(new, dataclasses.replace(contents, numbers=numbers))
 
 
 def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) -> None:
@@ -108,7 +123,7 @@ def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) 
         return
     if contents.table is not table:
         raise ValueError("the cache is of another manager: take the one that this manager's init_cache made")
-    if slot is not None and _is_behind(contents, slot, state := table.state(slot)) and state.length:
+    if slot is not None and table.state(slot).length and _is_behind(contents, table.states.numbers, slot):
         raise ValueError(f"a batch of slot {slot} has not run on this cache. {_advice(contents, [slot])}")
 
 
@@ -133,23 +148,26 @@ def check_order(cache: KVCache, batch: Batch) -> None:
             "the batch and the cache are of two managers: prepare the batch with the manager whose init_cache made the "
             "cache"
         )
-    behind = []
-    for slot, state in prepared.before.items():
-        now, held = table.states.get(slot), contents.states.get(slot)
-        if now is None or now.admitted != state.admitted:
-            raise ValueError(f"the request in slot {slot} was released after the batch was prepared: drop the batch")
-        if now.changed < prepared.time:
-            raise ValueError(
-                f"the batch's tokens of slot {slot} were taken back by rewind: drop the batch and prepare them again"
-            )
-        if held is not None and held.changed >= prepared.time:
-            raise ValueError(
-                f"the cache has already run this batch, or one of slot {slot} that was prepared after it: drop the "
-                "batch; prepare_forward makes the next one"
-            )
-        if not state.is_new and _is_behind(contents, slot, state):
-            behind.append(slot)
-    if behind:
+    if contents.numbers is prepared.before and table.states.numbers is prepared.after:
+        return
+    slots, before = prepared.slots, prepared.before[prepared.slots]
+    now, held = table.states.numbers[slots], contents.numbers[slots]
+    if (wrong := now["admitted"] != before["admitted"]).any():
+        raise ValueError(
+            f"the request in slot {slots[wrong][0]} was released after the batch was prepared: drop the batch"
+        )
+    if (wrong := now["changed"] < prepared.time).any():
+        raise ValueError(
+            f"the batch's tokens of slot {slots[wrong][0]} were taken back by rewind: drop the batch and prepare them "
+            "again"
+        )
+    if (wrong := held["changed"] >= prepared.time).any():
+        raise ValueError(
+            f"the cache has already run this batch, or one of slot {slots[wrong][0]} that was prepared after it: drop "
+            "the batch; prepare_forward makes the next one"
+        )
+    if (behind := ~before["is_new"] & _is_behind(contents, prepared.before, slots)).any():
+        behind = slots[behind].tolist()
         raise ValueError(
             f"the batch follows on another one of slot {behind[0]} that has not run on this cache. "
             + _advice(contents, behind)
@@ -162,15 +180,18 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
     That is certain as long as the manager's newest cache exists, since a step would have donated it.
     """
     state, contents = table.state(slot), _newest(table)
-    return state if contents is None or not _is_behind(contents, slot, state) else _held(contents, slot, state)
+    is_known = contents is None or not _is_behind(contents, table.states.numbers, slot)
+    return state if contents is None or is_known else _held(contents, slot, state)
 
 
 def commit(table: RequestTable, slot: int, state: RequestState) -> None:
     """Commits a state that differs from the one before in the number of tokens that the cache is taken to hold."""
     table.commit({slot: state})
     contents = _newest(table)
-    if contents is not None and (held := contents.states.get(slot)) and held.changed == state.changed:
-        contents.states[slot] = state
+    if contents is not None and (held := contents.numbers[slot])["admitted"] and held["changed"] == state.changed:
+        numbers = contents.numbers.copy()
+        numbers[slot] = state.numbers
+        contents.numbers = numbers
 
 
 def _newest(table):
@@ -180,18 +201,18 @@ def _newest(table):
     return contents if contents is not None and contents.table is table else None
 
 
-def _is_behind(contents, slot, state):
-    """Whether the cache is known to lack tokens of the request's state."""
-    held = contents.states.get(slot)
-    return contents.is_complete if held is None else held.changed != state.changed
+def _is_behind(contents, numbers, slots):
+    """Whether the cache is known to lack tokens that requests have by their numbers [slots]; for a slot or for [n]."""
+    held = contents.numbers[slots]
+    return np.where(held["admitted"] == 0, contents.is_complete, held["changed"] != numbers[slots]["changed"])
 
 
 def _held(contents, slot, state):
     """The part of the request that the cache holds, with the blocks that are reserved now."""
-    held = contents.states.get(slot)
-    if held is None or held.admitted != state.admitted:
-        held = RequestState(admitted=state.admitted)
-    return dataclasses.replace(held, blocks=state.blocks)
+    held = contents.numbers[slot]
+    if held["admitted"] != state.admitted:
+        return RequestState(blocks=state.blocks, admitted=state.admitted)
+    return state.with_numbers(held)
 
 
 def _advice(contents, slots):

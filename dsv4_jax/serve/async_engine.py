@@ -234,14 +234,14 @@ class AsyncEngine:
             if request not in self._running:  # cancelled, or ended by an error
                 continue
             generation, index = self._running[request]
-            first = len(request.generated) - len(output.tokens)
+            first = request.num_generated - len(output.tokens)
             if request.finish_reason is not None:
                 del self._running[request]
             self._update(
                 generation,
                 index,
                 tokens=output.tokens,
-                logprobs=request.logprobs[first:],
+                logprobs=request.logprobs_from(request.prompt_length + first),
                 top=request.top_logprobs[first:],
                 prompt_logprobs=request.prompt_logprobs if not first else (),
                 prompt_top=request.prompt_top_logprobs if not first else None,

@@ -1,0 +1,91 @@
+"""Measures the time of one core that an engine's decode step takes on the host, with a model that computes nothing."""
+
+import cProfile
+import dataclasses
+import pstats
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich
+import tyro
+
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.decode import SamplingParams, step_launch
+from dsv4_jax.engine import Engine
+from dsv4_jax.host import KVCacheManager
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoModel:
+    """Draws token 1 after each token."""
+
+    logits_row: Any
+
+    def __call__(self, cache: Any, batch: Any) -> tuple[jax.Array, Any]:
+        return jnp.zeros((len(batch.slots), 1)), cache.begin_step(batch)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(self.logits_row, (len(hidden), len(self.logits_row)))
+
+
+def measure(requests: int, steps: int, profile: bool, **options: Any) -> dict[str, float]:
+    """Returns the median milliseconds a step of Python's thread, those in the call of the program, and the others."""
+    config, length = read_config(packaged_checkpoint()), 4 + 3 * (steps + 10)
+    sizes = dict(max_requests=requests, max_context=2 * length, block_tokens=128)
+    manager = KVCacheManager(config, num_blocks=requests * -(-2 * length // 128), **sizes)
+    model = NoModel(jnp.zeros((4,)).at[1].set(1.0))
+    engine = Engine(model, manager, token_budget=4 * requests, **options)
+    for i in range(requests):
+        sampling = SamplingParams(temperature=0.0, top_k=i % 3)
+        engine.add([i % 200, 2], max_new_tokens=length, seed=i, stop_tokens=[3] * (i % 2), sampling=sampling)
+    launch, calls, totals = step_launch.launch, [], []
+
+    def timed_launch(program, *args, **options):
+        def timed(*args, **options):
+            begin = time.thread_time()
+            results = program(*args, **options)
+            calls.append(time.thread_time() - begin)
+            return results
+
+        return launch(timed, *args, **options)
+
+    def run(count):
+        for _ in range(count):
+            begin = time.thread_time()
+            outputs = engine.step()
+            totals.append(time.thread_time() - begin)
+            assert not outputs or len(outputs) == requests
+
+    run(10)
+    step_launch.launch = timed_launch
+    totals.clear()
+    run(steps)
+    step_launch.launch = launch
+    total, call = 1e3 * np.array(totals), 1e3 * np.array(calls)
+    if profile:
+        with cProfile.Profile(time.thread_time) as found:
+            run(steps)
+        pstats.Stats(found).sort_stats("cumulative").print_stats(40)
+    result = dict(step=np.median(total), call=np.median(call), bookkeeping=np.median(total - call))
+    result |= dict(least_bookkeeping=(total - call).min())
+    return {name: round(float(value), 3) for name, value in result.items()}
+
+
+def main(requests: tuple[int, ...] = (1, 32, 128, 256), steps: int = 100, profile: bool = False) -> None:
+    """Prints milliseconds a step of the thread's CPU time: in all, in calls of the compiled step, and besides them.
+
+    Args:
+      requests: numbers of requests that decode at once.
+      steps: number of measured steps.
+      profile: also print a profile.
+    """
+    for count in requests:
+        rich.print(count, measure(count, steps, profile))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
