@@ -112,10 +112,9 @@ def test_blocks_of_threads_share_the_work(blocks, shared):
         assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.max_groups(i, MULTIPROCESSORS)
 
 
-# Some pairs of one expert, and more than fit into one block; steps of two sizes; an expert's 256 channels.
+# Maps with 4 and 8 steps a tile; more pairs of an expert than fit into one block, of 256 channels, in either storage.
 @pytest.mark.parametrize(
-    ("tokens", "depth", "inner", "kind"),
-    [(2, 512, 512, "FP4"), (11, 512, 1024, "FP4"), (9, 512, 256, "FP4"), (9, 512, 256, "BF16")],
+    ("tokens", "depth", "inner", "kind"), [(2, 512, 1024, "FP4"), (9, 512, 256, "FP4"), (9, 512, 256, "BF16")]
 )
 def test_interpreted(tokens, depth, inner, kind):
     check("interpret", tokens, 2, 3, depth, inner, kind, shared=1)
