@@ -38,6 +38,8 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
+# The most likeliest tokens that are found without a loop. It is OpenAI's limit; with more, the host waits for each step.
+MAX_UNROLLED = 20
 
 
 @jax.tree_util.register_dataclass
@@ -161,10 +163,10 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             best, ids = best.at[:, place].set(left[rows, id]), ids.at[:, place].set(id)
             return left.at[rows, id].set(-jnp.inf), best, ids
 
-        # One token at a time rather than sorted, see `_keep_best`.
+        # One token at a time rather than sorted, and not in a loop, for the reason that `_keep_best` gives.
         rows, shape = jnp.arange(logits.shape[0]), (logits.shape[0], options.num_top)
         start = logits, jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
-        _, best, ids = jax.lax.fori_loop(0, options.num_top, find_next, start)
+        _, best, ids = jax.lax.fori_loop(0, options.num_top, find_next, start, unroll=options.num_top <= MAX_UNROLLED)
         return TopLogprobs(ids, best - norm[:, None])
 
     if options.wants_top is None:
