@@ -49,6 +49,7 @@ def router(
     bias: jax.Array | None = None,
     table: jax.Array | None = None,
     token_ids: jax.Array | None = None,
+    slots: jax.Array | None = None,
     *,
     top_k: int,
     scaling_factor: float,
@@ -62,6 +63,7 @@ def router(
       bias: [E] float32, added to the scores to select the `top_k` best; of equals the first. None: the table selects.
       table: [V, top_k] int32 experts of each token id.
       token_ids: [T] int32, clipped to [0, V); required with a table.
+      slots: [T] int32; -1 = a padding token, which gets experts -1 of weight 0. None = there are none.
       top_k: number of experts of a token, at most 32.
       scaling_factor: sum of a token's weights.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -83,6 +85,8 @@ def router(
     else:
         check_array("table", table, jnp.int32, None, top_k)
         check_array("token_ids", token_ids, jnp.int32, tokens)
+    if slots is not None:
+        check_array("slots", slots, jnp.int32, tokens)
     check_rules(
         {
             f"1 to {MAX_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_TOKENS,
@@ -98,12 +102,13 @@ def router(
         grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
-    selection = (table, token_ids) if bias is None else (bias,)
+    selection = {"table": table, "token_ids": token_ids} if bias is None else {"bias": bias}
+    selection |= {} if slots is None else {"slots": slots}
     return _select_experts(products(x, weight), selection, top_k, scaling_factor, interpret)
 
 
 def _select_experts(products, selection, top_k, scaling_factor, interpret):
-    """Runs the second launch; `selection` is (bias,) or (table, token_ids)."""
+    """Runs the second launch; `selection` has the arrays "bias" or "table" and "token_ids", and maybe "slots"."""
     slices, tokens, experts = products.shape
     outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
     scratch: dict[str, Any] = dict(
@@ -204,8 +209,8 @@ def _select_body(
             logits = functools.reduce(jnp.add, [vectors.load(partials_smem.at[i, tile]) for i in range(ADDERS)])
             score = jnp.sqrt(_softplus(logits))
             scores_smem[tile] = score
-            if len(selection) == 1:
-                biased_smem[tile] = score + vectors.load(selection[0].at[tile])
+            if "bias" in selection:
+                biased_smem[tile] = score + vectors.load(selection["bias"].at[tile])
         select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, factor)
 
     # A cluster may have more blocks than there are tokens.
@@ -254,22 +259,23 @@ def select(
 ) -> None:
     """Writes a token's experts and weights to [T * top_k] arrays, see `router`; one warpgroup runs it.
 
-    `selection` is (bias,), to select the best of `biased_smem` [E], or (table, token_ids).
+    With a "bias" in `selection` the best of `biased_smem` [E] are selected, otherwise those of the table.
     """
-    if len(selection) == 1:
+    if "bias" in selection:
         experts = lax.top_k(biased_smem[...], top_k)[1]
     else:
-        table, token_ids = selection
-        experts = table[jnp.clip(token_ids[token], 0, table.shape[0] - 1), :]
+        table = selection["table"]
+        experts = table[jnp.clip(selection["token_ids"][token], 0, table.shape[0] - 1), :]
     scores = scores_smem[...][experts]
-    own = pl.ds(token * top_k, top_k)
-    experts_gmem[own] = experts
-    weights_gmem[own] = scores / (jnp.sum(scores) + 1e-20) * scaling_factor
+    weights, own = scores / (jnp.sum(scores) + 1e-20) * scaling_factor, pl.ds(token * top_k, top_k)
+    is_token = selection["slots"][token] >= 0 if "slots" in selection else True
+    experts_gmem[own] = jnp.where(is_token, experts, -1)
+    weights_gmem[own] = jnp.where(is_token, weights, 0.0)
 
 
 @select.mosaic
 def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
-    number = scores_smem.shape[0]
+    number, names = scores_smem.shape[0], list(selection)
 
     def look_up(token, lane, table, token_ids):
         rows = ir.MemRefType(table.type).shape[0]
@@ -277,27 +283,33 @@ def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, 
         own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(rows - 1)))
         return thread_ops.load_global(table, own * top_k + lane.minimum(top_k - 1))
 
-    def emit(experts, weights, token, scores, biased, *selection):
+    def emit(experts, weights, token, scores, biased, *arrays):
+        selection = dict(zip(names, arrays, strict=True))
         token, thread = U32(mlir.scalar(token)), U32(mlir.thread())
         lane = thread & 31
         # Other threads wrote what this warp reads.
         mgpu.utils.warpgroup_barrier()
         with thread_ops.when(thread < WARP):
-            if len(selection) == 1:
+            if "bias" in selection:
                 expert = _top_k(thread_ops.shared(biased), lane, number, top_k)
             else:
-                expert = look_up(token, lane, *selection)
+                expert = look_up(token, lane, selection["table"], selection["token_ids"])
             score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (expert << 2)))
             inside = lane < top_k
             total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
             share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
             with thread_ops.when(inside):
                 place = token * top_k + lane
-                thread_ops.store_global(experts, place, expert)
                 weight = arith.mulf(share, mlir.f32(scaling_factor))
+                if "slots" in selection:
+                    is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
+                    is_padding = is_padding.equals(1)
+                    expert = is_padding.where(0xFFFFFFFF, expert)
+                    weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
+                thread_ops.store_global(experts, place, expert)
                 thread_ops.store_global(weights, place, thread_ops.bits(weight))
 
-    mlir.inline(emit, experts_gmem, weights_gmem, token, scores_smem, biased_smem, *selection)
+    mlir.inline(emit, experts_gmem, weights_gmem, token, scores_smem, biased_smem, *selection.values())
 
 
 def _top_k(values, lane, number, top_k):

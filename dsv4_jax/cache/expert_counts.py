@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dsv4_jax.cache.batch import Batch
-
 
 def counts_experts(cache: Any) -> bool:
     """Whether steps of a cache count experts, see `KVCache.with_expert_counts`."""
@@ -17,18 +15,17 @@ def counts_experts(cache: Any) -> bool:
 
 
 @jax.named_scope("router")
-def count_experts(cache: Any, batch: Batch, selected: Mapping[int, Int[Array, "T k"]] | None) -> Any:
+def count_experts(cache: Any, selected: Mapping[int, Int[Array, "T k"]] | None) -> Any:
     """Returns the cache with a step's experts added to its counts; padding tokens do not count.
 
     Args:
       cache: the cache.
-      batch: inputs of the step.
-      selected: {layer: [T, k] int32 experts of each token}; None = nothing is counted.
+      selected: {layer: [T, k] int32 experts of each token, -1 for padding}; None = nothing is counted.
     """
     if selected is None:
         return cache
-    counts, valid = cache.expert_counts, (batch.slots >= 0) & (batch.positions >= 0)
-    experts = jnp.where(valid[None, :, None], jnp.stack(list(selected.values())), counts.shape[-1])
+    counts, experts = cache.expert_counts, jnp.stack(list(selected.values()))
+    experts = jnp.where(experts >= 0, experts, counts.shape[-1])
     layers = jnp.array(list(selected), jnp.int32)[:, None, None]
     tokens = jnp.zeros_like(counts[0]).at[layers, experts].add(1, mode="drop")
     return dataclasses.replace(cache, expert_counts=counts + jnp.stack([tokens, (tokens > 0).astype(jnp.int32)]))

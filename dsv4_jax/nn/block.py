@@ -64,5 +64,5 @@ class DecoderLayer(nnx.Module):
         y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
         carry = carry.with_attention(self.layer, x, y)
         x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)
-        routing = self.mlp.gate(x, batch.token_ids)
+        routing = self.mlp.gate(x, batch.token_ids, batch.slots)
         return residual.post(self.mlp(x, routing)), carry.with_experts(self.layer, routing.experts), cache

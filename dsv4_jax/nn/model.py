@@ -62,7 +62,7 @@ class DeepseekV4Model(nnx.Module):
             # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
-        cache, (hidden, streams) = count_experts(cache, batch, carry.experts), self.hc_head.pre(residual, self.norm)
+        cache, (hidden, streams) = count_experts(cache, carry.experts), self.hc_head.pre(residual, self.norm)
         if targets:
             taps = carry.with_tap(len(self.layers) - 1, streams).taps
             streams = jnp.stack([tap for layer in targets if (tap := taps[layer]) is not None], axis=1)
@@ -220,7 +220,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         for layer in layers:
             residual, carry, cache = layer.fused(residual, cache, batch, carry)
         hidden = layers[-1].hc_head(residual.merged())
-        return hidden, self.logits(layers[-1].norm(hidden)), count_experts(cache, batch, carry.experts)
+        return hidden, self.logits(layers[-1].norm(hidden)), count_experts(cache, carry.experts)
 
     def dspark_correct(
         self, hidden: Float[Array, "T D"], logits: Float[Array, "T V"], previous: Int[Array, "T"]

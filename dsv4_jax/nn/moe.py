@@ -42,12 +42,15 @@ class Router(nnx.Module):
             self.e_score_correction_bias = normal(rngs, (experts,), std=0.1)
 
     @jax.named_scope("router")
-    def __call__(self, x: Float[Array, "T D"], token_ids: Int[Array, "T"]) -> ops.Routing:
+    def __call__(
+        self, x: Float[Array, "T D"], token_ids: Int[Array, "T"], slots: Int[Array, "T"] | None = None
+    ) -> ops.Routing:
         """Routes each token.
 
         Args:
           x: [T, hidden].
           token_ids: [T] int32.
+          slots: [T] int32; -1 = a padding token, which gets no experts. None = there are none.
 
         Returns:
           Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalized to sum to
@@ -56,8 +59,8 @@ class Router(nnx.Module):
         config = self.config
         options = dict(top_k=config.num_experts_per_tok, scaling_factor=config.routed_scaling_factor)
         if self.hashed:
-            return ops.router(x, self.weight[...], None, self.tid2eid[...], token_ids, **options)
-        return ops.router(x, self.weight[...], self.e_score_correction_bias[...], **options)
+            return ops.router(x, self.weight[...], None, self.tid2eid[...], token_ids, slots, **options)
+        return ops.router(x, self.weight[...], self.e_score_correction_bias[...], slots=slots, **options)
 
 
 class MLP(nnx.Module):

@@ -68,4 +68,4 @@ class MTPBlock(DecoderLayer):
         """
         carry = StepCarry(experts={} if counts_experts(cache) else None)
         residual, carry, cache = self.fused(ResidualStreams(streams), cache, batch, carry)
-        return *self.hc_head.pre(residual, self.norm), count_experts(cache, batch, carry.experts)
+        return *self.hc_head.pre(residual, self.norm), count_experts(cache, carry.experts)

@@ -31,6 +31,7 @@ def router(
     bias: Float[Array, "E"] | None = None,
     table: Int[Array, "V k"] | None = None,
     token_ids: Int[Array, "T"] | None = None,
+    slots: Int[Array, "T"] | None = None,
     *,
     top_k: int,
     scaling_factor: float,
@@ -47,6 +48,8 @@ def router(
       bias: [E] float32, added to the scores to select the `top_k` best, of equals the first. It never changes a weight.
       table: [V, k] int32 experts of each token id; used without a bias.
       token_ids: [T] int32, clipped to [0, V); required with a table.
+      slots: [T] int32; -1 = a padding token, which gets experts -1 of weight 0, so that `ops.experts` reads none for
+        it. None = there are none.
       top_k: number of experts of a token.
       scaling_factor: sum of a token's weights.
       implementation: None, "xla", "mosaic_gpu" or "interpret" (up to 256 tokens in bfloat16, D a multiple of 512 and E
@@ -58,18 +61,22 @@ def router(
     if (bias is None) == (table is None) or (table is None) != (token_ids is None):
         given = [name for name, value in dict(bias=bias, table=table, token_ids=token_ids).items() if value is not None]
         raise ValueError(f"either bias, or table and token_ids must be given, got {', '.join(given) or 'none of them'}")
-    args, options = (x, weight, bias, table, token_ids), dict(top_k=top_k, scaling_factor=scaling_factor)
+    args, options = (x, weight, bias, table, token_ids, slots), dict(top_k=top_k, scaling_factor=scaling_factor)
     return dispatch("router", implementation, *args, xla=_router_xla, kernel=_router_kernel, **options)
 
 
-def _router_xla(x, weight, bias, table, token_ids, *, top_k, scaling_factor):
+def _router_xla(x, weight, bias, table, token_ids, slots, *, top_k, scaling_factor):
     scores = jnp.sqrt(jax.nn.softplus(linear(x.astype(jnp.float32), weight)[0]))
     if bias is None:
         experts = jnp.take(table, token_ids, axis=0, mode="clip")
     else:
         experts = jax.lax.top_k(scores + bias[None, :], top_k)[1]
     weights = jnp.take_along_axis(scores, experts, axis=1)
-    return Routing(experts, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * scaling_factor)
+    weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * scaling_factor
+    if slots is None:
+        return Routing(experts, weights)
+    is_token = slots[:, None] >= 0
+    return Routing(jnp.where(is_token, experts, -1), jnp.where(is_token, weights, 0.0))
 
 
 def _router_kernel(x, *arrays, interpret, **options):

@@ -16,15 +16,16 @@ TOP_K = 6
 
 
 def operands(tokens, depth, experts, *, hashed=False):
-    """Arguments of `ops.router`, with logits of about one unit and token ids on either side of the table."""
+    """Arguments of `ops.router`: logits of about one unit, ids on either side of the table, each third token padding."""
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((experts, depth)) * depth**-0.5, jnp.float32)
+    slots = jnp.where(jnp.arange(tokens) % 3 == 2, -1, 0).astype(jnp.int32)
     if not hashed:
-        return x, weight, jnp.asarray(rng.standard_normal(experts) * 0.1, jnp.float32), None, None
+        return x, weight, jnp.asarray(rng.standard_normal(experts) * 0.1, jnp.float32), None, None, slots
     table = np.stack([rng.permutation(experts)[:TOP_K] for _ in range(50)])
     ids = np.where(np.arange(tokens) == 0, -1, rng.integers(0, 60, tokens))
-    return x, weight, None, jnp.asarray(table, jnp.int32), jnp.asarray(ids, jnp.int32)
+    return x, weight, None, jnp.asarray(table, jnp.int32), jnp.asarray(ids, jnp.int32), slots
 
 
 def run(implementation, *arrays):
@@ -35,7 +36,8 @@ def run(implementation, *arrays):
 def check_groups(experts, table, counts):
     """Blocks of up to 8 pairs, ascending by expert and pair, and cleared counts."""
     pairs = np.asarray(experts).reshape(-1)
-    want = [(e, *np.flatnonzero(pairs == e)[i : i + 8]) for e in np.unique(pairs) for i in range(0, sum(pairs == e), 8)]
+    chosen = np.unique(pairs[pairs >= 0])
+    want = [(e, *np.flatnonzero(pairs == e)[i : i + 8]) for e in chosen for i in range(0, sum(pairs == e), 8)]
     assert counts[0] == len(want) and not np.any(counts[1:])
     rows = np.asarray(table).reshape(-1, 16)[: len(want)]
     for (expert, *mine), row in zip(want, rows, strict=True):
@@ -49,9 +51,12 @@ def check(implementation, *arrays):
     if permutation is not None:
         check_groups(experts, *permutation)
     assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+    is_token = np.asarray(arrays[-1]) >= 0
+    assert (np.asarray(experts)[~is_token] == -1).all() and not np.asarray(weights)[~is_token].any()
+    experts, weights, wanted, expected = (np.asarray(a)[is_token] for a in (experts, weights, wanted, expected))
     # Sums of float32 in another order: scores agree to 1e-5, and so the order of two that are further apart.
     x, weight, bias, *_ = arrays
-    scores = np.sqrt(np.logaddexp(0, np.float64(x) @ np.float64(weight).T))
+    scores = np.sqrt(np.logaddexp(0, np.float64(x)[is_token] @ np.float64(weight).T))
     rank = scores if bias is None else scores + np.float64(bias)
     mine, other = (np.take_along_axis(rank, np.asarray(e), axis=1) for e in (experts, wanted))
     chex.assert_trees_all_close(mine, other, rtol=1e-5)
@@ -124,9 +129,9 @@ call = functools.partial(router, top_k=6, scaling_factor=1.5)
 flash = 4096, 256
 pro = 7168, 384
 for name, tokens, depth, experts in ("one", 1, *flash), ("few", 7, *flash), ("some", 32, *flash), ("pro", 256, *pro):
-    x, weight = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32)
-    compile_for_h100(name, call, x, weight, S((experts,), f32))
-    compile_for_h100(name + "_hashed", call, x, weight, None, S((1000, 6), i32), S((tokens,), i32))
+    x, weight, slots = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32), S((tokens,), i32)
+    compile_for_h100(name, call, x, weight, S((experts,), f32), None, None, slots)
+    compile_for_h100(name + "_hashed", call, x, weight, None, S((1000, 6), i32), S((tokens,), i32), slots)
 """)
     # Three blocks of 128 threads a multiprocessor.
     assert max(used.values()) <= 168, used
