@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import socket
 import threading
 import time
@@ -98,3 +99,18 @@ def serve_again(bytes_model, make_manager, tokenizer):
         return serving(engine, tokenizer, **options)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from selenium import webdriver
+
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()

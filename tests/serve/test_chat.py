@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import time
 from random import Random
 
 import anthropic
@@ -487,3 +488,37 @@ def test_a_mistake_in_a_chat_is_named(scripted, body, message):
     with pytest.raises(openai.BadRequestError) as error:
         ask(scripted, extra_body=body)
     assert message in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_page_folds_thinking_and_calls(scripted, browser):
+    def find(name):
+        return browser.find_element("id", name)
+
+    def run(prompt, text):
+        scripted.say(text)
+        find("prompt").clear()
+        find("prompt").send_keys(prompt)
+        find("run").click()
+        end = time.monotonic() + 60
+        while f"{len(scripted.tokens)} tokens in" not in find("speed").text or not find("run").is_enabled():
+            assert time.monotonic() < end, browser.page_source
+            time.sleep(0.05)
+        folded = browser.find_elements("css selector", "#text details")
+        assert not any(block.get_attribute("open") for block in folded)
+        return [block.get_attribute("textContent") for block in folded]
+
+    browser.get(scripted.url)
+    find("chat").click()
+    find("tools").send_keys(json.dumps(TOOLS))
+    find("max_tokens").clear()
+    find("max_tokens").send_keys("500")
+    assert run("Hi", "Hm.</think>Both." + BOTH)[0] == "ThinkingHm." and "Both." in find("text").text
+    titles = [s.text for s in browser.find_elements("css selector", "#text summary")]
+    assert titles == ["Thinking", "Call of read", "Call of write"]
+    written = scripted.prompts[0] + scripted.tokens
+    assert len(run("fine", "Ok.</think>Done.")) == 4 and "Done." in find("text").text
+    results = b"<tool_result>fine</tool_result>\n\n<tool_result>fine</tool_result>"
+    assert scripted.prompts[0][: len(written)] == written
+    assert results in bytes(i for i in scripted.prompts[0][len(written) :] if i < 256)
+    assert not browser.get_log("browser")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import socket
 import sys
 import time
@@ -134,21 +133,6 @@ def test_mutated_requests_are_refused_with_a_message(server, monkeypatch):
     answer = server.client.completions.create(model="tiny", prompt="In", max_tokens=3, seed=0)
     assert answer.usage.total_tokens >= 4
     assert server.engine.metrics.failed == 0
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from selenium import webdriver
-
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("no browser: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
 
 
 def test_the_page_shows_tokens_as_they_come(server, browser):
