@@ -117,7 +117,7 @@ class Chat:
             converted = kind(body).convert(self._options)
         except recipe.ConversionError as error:
             raise APIError(error.status_code, json.loads(error.body)["error"]["message"]) from None
-        except ValueError as error:
+        except (ValueError, OverflowError, RecursionError) as error:  # also numbers beyond JSON's, and deep nesting
             raise APIError(400, str(error)) from None
         self._check(converted.conversation)
         return converted
@@ -236,5 +236,5 @@ def _with_april_effort(conversation: recipe.Conversation) -> recipe.Conversation
 def _same_json(one: str, other: str) -> bool:
     try:
         return one == other or json.loads(one) == json.loads(other)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -120,6 +120,12 @@ def test_a_chat_without_the_releases_tokens_is_plain_text(tokenizer):
     expected = "System: Be kind.\n\nUser: a\n\nUser: b\n\nAssistant: c\n\nUser: </think>\n\nAssistant:"
     assert chat.encode(convert().conversation) == [256, *expected.encode()] and chat.stops == ("\n\nUser:",)
     tool = dict(type="function", function=dict(name="f", parameters=dict(type="object")))
+    deep: dict = {}
+    for _ in range(200):
+        deep = dict(a=deep)
+    for options in [dict(thinking=deep), dict(tools=[tool | dict(x=10**400)])]:
+        with pytest.raises(APIError, match="nesting depth|JSON number range"):
+            convert(**options)
     for options in [dict(tools=[tool]), dict(thinking=dict(type="enabled"))]:
         with pytest.raises(APIError, match=f"{list(options)[0]}: this needs a tokenizer with the tokens of"):
             convert(**options)
