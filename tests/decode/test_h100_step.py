@@ -14,26 +14,30 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
 from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, SamplingParams
 from dsv4_jax.decode.step import last_logits, sample_tokens
-from dsv4_jax.engine import Engine, MTPDrafter
+from dsv4_jax.engine import DeviceDrafter, Engine
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import SCOPES, DeepseekV4ForCausalLM
 from tests.pallas_kernels.kernels import compile_in_process
 
 
 def step(model, cache, batch, *drawing):
-    """A step that returns logits; with arguments for drawing, one that verifies a draft and makes one."""
+    """A step that returns logits; with arguments for drawing, one that verifies drafts and makes as many."""
+    drafts = cache.schema.max_query_tokens - 1
     with ops.use_implementation("mosaic_gpu"):
-        return sample_tokens(model, cache, batch, *drawing, drafts=1) if drawing else last_logits(model, cache, batch)
+        if drawing:
+            return sample_tokens(model, cache, batch, *drawing, drafts=drafts)
+        return last_logits(model, cache, batch)
 
 
 def small_config(drafts):
-    """A layer of each kind with the released widths of heads, and maybe a block that makes drafts."""
-    return dataclasses.replace(
+    """A layer of each kind with the released widths of heads, and maybe a block that makes one draft, or DSpark's 5."""
+    config = dataclasses.replace(
         DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("moe",) * 3,
         hidden_size=1024, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=8,
-        num_nextn_predict_layers=drafts,
+        num_nextn_predict_layers=min(drafts, 1),
     )  # fmt: skip
+    return config.with_dspark(markov_rank=256) if drafts == 5 else config
 
 
 def arguments(requests=8, fused=False, drafts=0):
@@ -84,26 +88,29 @@ def test_a_profile_can_name_every_part_of_a_step():
 def test_no_copy_of_a_pool_in_a_step_with_kernels():
     compile_in_process("""
 from tests.decode.test_h100_step import arguments, check_in_place, step
-for given in arguments(), arguments(fused=True, drafts=1), arguments(requests=1, fused=True):
+for options in dict(), dict(fused=True, drafts=1), dict(requests=1, fused=True), dict(requests=1, fused=True, drafts=5):
+    given = arguments(**options)
     check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
 """)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.parametrize("drafts", [0, 1, 5])
 def test_no_copy_of_a_pool_in_a_step_on_the_gpu(drafts):
     given = arguments(drafts=drafts)
     check_in_place(jax.jit(step, donate_argnums=1).lower(*given).compile(), given[1])
 
 
 @pytest.mark.gpu
-def test_drafts_change_no_token_on_the_gpu():
-    """Requests with and without drafts in one program; a random block's are nearly all refused."""
-    model = DeepseekV4ForCausalLM(small_config(drafts=1), fused=True)
-    manager = KVCacheManager(model.config, num_blocks=64, max_requests=4, max_context=512, max_query_tokens=3)
-    engine = Engine(model, manager, token_budget=64, drafter=MTPDrafter(), batch_invariant=True)
+@pytest.mark.parametrize(("layers", "drafts"), [(1, 2), (5, 5)], ids=["MTP", "DSpark"])
+def test_drafts_change_no_token_on_the_gpu(layers, drafts):
+    """Requests with and without drafts in one program; those of random layers are nearly all refused."""
+    model = DeepseekV4ForCausalLM(small_config(drafts=layers), fused=True)
+    manager = KVCacheManager(model.config, num_blocks=64, max_requests=4, max_context=512, max_query_tokens=1 + drafts)
+    drafter = DeviceDrafter.of(model.config)
+    engine = Engine(model, manager, token_budget=64, drafter=drafter, batch_invariant=True)
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 200))
-    requests = [engine.add(prompt, max_new_tokens=40, draft_tokens=k) for prompt in prompts for k in (0, 2)]
+    requests = [engine.add(prompt, max_new_tokens=40, draft_tokens=k) for prompt in prompts for k in (0, drafts)]
     while engine.busy:
         engine.step()
     for without, drafted in zip(requests[::2], requests[1::2], strict=True):
