@@ -7,6 +7,7 @@ from rich.console import Console
 
 from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
+from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.options import explain, use_compilation_cache
 from dsv4_jax.cli.plan_command import PlanCommand
@@ -28,6 +29,7 @@ Each benchmark explains its options: dsv4-jax bench NAME --help."""
 _Command = (
     Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[ServeCommand, tyro.conf.subcommand("serve")]
+    | Annotated[ChatCommand, tyro.conf.subcommand("chat")]
     | Annotated[ScoreCommand, tyro.conf.subcommand("score")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench", description=_BENCH)]

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import itertools
 import json
+import signal
+import socket
 import time
 from random import Random
 
@@ -16,6 +18,7 @@ import openai
 import pytest
 
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.config import CSA, DSV4Config
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
@@ -522,3 +525,28 @@ def test_the_page_folds_thinking_and_calls(scripted, browser):
     assert scripted.prompts[0][: len(written)] == written
     assert results in bytes(i for i in scripted.prompts[0][len(written) :] if i < 256)
     assert not browser.get_log("browser")
+
+
+def test_a_conversation_in_the_terminal(scripted, monkeypatch, capsys, tmp_path):
+    scripted.say("Quiet.</think>Good morning.")
+    saved = tmp_path / "chat.json"
+    lines = ["/thinking low", "Hi", "/nonsense", "/thinking much", f"/save {saved}", "", "/new", "/help", "/quit", "unread"]
+    monkeypatch.setattr("builtins.input", lambda prompt, left=iter(lines): next(left))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ChatCommand(url=f"{scripted.url}/", system="Be brief.", max_tokens=40).run()
+    shown = capsys.readouterr().out
+    assert shown.index("tiny at") < shown.index("Quiet.") < shown.index("\nGood morning.\n")
+    assert "tokens of the prompt cached" in shown and "/save FILE.json" in shown
+    assert "/nonsense: there is no such command" in shown and "thinking much must be off, low, high, max" in shown
+    asked = [dict(role="system", content="Be brief."), dict(role="user", content="Hi")]
+    answer = dict(role="assistant", reasoning_content="Quiet.", content="Good morning.")
+    assert json.loads(saved.read_text()) == dict(messages=[*asked, answer])
+
+
+def test_a_terminal_without_a_server():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ValueError, match="no server answers at .*: start dsv4-jax serve, or give its --url"):
+        ChatCommand(url=f"http://127.0.0.1:{port}").run()
+    with pytest.raises(ValueError, match="--url localhost must begin with http://"):
+        ChatCommand(url="localhost").run()

@@ -1,0 +1,187 @@
+"""`dsv4-jax chat`."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from dsv4_jax.cli.options import optional
+
+
+_HELP = """/thinking off|low|high|max  how long the model thinks before it answers
+/system TEXT                instructions for a new conversation
+/new                        begin a new conversation
+/save FILE.json             write the conversation to a file
+/quit, Ctrl-D               leave; Ctrl-C stops an answer"""
+_EFFORTS = "low", "high", "max"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatCommand:
+    """Chats in the terminal with the model of a running `dsv4-jax serve`.
+
+    Any other server of OpenAI's Chat Completions will do as well. Thinking is shown dim, before the answer. The arrow
+    keys bring back earlier lines, and /help lists the commands.
+
+    For example:
+      dsv4-jax serve --checkpoint path/to/folder      (in another terminal)
+      dsv4-jax chat
+      dsv4-jax chat --url http://127.0.0.1:8080 --thinking off
+
+    Attributes:
+      url: address of the server.
+      api_key: the server's key. Default: the environment variable DSV4_JAX_API_KEY.
+      thinking: off, low, high or max. Default: as the server does.
+      system: instructions for the model.
+      max_tokens: maximum number of tokens of an answer. Default: what fits the context.
+      temperature: sampling temperature; 0 = greedy.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: Annotated[str | None, optional("KEY")] = None
+    thinking: Annotated[str | None, optional("off|low|high|max")] = None
+    system: Annotated[str | None, optional("TEXT")] = None
+    max_tokens: Annotated[int | None, optional("TOKENS")] = None
+    temperature: float = 1.0
+
+    def run(self) -> None:
+        """Chats until the input ends; raises ValueError after a user's mistake."""
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--url {self.url} must begin with http:// or https://")
+        key = self.api_key or os.environ.get("DSV4_JAX_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        options: dict[str, Any] = dict(temperature=self.temperature, stream=True)
+        options |= dict(stream_options=dict(include_usage=True))
+        options |= {} if self.max_tokens is None else dict(max_tokens=self.max_tokens)
+        session = _Session(self.url.rstrip("/"), headers, options, self.system)
+        if self.thinking is not None:
+            session.think(self.thinking)
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  gives `input` a history
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        session.console.print(f"{session.find_model()} at {self.url}. /help lists the commands.", style="dim")
+        while session.read_line():
+            pass
+
+
+class _Session:
+    """A conversation, and how to continue it."""
+
+    def __init__(self, url: str, headers: dict[str, str], options: dict[str, Any], system: str | None):
+        self.console = Console(highlight=False, soft_wrap=True, markup=False)
+        self._url, self._headers, self._options = url, headers, options
+        self._messages: list[dict[str, Any]] = []
+        self._begin(system)
+
+    def _begin(self, system):
+        self._system = system
+        self._messages = [] if system is None else [dict(role="system", content=system)]
+
+    def find_model(self) -> str:
+        """Returns the name of the server's model; raises ValueError if there is no server."""
+        with self._open("/v1/models") as response:
+            return json.load(response)["data"][0]["id"]
+
+    def read_line(self) -> bool:
+        """Reads a line and obeys or answers it. Returns whether the user goes on."""
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            self.console.print()
+            return False
+        try:
+            if line.startswith("/"):
+                return self._obey(*line.split(maxsplit=1))
+            if line:
+                self._answer(line)
+        except (ValueError, OSError) as error:
+            self.console.print(str(error), style="red")
+        return True
+
+    def _obey(self, command, argument=None):
+        match command, argument:
+            case "/quit", None:
+                return False
+            case "/help", None:
+                self.console.print(_HELP)
+            case "/new", None:
+                self._begin(self._system)
+            case "/system", str():
+                self._begin(argument)
+            case "/thinking", str():
+                self.think(argument)
+            case "/save", str():
+                Path(argument).write_text(json.dumps(dict(messages=self._messages), ensure_ascii=False, indent=1))
+                self.console.print(f"{len(self._messages)} messages written to {argument}", style="dim")
+            case _:
+                raise ValueError(f"{command}: there is no such command, or it takes something else. /help lists all.")
+        return True
+
+    def think(self, effort: str) -> None:
+        """Sets how long the model thinks; raises ValueError if the effort is not known."""
+        if effort not in ("off", *_EFFORTS):
+            raise ValueError(f"thinking {effort} must be off, {', '.join(_EFFORTS)}")
+        self._options.pop("reasoning_effort", None)
+        self._options["thinking"] = dict(type="disabled" if effort == "off" else "enabled")
+        if effort != "off":
+            self._options["reasoning_effort"] = effort
+
+    def _answer(self, text):
+        """Sends a message and shows the answer as it comes. A message without an answer is forgotten."""
+        question, parts, usage = dict(role="user", content=text), dict(reasoning_content="", content=""), {}
+        begin = time.monotonic()
+        try:
+            for chunk in self._stream([*self._messages, question]):
+                usage = chunk.get("usage") or usage
+                for choice in chunk["choices"]:
+                    for name in parts:
+                        if new := choice["delta"].get(name):
+                            self._show(name, new, is_first=not parts[name])
+                            parts[name] += new
+        except KeyboardInterrupt:
+            self.console.print(" (stopped)", style="dim", end="")
+        self.console.print()
+        if usage:
+            rate, cached = usage["completion_tokens"] / (time.monotonic() - begin), usage.get("prompt_tokens_details")
+            hits = f", {cached['cached_tokens']} of {usage['prompt_tokens']} tokens of the prompt cached" if cached else ""
+            self.console.print(f"{usage['completion_tokens']} tokens, {rate:.1f} a second{hits}", style="dim")
+        if parts["content"]:
+            self._messages += [question, dict(role="assistant") | {name: part for name, part in parts.items() if part}]
+
+    def _show(self, name, new, is_first):
+        if is_first and name == "content":
+            self.console.print()
+        self.console.print(new.lstrip("\n") if is_first else new, style="dim" if name != "content" else None, end="")
+
+    def _stream(self, messages) -> Iterator[dict[str, Any]]:
+        with self._open("/v1/chat/completions", self._options | dict(messages=messages)) as response:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if not line.startswith(b"data:") or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ValueError(chunk["error"]["message"])
+                yield chunk
+
+    def _open(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                raise ValueError(json.load(error)["error"]["message"]) from None
+            raise ValueError(f"{self._url}{path}: status {error.code}") from None
+        except urllib.error.URLError as error:
+            message = f"no server answers at {self._url} ({error.reason}): start dsv4-jax serve, or give its --url"
+            raise ValueError(message) from None
