@@ -102,13 +102,13 @@ def router(
         grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
-    selection = {"table": table, "token_ids": token_ids} if bias is None else {"bias": bias}
-    selection |= {} if slots is None else {"slots": slots}
+    selection = dict(bias=bias, table=table, token_ids=token_ids, slots=slots)
     return _select_experts(products(x, weight), selection, top_k, scaling_factor, interpret)
 
 
 def _select_experts(products, selection, top_k, scaling_factor, interpret):
-    """Runs the second launch; `selection` has the arrays "bias" or "table" and "token_ids", and maybe "slots"."""
+    """Runs the second launch; `selection` has the arrays "bias", "table", "token_ids" and "slots", or None."""
+    selection = {name: array for name, array in selection.items() if array is not None}
     slices, tokens, experts = products.shape
     outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
     scratch: dict[str, Any] = dict(
