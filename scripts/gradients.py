@@ -107,7 +107,7 @@ class _ByteHandle(DenseHandle):
 class FixedRouter(Router):
     """A router whose experts were selected before: its table holds those of each token of the call."""
 
-    def __call__(self, x, token_ids):
+    def __call__(self, x, token_ids, slots=None):
         return super().__call__(x, jnp.arange(token_ids.shape[0], dtype=jnp.int32))
 
 
@@ -124,8 +124,8 @@ def paged_forward(
         found = []
 
         class RecordingRouter(Router):
-            def __call__(self, x, token_ids):
-                routing = super().__call__(x, token_ids)
+            def __call__(self, x, token_ids, slots=None):
+                routing = super().__call__(x, token_ids, slots)
                 found.append(routing.experts)
                 return routing
 

@@ -218,17 +218,17 @@ def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
 
 def test_a_layers_share_of_a_step_is_printed(capsys):
     row = dict(requests=1, context=4096, tokens=1, drafts=0, milliseconds=0.8, floor_milliseconds=0.4, launches=120.0)
-    row |= dict(percent_of_floor=50.0, dispatch_milliseconds=0.1, gap_milliseconds=0.2)
+    row |= dict(skew=0.0, percent_of_floor=50.0, dispatch_milliseconds=0.1, gap_milliseconds=0.2)
     row |= dict(kernel_milliseconds={"experts": 0.24, "rest": 0.36})
     table = LiveTable(batch=5, tokens=-9)
     table.add(step_cells(row, layers=8))
     table.add(step_cells(row | dict(requests=32), layers=8))
     header, *lines = capsys.readouterr().out.splitlines()
     assert len(header) == len(lines[0]) == len(lines[1])
-    assert header.startswith("batch   context  tokens       drafts     layer     floor   % of it")
-    assert lines[0].startswith("    1      4096  1                 0     100.0      50.0      50.0")
+    assert header.startswith("batch   context  tokens       drafts      skew     layer     floor   % of it")
+    assert lines[0].startswith("    1      4096  1                 0       0.0     100.0      50.0      50.0")
     found = lines[0].split()
-    assert found[:6] == ["1", "4096", "1", "0", "100.0", "50.0"] and found[-1] == "15.0"
+    assert found[:7] == ["1", "4096", "1", "0", "0.0", "100.0", "50.0"] and found[-1] == "15.0"
     assert {"30.0", "45.0", "25.0"} <= set(found)
     assert lines[1].split()[0] == "32" and "experts" not in step_cells(row, layers=None)
 

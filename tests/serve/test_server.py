@@ -388,12 +388,12 @@ def test_a_step_that_raises_fails_its_requests_only(server, expected, monkeypatc
     launch = engine._launch
     engine.prefix.evict(BLOCKS)  # all prompts are read anew, the first ones in several steps
 
-    def raising(scheduled, *after):
+    def raising(schedule, *after):
         wait_until(lambda: failed or server.engine.unfinished == 6)
-        if not failed and len(scheduled) < len(engine.running):
-            failed.extend(item.request for item in scheduled)
+        if not failed and len(schedule.requests) < len(engine.running):
+            failed.extend(schedule.requests)
             raise RuntimeError("the device is on fire")
-        return launch(scheduled, *after)
+        return launch(schedule, *after)
 
     monkeypatch.setattr(engine, "_launch", raising)
     answers = [None] * 6
