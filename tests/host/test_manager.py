@@ -154,6 +154,20 @@ class TestAdmit:
 
 
 class TestPrepareForward:
+    def test_arrays_that_did_not_change_stay_on_the_device(self):
+        manager = make(max_query_tokens=2)
+        slot = manager.admit()
+        first, second = (manager.prepare_forward({slot: [3]}) for _ in range(2))
+        assert second.token_ids is first.token_ids and second.slots is first.slots
+        assert (rows(first.reset_slots), rows(second.reset_slots)) == ([slot], [])
+        manager.rewind(slot, 1)
+        third = manager.prepare_forward({slot: [4]})
+        assert rows(third.token_ids)[0] == 4 and third.reset_slots is second.reset_slots
+        # A batch is known by its positions.
+        assert third.positions is not second.positions and rows(third.positions) == rows(second.positions) == [1]
+        third.slots.delete()
+        assert rows(manager.prepare_forward({slot: [4]}).slots) == [slot]
+
     def test_contents(self):
         manager = make()
         a, b = manager.admit(), manager.admit()
