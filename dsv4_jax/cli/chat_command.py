@@ -151,9 +151,10 @@ class _Session:
             self.console.print(" (stopped)", style="dim", end="")
         self.console.print()
         if usage:
-            rate, cached = usage["completion_tokens"] / (time.monotonic() - begin), usage.get("prompt_tokens_details")
-            hits = f", {cached['cached_tokens']} of {usage['prompt_tokens']} tokens of the prompt cached" if cached else ""
-            self.console.print(f"{usage['completion_tokens']} tokens, {rate:.1f} a second{hits}", style="dim")
+            rate = usage["completion_tokens"] / (time.monotonic() - begin)
+            hits = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            prompt = f"{hits} of {usage['prompt_tokens']} tokens of the prompt cached"
+            self.console.print(f"{usage['completion_tokens']} tokens, {rate:.1f} a second, {prompt}", style="dim")
         if parts["content"]:
             self._messages += [question, dict(role="assistant") | {name: part for name, part in parts.items() if part}]
 

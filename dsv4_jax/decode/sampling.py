@@ -38,7 +38,7 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
-# The most likeliest tokens that are found without a loop. It is OpenAI's limit; with more, the host waits for each step.
+# So many likeliest tokens, OpenAI's limit, are found without a loop; with more, the host waits for each step.
 MAX_UNROLLED = 20
 
 

@@ -16,7 +16,7 @@ TOP_K = 6
 
 
 def operands(tokens, depth, experts, *, hashed=False):
-    """Arguments of `ops.router`: logits of about one unit, ids on either side of the table, each third token padding."""
+    """Arguments of `ops.router`: logits of about one unit, ids on either side of the table, every third is padding."""
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((experts, depth)) * depth**-0.5, jnp.float32)

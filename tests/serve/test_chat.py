@@ -530,8 +530,8 @@ def test_the_page_folds_thinking_and_calls(scripted, browser):
 def test_a_conversation_in_the_terminal(scripted, monkeypatch, capsys, tmp_path):
     scripted.say("Quiet.</think>Good morning.")
     saved = tmp_path / "chat.json"
-    lines = ["/thinking low", "Hi", "/nonsense", "/thinking much", f"/save {saved}", "", "/new", "/help", "/quit", "unread"]
-    monkeypatch.setattr("builtins.input", lambda prompt, left=iter(lines): next(left))
+    lines = iter(["/thinking low", "Hi", "/nonsense", "/thinking much", f"/save {saved}", "", "/new", "/help", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     ChatCommand(url=f"{scripted.url}/", system="Be brief.", max_tokens=40).run()
     shown = capsys.readouterr().out
