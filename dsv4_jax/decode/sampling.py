@@ -38,7 +38,7 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
-# So many likeliest tokens, OpenAI's limit, are found without a loop; with more, the host waits for each step.
+# Up to this many likeliest tokens are found without a loop; with more, the host waits for each step. OpenAI allows 20.
 MAX_UNROLLED = 20
 
 
@@ -157,17 +157,19 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     """
 
     def find():
-        def find_next(place, state):
-            left, best, ids = state
-            id = jnp.argmax(left, axis=-1).astype(jnp.int32)
-            best, ids = best.at[:, place].set(left[rows, id]), ids.at[:, place].set(id)
-            return left.at[rows, id].set(-jnp.inf), best, ids
+        def find_next(last, _):
+            best, id = last
+            left = jnp.where((logits < best) | ((logits == best) & (ids > id)), logits, -jnp.inf)
+            id = jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32)
+            last = jnp.take_along_axis(logits, id, axis=-1), id
+            return last, last
 
         # One token at a time rather than sorted, and not in a loop, for the reason that `_keep_best` gives.
-        rows, shape = jnp.arange(logits.shape[0]), (logits.shape[0], options.num_top)
-        start = logits, jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
-        _, best, ids = jax.lax.fori_loop(0, options.num_top, find_next, start, unroll=options.num_top <= MAX_UNROLLED)
-        return TopLogprobs(ids, best - norm[:, None])
+        ids, start = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :], (logits.shape[0], 1)
+        first = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
+        _, found = jax.lax.scan(find_next, first, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
+        best, chosen = (x[:, :, 0].T for x in found)
+        return TopLogprobs(chosen, best - norm[:, None])
 
     if options.wants_top is None:
         return find()
@@ -186,31 +188,33 @@ def _keep_best(logits, sampling):
     Nothing is sorted: XLA's sort on a GPU is a library call that a CUDA graph cannot hold, so the host would have to
     wait for the whole step to learn whether the branch is taken.
     """
-    keys = _ordered_keys(logits)
     top_k, top_p = sampling.top_k[:, None], sampling.top_p[:, None]
-    worst = _largest_threshold(lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= top_k, keys)
-    best = jnp.where(keys >= jnp.where(top_k > 0, worst, 0), logits, -jnp.inf)
-    probability = jax.nn.softmax(best, axis=-1)[:, None, :]
-    nucleus = _largest_threshold(lambda kept: jnp.sum(jnp.where(kept, probability, 0.0), axis=-1) >= top_p, keys)
-    return jnp.where(keys >= jnp.where(top_p < 1, nucleus, 0), best, -jnp.inf)
+    worst = _largest_threshold(lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= top_k, logits)
+    logits = jnp.where(logits >= jnp.where(top_k > 0, worst, -jnp.inf), logits, -jnp.inf)
+    probability = jax.nn.softmax(logits, axis=-1)[:, None, :]
+    nucleus = _largest_threshold(lambda kept: jnp.sum(jnp.where(kept, probability, 0.0), axis=-1) >= top_p, logits)
+    return jnp.where(logits >= jnp.where(top_p < 1, nucleus, -jnp.inf), logits, -jnp.inf)
 
 
-def _ordered_keys(values):
-    """Returns uint32 keys in the order of float32 values."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
+def _largest_threshold(is_enough, logits):
+    """Finds the largest threshold [n, 1] such that the logits from it on are enough; -inf if even all are not.
 
-
-def _largest_threshold(is_enough, keys):
-    """Finds the largest threshold [n, 1] such that the keys from it on are enough, one hexadecimal digit at a time.
+    It is found one hexadecimal digit of its place in the order of all float32 at a time.
 
     Args:
-      is_enough: function of which keys are kept, [n, 15, vocab] bool; returns [n, 15] bool.
-      keys: [n, vocab] uint32.
+      is_enough: function of which logits are kept, [n, 15, vocab] bool; returns [n, 15] bool.
+      logits: [n, vocab] float32.
     """
-    threshold, digits = jnp.zeros((keys.shape[0], 1), jnp.uint32), jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
+    place, digits = jnp.zeros((logits.shape[0], 1), jnp.uint32), jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
     for shift in range(28, -1, -4):
-        candidates = threshold + (digits << shift)
-        enough = is_enough(keys[:, None, :] >= candidates[:, :, None])
-        threshold += jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
-    return threshold
+        thresholds = _float_at(place + (digits << shift))
+        enough = is_enough(logits[:, None, :] >= thresholds[:, :, None])
+        place += jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
+    return _float_at(place)
+
+
+def _float_at(place):
+    """Returns the float32 at a place, uint32, in their ascending order; -inf before its own, NaN behind infinity's."""
+    sign, first = np.uint32(1 << 31), np.uint32(0x007FFFFF)
+    place = jnp.maximum(place, first)
+    return jax.lax.bitcast_convert_type(jnp.where(place >= sign, place - sign, ~place), jnp.float32)
