@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import os
 import signal
@@ -103,7 +104,7 @@ class _Session:
                 return self._obey(*line.split(maxsplit=1))
             if line:
                 self._answer(line)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, http.client.HTTPException) as error:
             self.console.print(str(error), style="red")
         return True
 
