@@ -37,7 +37,7 @@ NOT_QUICK = ("slow", "gpu", "aot")
 
 def pytest_report_header(config):
     if not config.option.markexpr or config.option.markexpr == "not gpu and not slow":
-        return "all tests take about 16 minutes on two idle cores; -m quick selects two minutes of them"
+        return "all tests take 16 to 38 minutes on two cores; -m quick selects the short ones"
 
 
 @pytest.hookimpl(tryfirst=True)
