@@ -20,8 +20,8 @@ class EngineConfig:
       batch_invariant: whether all steps run in one program of `token_budget` tokens. Matrix products with another
         number of rows may add in another order, so the last bit of a logit can depend on whether a token came in a
         chunk, alone or as a draft. This option prevents it and makes decode steps slower.
-      max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts. With
-        more than 20, the host waits for each step on a GPU.
+      max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts.
+        With more than 20, the host waits for each step on a GPU.
       num_scheduler_steps: number of decode steps that a call of `step` runs on the device without the host, while all
         requests decode and none waits. Their tokens come together. Excludes drafts and `batch_invariant`.
       overlap: whether a call of `step` launches the next step before it reads the tokens of its own, so that the device
