@@ -61,7 +61,7 @@ def test_help_lists_the_commands(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "{generate, serve, score, plan, bench}"),
+        ([], "{generate, serve, chat, score, plan, bench}"),
         (["bench"], "{ops, step, layer, model, prefill, serve, all_reduce}"),
         (["bench", "ops", "sort"], "sort"),
         (["bench", "ops", "append", "--plot", "x.png"], "--plot"),
