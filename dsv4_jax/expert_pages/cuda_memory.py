@@ -118,9 +118,7 @@ class CudaMemory:
         """Copies between addresses of the GPU and the host, beside running programs, and waits for the copy alone.
 
         Args:
-          target: first address to write.
-          source: first address to read.
-          nbytes: number of bytes.
+          target, source, nbytes: first addresses to write and to read, and number of bytes.
         """
         with self._current():
             self._call("cuMemcpyAsync", target, source, nbytes, self._stream)

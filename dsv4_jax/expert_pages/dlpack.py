@@ -67,13 +67,10 @@ class _Exporter:
 def array_over(
     address: int, shape: tuple[int, ...], device: jax.Device, free: Callable[[], None]
 ) -> UInt8[Array, "..."]:
-    """Returns the uint8 array whose first byte is at `address`. It is not committed to its device, as most arrays.
+    """Returns the uint8 array whose contiguous bytes begin at `address`, not committed to its device, as most arrays.
 
-    Args:
-      address: address of the first byte, on the device.
-      shape: shape of the array, whose bytes are contiguous.
-      device: the GPU, or a CPU in tests.
-      free: is called once, after the array and all programs that read it are gone; never if this function raises.
+    The device is the GPU, or a CPU in tests. `free` is called once, after the array and all programs that read it are
+    gone; never if this function raises.
     """
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))

@@ -75,17 +75,12 @@ class ExpertMemory:
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
     def plan(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> str:
-        """Decides how many experts of each layer stay on the GPU. Places nothing yet.
+        """Decides how many experts of each layer stay on the GPU, and returns a sentence about it. Places nothing yet.
 
-        Args:
-          num_layers: number of layers with experts.
-          shapes: shapes [E, ...] of the uint8 codes of the matrices of a layer's experts.
+        There are `num_layers` layers with experts, whose matrices have uint8 codes of the given shapes [E, ...].
 
-        Returns:
-          A sentence that says what was decided.
-
-        Raises:
-          ValueError: the GPU or the host has too little free memory, or the device is no such GPU, see `CudaMemory`.
+        Raises ValueError if the GPU or the host has too little free memory, or the device is no such GPU, see
+        `CudaMemory`.
         """
         if self.memory is None:
             self.memory = CudaMemory(jax.devices()[0])
@@ -111,20 +106,16 @@ class ExpertMemory:
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
 
     def place(self, layer: str, matrices: Sequence[np.ndarray | int], shape: tuple[int, ...]) -> UInt8[Array, "..."]:
-        """Copies the codes of one matrix of all experts to where each expert lies.
+        """Copies the codes of one matrix of all experts to where each expert lies, and returns them, uint8 of `shape`.
+
+        Raises ValueError if an expert is not a whole number of pages, and MemoryError if the GPU or the host is out of
+        memory.
 
         Args:
           layer: name of the layer.
           matrices: the bytes of each expert, contiguous, or their address on the GPU. There may be several pieces of
             each expert, which follow one another.
           shape: [E, ...] shape of the codes.
-
-        Returns:
-          The codes, uint8 of `shape`.
-
-        Raises:
-          ValueError: an expert is not a whole number of pages.
-          MemoryError: the GPU or the host is out of memory.
         """
         assert self.memory is not None and self._on_device is not None, "plan comes first"
         frequencies = self.frequencies.get(layer, np.zeros(shape[0]))

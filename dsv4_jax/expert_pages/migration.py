@@ -87,19 +87,16 @@ class ExpertMigration:
         interval: int = 8,
         remap_share: float = 0.01,
     ):
-        """Makes the spare memory for `batch` swaps.
+        """Makes the spare memory for `batch` swaps between two remappings.
+
+        Raises MemoryError if the GPU or the host has no room for the spare memory.
 
         Args:
           memory: the memory of the pages.
           layers: {name of a layer: matrices of its experts}, in the order of the layers.
           frequencies: {name of a layer: [E] counts of earlier processes}.
           file: where the counts are kept for later processes, or None.
-          batch: number of swaps between two remappings.
-          interval: as the attribute.
-          remap_share: as the attribute.
-
-        Raises:
-          MemoryError: the GPU or the host has no room for the spare memory.
+          batch, interval, remap_share: number of swaps, and as the attributes.
         """
         self.interval, self.remap_share, self.metrics = interval, remap_share, ExpertMetrics()
         self._memory, self._layers, self._file, self._batch = memory, dict(layers), file, batch
@@ -108,7 +105,7 @@ class ExpertMigration:
         self._on_host = np.stack([pages[0].on_host for pages in matrices])
         self._was_on_host = self._on_host.copy()
         self._expert_bytes = sum(pages.nbytes for pages in matrices[0])
-        self.policy, self.history = (PlacementPolicy.start(*self._on_host.shape, **x) for x in ({}, _SLOW))
+        self.policy, self.history = (PlacementPolicy(np.zeros(self._on_host.shape), **x) for x in ({}, _SLOW))
         for row, name in zip(self.history.frequencies, self._layers, strict=True):
             row[:] = self._stored.get(name, 0)
         self._mover: Mover | None = None
@@ -123,14 +120,9 @@ class ExpertMigration:
         self._steps, self._before, self._experts_per_token = 0, np.zeros(0, np.uint32), 1
 
     def start(self, counts: Int[Array, "2 L E"], experts_per_token: int) -> None:
-        """Begins to read the counts of a cache, which start at zero.
+        """Begins to read the counts of a cache, `KVCache.expert_counts`, which start at zero.
 
-        Args:
-          counts: `KVCache.expert_counts`.
-          experts_per_token: number of experts that a token selects in each layer.
-
-        Raises:
-          ValueError: the counts are of another model.
+        A token selects `experts_per_token` in each layer. Raises ValueError if the counts are of another model.
         """
         if counts.shape != (2, *self._on_host.shape):
             raise ValueError(
@@ -149,8 +141,7 @@ class ExpertMigration:
     def between_steps(self, counts: Int[Array, "2 L E"]) -> None:
         """Moves experts, if some are ready and it is time. Call it after each step, before the cache is donated again.
 
-        Args:
-          counts: `KVCache.expert_counts` of the newest cache.
+        `counts` are the `KVCache.expert_counts` of the newest cache.
         """
         now = time.perf_counter()
         passed, self._last = min(now - self._last, _MAX_STEP_SECONDS), now
@@ -176,11 +167,7 @@ class ExpertMigration:
         concurrent.futures.wait([self._job])
 
     def finish(self, counts: Int[Array, "2 L E"] | None = None) -> None:
-        """Reads the counts for the last time, and writes the file.
-
-        Args:
-          counts: as in `between_steps`; None if the cache is lost.
-        """
+        """Reads the counts, None if the cache is lost, for the last time, and writes the file."""
         self.wait()
         if counts is not None and not counts.is_deleted():
             self._count(_snapshot(counts))

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,21 +23,14 @@ THREADS = 8
 
 @dataclasses.dataclass
 class Mapping:
-    """Physical memory and the range of addresses that it is mapped to.
-
-    Attributes:
-      address: first address of the range.
-      nbytes: size of the range.
-      handle: the physical memory.
-      on_host: whether it is memory of the host.
-      for_cpu: whether the CPU can read and write it.
-    """
+    """Physical memory and the range of addresses that it is mapped to."""
 
     address: int
     nbytes: int
     handle: Any
-    on_host: bool
-    for_cpu: bool = False
+    on_host: bool  # whether it is memory of the host
+    for_cpu: bool = False  # whether the CPU can read and write it
+    is_stale: bool = False  # of spare memory: its addresses still map the memory that took an expert's place
 
 
 class ExpertPages:
@@ -53,17 +47,10 @@ class ExpertPages:
     """
 
     def __init__(self, memory: CudaMemory, shape: tuple[int, ...], on_host: Bool[np.ndarray, "E"], device: jax.Device):
-        """Maps memory without setting its bytes.
+        """Maps memory for an array of this shape, experts first, without setting its bytes.
 
-        Args:
-          memory: where addresses and memory come from.
-          shape: shape of the array, experts first.
-          on_host: experts that begin in host memory.
-          device: the GPU.
-
-        Raises:
-          ValueError: an expert is not a whole number of pages.
-          MemoryError: the GPU or the host is out of memory. Nothing stays behind.
+        Raises ValueError if an expert is not a whole number of pages, and MemoryError if the GPU or the host is out of
+        memory. Nothing stays behind.
         """
         self.nbytes = math.prod(shape[1:])
         if self.nbytes % memory.page:
@@ -75,7 +62,7 @@ class ExpertPages:
         total = self.nbytes * shape[0]
         self._base = memory.reserve(total)
         self.mappings: list[Mapping] = []
-        free = _Free(memory, self._base, total, self.mappings)
+        free = functools.partial(_free, memory, self._base, total, self.mappings)
         try:
             with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
                 handles = [pool.submit(memory.create, self.nbytes, on_host=bool(host)) for host in on_host]
@@ -92,15 +79,14 @@ class ExpertPages:
             if error := future.exception():
                 errors.append(error)
                 continue
-            host = bool(host)
-            mapping = Mapping(self._base + expert * self.nbytes, self.nbytes, future.result(), host, for_cpu=host)
+            address, handle, host = self._base + expert * self.nbytes, future.result(), bool(host)
             try:
-                self._memory.map(mapping.address, self.nbytes, mapping.handle, for_cpu=host)
+                self._memory.map(address, self.nbytes, handle, for_cpu=host)
             except BaseException as error:
-                self._memory.release(mapping.handle)
+                self._memory.release(handle)
                 errors.append(error)
             else:
-                self.mappings.append(mapping)
+                self.mappings.append(Mapping(address, self.nbytes, handle, host, for_cpu=host))
         if errors:
             raise errors[0]
 
@@ -130,22 +116,14 @@ class ExpertPages:
             self._memory.copy(target, data.ctypes.data, nbytes)
 
 
-@dataclasses.dataclass
-class _Free:
+def _free(memory, base, nbytes, mappings):
     """Unmaps and frees all memory of a range."""
-
-    memory: CudaMemory
-    base: int
-    nbytes: int
-    mappings: list[Mapping]
-
-    def __call__(self) -> None:
-        self.memory.synchronize()
-        for mapping in self.mappings:
-            self.memory.unmap(mapping.address, mapping.nbytes)
-            self.memory.release(mapping.handle)
-        self.mappings.clear()
-        self.memory.unreserve(self.base, self.nbytes)
+    memory.synchronize()
+    for mapping in mappings:
+        memory.unmap(mapping.address, mapping.nbytes)
+        memory.release(mapping.handle)
+    mappings.clear()
+    memory.unreserve(base, nbytes)
 
 
 class Mover:
@@ -157,15 +135,9 @@ class Mover:
     """
 
     def __init__(self, memory: CudaMemory, layers: Sequence[Sequence[ExpertPages]], batch: int = 4):
-        """Makes the spare memory.
+        """Makes the spare memory for `batch` swaps between two remappings. The sizes are the same in all layers.
 
-        Args:
-          memory: the memory of the pages.
-          layers: the matrices of each layer's experts, of the same sizes in all layers.
-          batch: number of swaps between two remappings.
-
-        Raises:
-          MemoryError: the GPU or the host is out of memory. Nothing stays behind.
+        Raises MemoryError if the GPU or the host is out of memory. Nothing stays behind.
         """
         self._memory, self._layers, self._staged = memory, layers, []
         self._free: list[list[list[Mapping]]] = []  # for each swap and matrix, spare memory (GPU, host)
@@ -184,6 +156,8 @@ class Mover:
     def stage(self, layer: int, hot: int, cold: int) -> bool:
         """Begins to copy a swap of two experts.
 
+        Raises ValueError if the experts are not where the swap would move them from.
+
         Args:
           layer: number of the layer among those of the pages.
           hot: expert in host memory, which moves to the GPU.
@@ -191,9 +165,6 @@ class Mover:
 
         Returns:
           Whether there was spare memory for it; if not, `remap` makes room.
-
-        Raises:
-          ValueError: the experts are not where the swap would move them from.
         """
         if not self._free:
             return False
@@ -241,7 +212,7 @@ class Mover:
         self._copies.shutdown()
         for spares in [*self._free, *(spares for _, spares, _ in self._staged)]:
             for spare in (spare for pair in spares for spare in pair):
-                _Free(self._memory, spare.address, spare.nbytes, [spare])()
+                _free(self._memory, spare.address, spare.nbytes, [spare])
         self._free, self._staged = [], []
 
     def _spare(self, nbytes, on_host):
@@ -252,7 +223,7 @@ class Mover:
             undo.callback(self._memory.release, handle)
             self._memory.map(address, nbytes, handle)
             undo.pop_all()
-        return _Spare(address, nbytes, handle, on_host)
+        return Mapping(address, nbytes, handle, on_host)
 
     def _exchange(self, mapping, spare):
         """Maps the spare memory in place of an expert's, which becomes the spare one. The GPU is idle meanwhile."""
@@ -270,10 +241,3 @@ class Mover:
             self._memory.map(spare.address, spare.nbytes, spare.handle)
             spare.is_stale = False
         self._memory.copy(spare.address, mapping.address, mapping.nbytes)
-
-
-@dataclasses.dataclass
-class _Spare(Mapping):
-    """Spare memory; `is_stale`: its addresses still map the memory that took an expert's place."""
-
-    is_stale: bool = False

@@ -16,11 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray, "E"]]:
-    """Returns {name of a layer: counts of its experts}; {} without a file, or, with a warning, if it is no such file.
+    """Returns {name of a layer: counts of its `num_experts` experts}.
 
-    Args:
-      path: the file.
-      num_experts: number of experts of a layer.
+    It is {} if there is no file, or, with a warning, if the file is no such one.
     """
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -41,12 +39,7 @@ def _ignored(path, why):
 
 
 def write_frequencies(path: Path, frequencies: Mapping[str, Float[np.ndarray, "E"]]) -> None:
-    """Writes the file atomically. If that fails, as on a full disk, there is a warning and the old file stays.
-
-    Args:
-      path: the file.
-      frequencies: as `read_frequencies` returns them.
-    """
+    """Writes the file atomically. If that fails, as on a full disk, there is a warning and the old file stays."""
     file, rows = None, dict[str, Any]((name, row.astype(np.float32)) for name, row in frequencies.items())
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:

@@ -25,38 +25,17 @@ class PlacementPolicy:
     half_life: float = 128.0
     margin: float = 1.5
 
-    @classmethod
-    def start(cls, num_layers: int, num_experts: int, **options: float) -> "PlacementPolicy":
-        """Returns a policy that has seen no token.
-
-        Args:
-          num_layers: number of layers with experts.
-          num_experts: number of experts of a layer.
-          options: `half_life` and `margin`.
-        """
-        return cls(np.zeros((num_layers, num_experts)), **options)
-
     def count(self, hits: Int[np.ndarray, "L E"], tokens: int) -> None:
-        """Adds selections of experts.
-
-        Args:
-          hits: number of tokens that selected each expert.
-          tokens: number of tokens among which they were counted.
-        """
+        """Adds the number of tokens that selected each expert, `hits`, among so many tokens."""
         # The first of many tokens fade while the others come.
         fading = math.log(2) * tokens / self.half_life
         self.frequencies *= math.exp(-fading)
         self.frequencies += hits * (-math.expm1(-fading) / fading if fading else 1.0)
 
     def swaps(self, on_host: Bool[np.ndarray, "L E"], limit: int) -> list[tuple[int, int, int]]:
-        """Proposes swaps, those that save the most misses first.
+        """Proposes up to `limit` swaps (layer, hot expert in host memory, cold expert on the GPU), the best ones first.
 
-        Args:
-          on_host: whether an expert lies in host memory.
-          limit: maximum number of swaps.
-
-        Returns:
-          (layer, hot expert in host memory, cold expert on the GPU) of each swap.
+        `on_host` says for each expert whether it lies in host memory.
         """
         # The hottest expert of a layer in host memory changes places with the coldest on the GPU, and so on.
         hot = np.argsort(np.where(on_host, -self.frequencies, np.inf), axis=1, kind="stable")

@@ -56,9 +56,7 @@ class TokenCost:
         """Returns the expected time of a step.
 
         Args:
-          on_host: number of experts of a layer in host memory.
-          skew: see `selection_shares`.
-          tokens: number of tokens of the step.
+          on_host, skew, tokens: as in `misses`.
         """
         misses = self.misses(on_host, skew, tokens)
         hits = self.layers * float(self._read(skew, tokens).sum()) - misses

@@ -24,7 +24,7 @@ def select(rng, probabilities, tokens):
 
 class Simulation:
     def __init__(self, on_device, limit=10**9, **options):
-        self.policy, self.limit = PlacementPolicy.start(LAYERS, EXPERTS, **options), limit
+        self.policy, self.limit = PlacementPolicy(np.zeros((LAYERS, EXPERTS)), **options), limit
         self.on_host = np.tile(np.arange(EXPERTS) >= on_device, (LAYERS, 1))
         self.moved = 0
 
