@@ -13,7 +13,6 @@ from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.checkpoint.random_weights import as_released, random_weights
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import (
     DecoderLayer,
     DeepseekV4ForCausalLM,
@@ -92,15 +91,6 @@ def abstract_stack(config: DSV4Config, mesh: Mesh | None = None, *, expert_paral
     return as_released(ModelStack(config, ABSTRACT), config, mesh, expert_parallel=expert_parallel)
 
 
-def random_stack(
-    config: DSV4Config,
-    mesh: Mesh | None = None,
-    *,
-    expert_parallel: bool = False,
-    expert_memory: ExpertMemory | None = None,
-    skew: float = 0.0,
-) -> ModelStack:
-    """Returns the stack with random weights, see `checkpoint.random_weights`."""
-    options: dict[str, Any] = dict(expert_parallel=expert_parallel, expert_memory=expert_memory, skew=skew)
-    stack = abstract_stack(config, mesh, expert_parallel=expert_parallel)
-    return random_weights(stack, config, mesh, **options)
+def random_stack(config: DSV4Config, mesh: Mesh | None = None, **options: Any) -> ModelStack:
+    """Returns the stack with random weights; `options` are those of `checkpoint.random_weights.random_weights`."""
+    return random_weights(ModelStack(config, ABSTRACT), config, mesh, **options)

@@ -7,6 +7,7 @@ import logging
 import math
 import statistics
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,7 @@ STD = 0.02  # of weights, as in the released models' initialization
 
 
 def random_model(
-    config: DSV4Config,
-    mesh: Mesh | None = None,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    expert_parallel: bool = False,
-    expert_memory: ExpertMemory | None = None,
-    skew: float = 0.0,
+    config: DSV4Config, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.bfloat16, **options: Any
 ) -> DeepseekV4ForCausalLM:
     """Returns a model with random weights in the release's storage, without ever making unquantized ones.
 
@@ -49,13 +44,10 @@ def random_model(
       config: configuration of the model.
       mesh: devices to shard the model over; None for the default device.
       dtype: dtype of the activations, bfloat16 or float32.
-      expert_parallel: whether each device gets whole experts instead of a shard of each expert.
-      expert_memory: where the routed experts lie; None for the devices.
-      skew: see `random_weights`.
+      **options: see `random_weights`.
     """
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
-    model = as_released(model, config, mesh, expert_parallel=expert_parallel)
-    return random_weights(model, config, mesh, expert_parallel=expert_parallel, expert_memory=expert_memory, skew=skew)
+    return random_weights(model, config, mesh, **options)
 
 
 def as_released[Module: nnx.Module](
@@ -65,9 +57,7 @@ def as_released[Module: nnx.Module](
 
     Args:
       module: a model, or a module with the attributes of `DeepseekV4Model`, with shapes in place of arrays.
-      config: its configuration.
-      mesh: devices; None for the default one.
-      expert_parallel: whether each device gets whole experts.
+      config, mesh, expert_parallel: as in `random_weights`.
     """
     kinds = {
         weight.path.removeprefix("model."): stored_kind(weight.sources[0], weight.source_shape)
@@ -96,20 +86,20 @@ def random_weights[Module: nnx.Module](
     expert_memory: ExpertMemory | None = None,
     skew: float = 0.0,
 ) -> Module:
-    """Fills the shapes of `as_released` with random weights, which each device makes for itself, and fuses linear maps.
+    """Gives the module of `as_released` random weights, which each device makes for itself, and fuses linear maps.
 
     The names of layers in `expert_memory` are their paths in the module.
 
     Args:
-      module: result of `as_released`.
+      module: as in `as_released`.
       config: configuration of the model.
-      mesh: devices; None for the default one.
-      expert_parallel: whether each device gets whole experts.
+      mesh: devices to shard the model over; None for the default one.
+      expert_parallel: whether each device gets whole experts instead of a shard of each expert.
       expert_memory: where the routed experts lie, the most frequent ones on the GPU; None for the devices.
       skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
         layer. The routers' biases and tables are chosen so.
     """
-    graph, state = nnx.split(module)
+    graph, state = nnx.split(as_released(module, config, mesh, expert_parallel=expert_parallel))
     numbers, frequencies = itertools.count(), {}
 
     def drawn(path, variable):
@@ -169,14 +159,11 @@ def _with_skew(path, variable, config, skew, where):
 
 
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:
-    """Returns the routers' biases with which tokens select experts so often, as float32.
+    """Returns the biases [E] float32 with which these shares of tokens, between 0 and 1, select each expert.
 
     With many experts, a token selects those whose score plus bias exceeds a threshold that hardly varies. So an
     expert's bias is minus the score, `sqrt(softplus(logit))`, that is exceeded as often as it should be selected.
-
-    Args:
-      shares: share of tokens that should select each expert, between 0 and 1.
-      logit_std: standard deviation of the logits, which are Gaussian.
+    Logits are Gaussian with the standard deviation `logit_std`.
     """
     quantiles = np.array([statistics.NormalDist().inv_cdf(1 - share) for share in np.clip(shares, 1e-9, 1 - 1e-9)])
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
