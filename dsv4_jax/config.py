@@ -208,9 +208,7 @@ class DSV4Config:
     def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers. DSpark's target layers are the last ones.
 
-        Args:
-            layer_types: the attention of each layer, as in `layer_types`.
-            mlp_layer_types: the MLP of each layer; None = "moe" in all.
+        `layer_types` are the attention of each layer, and `mlp_layer_types` its MLP; None = "moe" in all.
         """
         count, dspark = len(layer_types), self.dspark
         if dspark is not None:
@@ -226,12 +224,12 @@ class DSV4Config:
             compress_rate_hca=self.compress_rate_hca if HCA in layer_types else 0,
         )
 
-    def with_dspark(self, markov_rank: int) -> "DSV4Config":
-        """Returns the configuration with DSpark's three draft layers, whose sizes are otherwise the releases'.
+    def first_layers(self, count: int) -> "DSV4Config":
+        """Returns the configuration of a model with the first `count` layers only."""
+        return self.with_layers(self.layer_types[:count], self.mlp_layer_types[:count])
 
-        Args:
-            markov_rank: as in `DSparkConfig`.
-        """
+    def with_dspark(self, markov_rank: int) -> "DSV4Config":
+        """Returns the configuration with DSpark's three draft layers, whose other sizes are the releases'."""
         targets = tuple(range(self.num_hidden_layers))[-3:]
         sizes = dict(num_layers=3, block_size=5, noise_token_id=min(128799, self.vocab_size - 1))
         dspark = DSparkConfig(**sizes, target_layer_ids=targets, markov_rank=markov_rank)
@@ -302,9 +300,8 @@ class DSV4Config:
     def small(cls, layers: Sequence[LayerSpec], **fields: Any) -> "DSV4Config":
         """Returns a small model's configuration with layers of any pattern, rates and window.
 
-        Args:
-            layers: a spec for each layer: `LayerSpec()`, `LayerSpec.csa(rate)`, `LayerSpec.hca(rate)` or any other.
-            **fields: values of other fields, such as `hidden_size=256`, `sliding_window=32`.
+        `layers` are specs such as `LayerSpec()`, `LayerSpec.csa(rate)` and `LayerSpec.hca(rate)`, and `**fields` the
+        values of other fields, such as `hidden_size=256`.
         """
         count = len(layers)
         kinds = [SLIDING if spec.group is None else HCA if spec.selection is None else CSA for spec in layers]

@@ -53,21 +53,11 @@ DEFAULTS = dict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a measurement.
+    """Options of a measurement, named and described as those of `dsv4-jax bench model`.
 
-    Attributes:
-      batches: batch sizes, in requests; None as in `DEFAULTS`.
-      contexts: context lengths, in tokens a request; None as in `DEFAULTS`.
-      layers: number of layers; 0 for all, or as many as fit.
-      trace: folder for a profile, or None.
-      drafts: number of draft tokens of a request.
-      whole: whether layers include experts and hyper-connections, not their attention alone.
-      mesh: the devices; None for the default one.
-      expert_parallel: whether each device holds some whole experts.
-      expert_memory: bytes of the GPU that routed experts may take; "auto" for what is left; None for all experts.
-      context_parallel: whether devices share the compressed entries of a request.
-      skew: how unequally tokens select experts, see `checkpoint.random_weights`; each is measured, with the experts
-        placed for the largest.
+    None for batches or contexts stands for those of `DEFAULTS`. `whole` says whether layers include experts and
+    hyper-connections. The devices are those of `mesh`, None for the default one, and `expert_memory` is bytes of the
+    GPU, "auto" for what is left, or None for all experts.
     """
 
     batches: tuple[int, ...] | None = None
@@ -84,17 +74,14 @@ class StepOptions:
 
     def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
-        batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
         sizes, longest = {} if self.mesh is None else self.mesh.shape, config.max_position_embeddings
-        if self.batches is None:
-            batches = tuple(n for n in batches if n % sizes.get("data", 1) == 0)
-        else:
-            batches = self.batches
-            for requests in batches:
-                check_divisible(sizes, batches=requests)
-                if requests < 1:
-                    raise ValueError(f"--batches {requests} must be at least 1")
+        batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
+        batches = tuple(n for n in batches if n % sizes.get("data", 1) == 0) if self.batches is None else self.batches
         contexts = contexts if self.contexts is None else self.contexts
+        for requests in batches:
+            check_divisible(sizes, batches=requests)
+            if requests < 1:
+                raise ValueError(f"--batches {requests} must be at least 1")
         for context in contexts:
             if not MARGIN < context <= longest:
                 raise ValueError(f"--contexts {context} must be from {MARGIN + 1} to {longest} tokens")
@@ -147,10 +134,8 @@ class StepCase:
         decoder, nbytes = self.decoder, floor_bytes(self.decoder, self.context)
         floor = 1e3 * nbytes / copy
         result: dict[str, Any] = dict(requests=decoder.requests, context=self.context, skew=self.skew)
-        result |= dict(tokens=decoder.tokens, drafts=decoder.drafts, **times)
-        result |= dict(
-            floor_bytes=nbytes, floor_milliseconds=floor, percent_of_floor=100 * floor / times["milliseconds"]
-        )
+        result |= dict(tokens=decoder.tokens, drafts=decoder.drafts, **times, floor_bytes=nbytes)
+        result |= dict(floor_milliseconds=floor, percent_of_floor=100 * floor / times["milliseconds"])
         result |= dict(cache_bytes=_cache_bytes(decoder.manager.schema, decoder.manager.mesh), kernel_milliseconds={})
         if jax.default_backend() == "gpu":
             decoder.start_requests(self.context - MARGIN)
@@ -167,17 +152,15 @@ def run(
 
     With drafts, each case is measured three times: with one token a request, with the tokens of a step that verifies
     drafts, and when such a step also drafts new tokens. Without a GPU, the packaged model replaces `config`. The rate
-    of a copy, the clock, and the seconds until the first step are added to the report.
-
-    Raises:
-      ValueError: an option is out of range.
+    of a copy, the clock, and the seconds until the first step are added to the report. Raises ValueError if an option
+    is out of range.
     """
     config, small = _choose_model(config, report)
     options.cases(config, "cpu" if small else "gpu")
     layers = options.layers
     if options.whole and not layers and not small and options.expert_memory is None:
         layers = _max_layers(config, kv_format, options)
-    yield from _measure(_first_layers(config, layers or config.num_hidden_layers), kv_format, options, report)
+    yield from _measure(config.first_layers(layers or config.num_hidden_layers), kv_format, options, report)
 
 
 def run_kinds(
@@ -202,10 +185,6 @@ def _choose_model(config, report):
         return config, False
     report["shapes"] = "tiny"
     return small_config(config), True
-
-
-def _first_layers(config, count):
-    return config.with_layers(config.layer_types[:count], config.mlp_layer_types[:count])
 
 
 def _measure(config, kv_format, options, report, loop=True):
@@ -308,7 +287,7 @@ def _max_layers(config, kv_format, options):
     others = tree_bytes(nnx.state(stack)) - sum(layer_bytes)  # the layers that draft
 
     def fits(count):
-        cache = _cache_bytes(CacheSchema(_first_layers(config, count), **sizes), options.mesh)
+        cache = _cache_bytes(CacheSchema(config.first_layers(count), **sizes), options.mesh)
         return sum(layer_bytes[:count]) + others + cache <= limit
 
     return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])

@@ -32,19 +32,10 @@ _ROOMS = "engine", "host", "decode"  # whose functions are reported
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a measurement.
+    """Options of a measurement, named and described as those of `dsv4-jax bench serve --config`.
 
-    Attributes:
-      requests: numbers of requests that decode at once.
-      prompts: numbers of tokens of prompts whose first token is awaited, each alone.
-      context: number of tokens of a request when it begins to decode.
-      steps: number of decode steps whose mean time is reported.
-      token_budget: number of tokens in a step that reads prompts.
-      layers: number of layers, the first ones; 0 for all.
-      drafts: number of tokens that the model's draft layers draft.
-      expert_memory: bytes of the GPU that routed experts may take; "auto" for what is left; None for all experts.
-      skew: how unequally tokens select experts, see `checkpoint.random_weights`.
-      mesh: the devices; None for the default one.
+    `steps` is the number of decode steps whose mean time is reported. `mesh` and `expert_memory` are those of
+    `decode_steps.StepOptions`.
     """
 
     requests: tuple[int, ...] = (1, 4, 16, 64)
@@ -81,21 +72,13 @@ def run(config: DSV4Config, options: EngineOptions, report: dict[str, Any]) -> I
 
     A "prompt" row has the time until the first token of a prompt that runs alone. A "decode" row has the mean time of
     `Engine.step` while all requests decode, that of a step of the on-device loop beside it, and the milliseconds a step
-    that the host spends in each function, callees included, under Python's profiler.
-
-    Args:
-      config: configuration of the model; its weights are random.
-      options: sizes.
-      report: gets what holds for all results.
-
-    Raises:
-      ValueError: the sizes do not fit the model, the mesh or the GPU.
+    that the host spends in each function, callees included, under Python's profiler. What holds for all results is
+    added to the report. Raises ValueError if the sizes do not fit the model, the mesh or the GPU.
     """
     count = options.layers or config.num_hidden_layers
     if count > config.num_hidden_layers:
         raise ValueError(f"--layers {count} must be from 0 (all) to {config.num_hidden_layers}")
-    config = config.with_layers(config.layer_types[:count], config.mlp_layer_types[:count])
-    config = config.with_drafts(options.drafts > 0)
+    config = config.first_layers(count).with_drafts(options.drafts > 0)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
     experts = _expert_memory(config, options)
@@ -219,13 +202,7 @@ def _expert_memory(config, options):
 
 
 def choose_config(config: DSV4Config, name: str, report: dict[str, Any]) -> DSV4Config:
-    """Returns the configuration to measure: without a GPU, the packaged model replaces a released one.
-
-    Args:
-      config: the requested configuration.
-      name: its name, or a folder.
-      report: gets the name of the model that is measured.
-    """
+    """Returns the configuration to measure, whose name the report gets: without a GPU a released one is a tiny one."""
     is_replaced = jax.default_backend() != "gpu" and name.startswith("v4_")
     report["config"] = "tiny" if is_replaced else name
     return small_config(config) if is_replaced else config

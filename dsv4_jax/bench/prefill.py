@@ -63,10 +63,8 @@ def run(
     The last results are for all layers: the time of each kind times the number of its layers. One program is compiled
     for a kind and chunk size, so every context is measured in the cache of the longest. Without a GPU, the packaged
     model replaces `config`. The clock, the rates of a copy and a matrix product, and the cache's size in tokens are
-    added to the report; a profile is written to the folder `trace`, if given.
-
-    Raises:
-      ValueError: an option is out of range.
+    added to the report; a profile is written to the folder `trace`, if given. Raises ValueError if an option is out of
+    range.
     """
     small = jax.default_backend() != "gpu"
     if small:

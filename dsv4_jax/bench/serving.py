@@ -75,12 +75,11 @@ class Workload:
 def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]]:
     """Serves the workload without and with a prefix cache, yields the measurements of each, and then prints both.
 
+    Raises ValueError if the conversations would be longer than the model's context, or the mesh cannot shard the model.
+
     Args:
       workload: the conversations.
       mesh: the devices; None for the default one.
-
-    Raises:
-      ValueError: the conversations would be longer than the model's context, or the mesh cannot shard the model.
     """
     from dsv4_jax.checkpoint import load_checkpoint
 

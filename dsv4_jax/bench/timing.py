@@ -26,8 +26,7 @@ def build(case: Case, calls: int) -> tuple[Any, list[tuple]]:
 def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
     """Returns whether the op has a kernel for this case, after comparing its result with XLA's.
 
-    Raises:
-      RuntimeError: the results differ, in a bit or beyond the case's `agree`.
+    Raises RuntimeError if the results differ, in a bit or beyond the case's `agree`.
     """
 
     def result(implementation):
