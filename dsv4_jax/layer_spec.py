@@ -74,8 +74,7 @@ class LayerSpec:
 def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the specs of a model's layers with their places: `layer`, `ring`, and `index` of owners.
 
-    Raises:
-      ValueError: a layer lacks a rate or a group, or reads entries or a selection that no layer before it makes.
+    Raises ValueError if a layer lacks a rate or a group, or reads entries or a selection that no layer before it makes.
     """
     stored: collections.Counter[str | None] = collections.Counter()
     placed: list[LayerSpec] = []

@@ -41,8 +41,7 @@ class StoredTensor(TensorHeader):
     def load(self) -> np.ndarray:
         """Returns the values, of `shape`, as a read-only view of the mapped file.
 
-        Raises:
-            ValueError: the tensor is quantized.
+        Raises ValueError if the tensor is quantized.
         """
         if self.quantized:
             raise ValueError(
@@ -55,8 +54,7 @@ class StoredTensor(TensorHeader):
 def read_file(path: str | Path) -> dict[str, StoredTensor]:
     """Reads the tensors of one safetensors file by name, and checks its header against its size.
 
-    Raises:
-        ValueError: the file is missing, or its header is broken (see `safetensors_header.read_header`).
+    Raises ValueError if the file is missing, or its header is broken (see `safetensors_header.read_header`).
     """
     path = Path(path)
     try:

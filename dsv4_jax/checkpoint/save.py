@@ -110,14 +110,8 @@ def release_config(config: DSV4Config) -> dict[str, Any]:
         )
     fields = dataclasses.asdict(config)
     for name in (
-        "layer_types",
-        "mlp_layer_types",
-        "compress_rate_csa",
-        "compress_rate_hca",
-        "rope_scaling",
-        "dspark",
-        "specs",
-    ):
+        "layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling", "dspark", "specs",
+    ):  # fmt: skip
         del fields[name]
     if config.dspark is not None:
         fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(config.dspark).items()}

@@ -10,16 +10,9 @@ _UNFINISHED = "\ufffd"  # decoding yields this for an incomplete character
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Reads a checkpoint's tokenizer.json.
+    """Reads the tokenizer.json of a checkpoint, a folder or a file beside it; returns None if there is none.
 
-    Args:
-        path: folder of the checkpoint, or a file beside its tokenizer.json.
-
-    Returns:
-        The tokenizer, with `encode(text).ids` and `decode(ids)`, or None if there is no tokenizer.json.
-
-    Raises:
-        ValueError: tokenizer.json is broken.
+    Raises ValueError if tokenizer.json is broken.
     """
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / TOKENIZER_NAME

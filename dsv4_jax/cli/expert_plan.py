@@ -18,6 +18,9 @@ TOKENS = 1, 8, 32
 def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
     """Decides how many experts stay in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
 
+    Raises ValueError if the weights and programs do not fit the GPU even if all experts lie in host memory, or not with
+    experts of the given size.
+
     Args:
       config: the model, whose weights are as the release stores them.
       expert_memory: size of the GPU's memory that experts may take, or auto for what is left.
@@ -28,10 +31,6 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     Returns:
       experts: number of experts of a layer; on_host: those in host memory; host_bytes; weights_bytes: bytes of the GPU
       that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
-
-    Raises:
-      ValueError: the weights and programs do not fit the GPU even if all experts lie in host memory, or not with
-        experts of the given size.
     """
     from flax import nnx
 

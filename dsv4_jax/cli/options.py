@@ -131,9 +131,8 @@ class ModelOptions:
     def check_devices(self, config: "DSV4Config") -> dict[str, int]:
         """Returns the sizes of --mesh by axis. Call it before JAX starts.
 
-        Raises:
-          ValueError: the mesh cannot shard the model, --expert-memory does not go with the other options, or the file
-            of --expert-placement cannot be written.
+        Raises ValueError if the mesh cannot shard the model, --expert-memory does not go with the other options, or the
+        file of --expert-placement cannot be written.
         """
         if expert_bytes(self.expert_memory, self.mesh) is not None and self.weights not in (None, "quantized"):
             raise ValueError(f"--expert-memory needs --weights quantized, got {self.weights}")
@@ -239,8 +238,7 @@ class RandomModelOptions(ModelOptions):
     def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
         """Returns the folder of the model, which has no files for a released model's name, and its configuration.
 
-        Raises:
-          ValueError: there is no such model, or the options exclude each other.
+        Raises ValueError if there is no such model, or the options exclude each other.
         """
         check_at_least(0, skew=self.skew)
         if self.random_weights is None:
@@ -363,8 +361,7 @@ def compiling_for(device: str) -> str:
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
     """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
 
-    Raises:
-      ValueError: the text is not a size, or there is a mesh.
+    Raises ValueError if the text is not a size, or there is a mesh.
     """
     if expert_memory is None:
         return None

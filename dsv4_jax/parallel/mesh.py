@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def parse_mesh(text: str) -> dict[str, int]:
     """Parses text such as "model=4" or "data=2,model=2" to sizes by axis, in the order of `AXES`.
 
-    Raises:
-      ValueError: an axis is unknown or named twice, or a size is not a positive whole number.
+    Raises ValueError if an axis is unknown or named twice, or a size is not a positive whole number.
     """
     sizes: dict[str, int] = {}
     for item in text.split(","):
@@ -28,11 +27,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
-    """Makes a mesh of the first devices from sizes by axis.
-
-    Raises:
-      ValueError: there are too few devices.
-    """
+    """Makes a mesh of the first devices from sizes by axis. Raises ValueError if there are too few devices."""
     import jax
 
     devices, needed = jax.devices(), math.prod(sizes.values())
@@ -73,8 +68,7 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
 def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num_blocks: int = 0) -> int:
     """Returns the number of devices that a shard's blocks are distributed over.
 
-    Raises:
-      ValueError: the axis "model" has one device, or the mesh does not divide `num_blocks`.
+    Raises ValueError if the axis "model" has one device, or the mesh does not divide `num_blocks`.
     """
     if not context_parallel:
         return 1

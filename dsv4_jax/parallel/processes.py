@@ -10,8 +10,7 @@ import jax
 def lost_process_named() -> Iterator[None]:
     """Explains failures of JAX's runtime in the body when several processes run one program.
 
-    Raises:
-      RuntimeError: the body failed and there are several processes. The message names this one and quotes JAX.
+    Raises RuntimeError if the body failed and there are several processes. The message names this one and quotes JAX.
     """
     try:
         yield

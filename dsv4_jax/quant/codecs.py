@@ -109,8 +109,7 @@ class RowCodec(abc.ABC):
 class BlockFP8Rows(RowCodec):
     """The codec of DeepSeek-V4's rows: E4M3 with an E8M0 scale per 64 dims; 584 bytes for 448 + 64 dims.
 
-    Raises:
-      ValueError: `nope_dim` is not a multiple of 64.
+    Raises ValueError if `nope_dim` is not a multiple of 64.
     """
 
     def __post_init__(self):
@@ -136,8 +135,7 @@ class BlockFP8Rows(RowCodec):
 class EntryFP8Rows(RowCodec):
     """The codec of the seeds' rows: E4M3 with one float32 inverse scale; 580 bytes for 448 + 64 dims.
 
-    Raises:
-      ValueError: `nope_dim` is 0.
+    Raises ValueError if `nope_dim` is 0.
     """
 
     def __post_init__(self):
@@ -230,10 +228,7 @@ class KeyCodec(abc.ABC):
 class MXFP4Keys(KeyCodec):
     """The codec of DeepSeek-V4's keys: E2M1 with an E8M0 scale per 32 dims; 68 bytes for 128 dims.
 
-    Keys are rotated by a Hadamard matrix first.
-
-    Raises:
-      ValueError: `dim` is not a power of two, or below 32.
+    Keys are rotated by a Hadamard matrix first. Raises ValueError if `dim` is not a power of two, or below 32.
     """
 
     def __post_init__(self):
@@ -260,11 +255,10 @@ class MXFP4Keys(KeyCodec):
 class NVFP4Keys(KeyCodec):
     """The codec of the seeds' keys: E2M1 with an E4M3 scale per 16 dims; 72 bytes for 128 dims.
 
+    Raises ValueError if `dim` is not a multiple of 16.
+
     Attributes:
       global_scale: second-level scale of all keys and queries.
-
-    Raises:
-      ValueError: `dim` is not a multiple of 16.
     """
 
     global_scale: float
