@@ -34,9 +34,9 @@ CASES: dict[str, Callable[[CacheSchema, bool], Iterator[Case]]] = dict(
     router=router_cases,
 )
 
-# Patterns of the cases that belong to a layer: weights as released, calls of a decode step, products of a prefill.
-# An op without a pattern belongs to it with all its cases.
-_LAYER_CASES = dict(
+# Patterns of the cases that `dsv4-jax bench layer` times: weights as released, calls of a decode step, products of a
+# prefill. An op without a pattern belongs to a layer with all its cases.
+LAYER_CASES = dict(
     append=r"norm_rope.*heads",
     flush="all close",
     indexer=r"query|scores \+ top-k",
@@ -83,13 +83,6 @@ def run(
             row = _measure(case, calls if gpu else min(calls, 4), copy, read, matmul)
             lines.add(_cells(row))
             yield row
-
-
-def run_layer(
-    config: DSV4Config, kv_format: KVFormat, report: dict[str, Any], *, only: Sequence[str], calls: int
-) -> Iterator[dict[str, Any]]:
-    """Times the cases that belong to a layer, see `run`."""
-    return run(config, kv_format, list(CASES), report, only=only, calls=calls, patterns=_LAYER_CASES)
 
 
 def _measure(case: Case, calls: int, copy: float, read: float, matmul: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli import options
+from dsv4_jax.cli import options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
 
@@ -83,11 +84,11 @@ class _Bench:
         if trace := given.get("trace"):
             trace.mkdir(parents=True, exist_ok=True)
         if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
-            options.show_log()
+            startup.show_log()
         if self.whole:
             # XLA leaves a quarter of a GPU's memory unused by default.
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-        options.notify("Starting JAX ...")
+        startup.notify("Starting JAX ...")
         import jax
 
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
@@ -102,6 +103,13 @@ class _Bench:
             from dsv4_jax.bench import plots
 
             getattr(plots, self._plot)(report, plot)
+
+    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **defaults: Any) -> Options:
+        """Returns the options of a measurement: those that the user gave, in place of the defaults."""
+        given = defaults | {name: value for name, value in vars(self).items() if value is not None}
+        given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
+        given |= dict(whole=self.whole, mesh=mesh)
+        return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         raise NotImplementedError
@@ -166,21 +174,12 @@ class _DecodeSteps(_ModelBench):
     trace: Trace = None
     plot: PlotFile = None
 
-    def _steps(self, report: dict[str, Any], mesh: "Mesh | None") -> list[Any]:
-        """Returns the arguments of `decode_steps.run`."""
-        from dsv4_jax.bench.decode_steps import StepOptions
-
-        given: dict[str, Any] = vars(self) | dict(whole=self.whole, mesh=mesh)
-        given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), self.mesh)
-        step_options = StepOptions(**{name: given[name] for name in StepOptions.__annotations__ if name in given})
-        return [*self._model(report), step_options, report]
-
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps
 
-        steps = self._steps(report, mesh)
+        model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
         report["layers"] = "whole" if self.whole else "attention"
-        return dict(results=decode_steps.run(*steps))
+        return dict(results=decode_steps.run(*model, chosen, report))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,9 +230,10 @@ class LayerBench(_DecodeSteps):
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps, op_times
 
-        steps = self._steps(report, mesh)
-        ops = () if mesh else op_times.run_layer(steps[0], steps[1], report, only=self.only, calls=self.calls)
-        return dict(ops=ops, results=decode_steps.run_kinds(*steps))
+        model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
+        cases = dict(only=self.only, calls=self.calls, patterns=op_times.LAYER_CASES)
+        ops = () if mesh else op_times.run(*model, tuple(op_times.CASES), report, **cases)
+        return dict(ops=ops, results=decode_steps.run_kinds(*model, chosen, report))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -346,33 +346,25 @@ class ServeBench(_Bench):
         sizes = dict(requests=min(self.requests or (1,)), prompts=min(self.prompts or (1,)))
         options.check_at_least(1, **sizes, context=self.context, token_budget=self.token_budget)
         if self.config is not None:
-            options.use_compilation_cache()
+            startup.use_compilation_cache()
         super().run()
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         if self.config is not None:
-            return dict(results=self._engine_steps(self.config, report, mesh))
+            import jax
+
+            from dsv4_jax.bench import engine_steps
+
+            config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
+            config = engine_steps.choose_config(config, self.config, report)
+            defaults = {} if jax.default_backend() == "gpu" else dict(requests=(1, 4), prompts=(256,))
+            chosen = self._options(engine_steps.EngineOptions, mesh, **defaults)
+            return dict(results=engine_steps.run(config, chosen, report))
         from dsv4_jax.bench import serving
 
         workload = serving.Workload(self.conversations, self.turns, self.drafts)
         report["workload"] = dataclasses.asdict(workload)
         return dict(results=serving.run(workload, mesh))
-
-    def _engine_steps(self, name: str, report: dict[str, Any], mesh: "Mesh | None") -> Iterable[dict[str, Any]]:
-        import jax
-
-        from dsv4_jax.bench import engine_steps
-
-        config = options.named_config(name, "--config", mtp=self.drafts > 0)
-        config = engine_steps.choose_config(config, name, report)
-        given: dict[str, Any] = dict(layers=self.layers, context=self.context, token_budget=self.token_budget)
-        given |= dict(drafts=self.drafts, skew=self.skew, mesh=mesh)
-        if jax.default_backend() != "gpu":
-            given |= dict(requests=(1, 4), prompts=(256,))
-        chosen = dict(requests=self.requests, prompts=self.prompts)
-        given |= {option: numbers for option, numbers in chosen.items() if numbers is not None}
-        given["expert_memory"] = options.expert_bytes(self.expert_memory, self.mesh)
-        return engine_steps.run(config, engine_steps.EngineOptions(**given), report)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -389,16 +381,11 @@ class AllReduceBench(_Bench):
     mesh: Annotated[str, tyro.conf.arg(metavar="model=N")]
     shapes: Shapes = "flash"
 
-    def run(self) -> None:
-        """Runs the benchmark; raises ValueError if an option is wrong."""
-        if options.mesh_sizes(self.mesh, None).get("model", 1) < 2:
-            raise ValueError(f"--mesh {self.mesh} must have more than one device along the axis model")
-        super().run()
-
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import sums
 
-        assert mesh is not None
+        if mesh is None or mesh.shape.get("model", 1) < 2:
+            raise ValueError(f"--mesh {self.mesh} must have more than one device along the axis model")
         return dict(results=sums.run(options.named_config(f"v4_{self.shapes}", "--shapes").hidden_size, mesh, report))
 
 

@@ -9,10 +9,11 @@ from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
-from dsv4_jax.cli.options import explain, use_compilation_cache
+from dsv4_jax.cli.options import explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
+from dsv4_jax.cli.startup import use_compilation_cache
 from dsv4_jax.xla_flags import jax_has_started, set_xla_flags
 
 

@@ -24,13 +24,12 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     Args:
       config: the model, whose weights are as the release stores them.
       expert_memory: size of the GPU's memory that experts may take, or auto for what is left.
-      memory: bytes of the GPU.
-      cache_bytes: bytes of the cache that "auto" leaves room for.
+      memory, cache_bytes: bytes of the GPU, and those of the cache that "auto" leaves room for.
       gpu: key of `READ_RATES`.
 
     Returns:
       experts: number of experts of a layer; on_host: those in host memory; host_bytes; weights_bytes: bytes of the GPU
-      that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
+        that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
     """
     from flax import nnx
 
@@ -80,7 +79,6 @@ def expert_table(report: dict[str, Any]) -> Table:
     table.add_column("uniform routing", justify="right")
     table.add_column("skew 1", justify="right")
     for tokens in TOKENS:
-        table.add_row(
-            str(tokens), *(f"{row['milliseconds']:.1f}" for row in report["steps"] if row["tokens"] == tokens)
-        )
+        times = [f"{row['milliseconds']:.1f}" for row in report["steps"] if row["tokens"] == tokens]
+        table.add_row(str(tokens), *times)
     return table

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
-from dsv4_jax.cli import options
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.sizes import readable_bytes
 
@@ -99,7 +99,7 @@ class GenerateCommand(RandomModelOptions):
         options.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
-        options.notify(f"Starting JAX and reading {checkpoint} ...")
+        startup.notify(f"Starting JAX and reading {checkpoint} ...")
         import jax
 
         from dsv4_jax.checkpoint import read_tokenizer
@@ -115,7 +115,7 @@ class GenerateCommand(RandomModelOptions):
         progress = not self.as_json and sys.stdout.isatty()
         model = self.load_model(checkpoint, manager.schema, progress=progress)
         device = jax.devices()[0].device_kind
-        options.notify(options.compiling_for(device))
+        startup.notify(startup.compiling_for(device))
 
         printer = _Printer(tokenizer, prompt, quiet=self.as_json)
         stop_tokens = () if self.ignore_eos else config.eos_token_id
@@ -183,7 +183,6 @@ class GenerateCommand(RandomModelOptions):
 
         limits = dict(max_new_tokens=self.max_new_tokens, stop_tokens=stop_tokens, chunk=self.chunk)
         sampling = dict(sampling=SamplingParams(self.temperature, self.top_k, self.top_p), seed=self.seed)
-
         drafts = DraftOptions(self.drafts, self.min_confidence)
 
         def search() -> "tuple[list[int], list[Candidate]]":

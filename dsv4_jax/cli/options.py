@@ -2,18 +2,16 @@
 
 import dataclasses
 import functools
-import logging
 import math
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
+from dsv4_jax.cli.startup import show_log
 from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
 from dsv4_jax.sizes import parse_bytes
@@ -162,13 +160,11 @@ class ModelOptions:
 
         experts = self._expert_memory(schema)
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
-        weights = "quantized" if stay else self.weights
         if checkpoint != packaged_checkpoint():
             show_log()
-        sharding: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel)
-        types: dict[str, Any] = dict(dtype=jnp.dtype(self.dtype), weights=weights)
-        options: dict[str, Any] = dict(progress=progress, expert_memory=experts)
-        return CompiledModel(load_checkpoint(checkpoint, schema.config, **types, **options, **sharding), experts)
+        options: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel, progress=progress)
+        options |= dict(dtype=jnp.dtype(self.dtype), weights="quantized" if stay else self.weights)
+        return CompiledModel(load_checkpoint(checkpoint, schema.config, expert_memory=experts, **options), experts)
 
     def _expert_memory(self, schema: "CacheSchema") -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -286,17 +282,6 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
     return DSV4Config.from_hf(Path(name), mtp=mtp)
 
 
-def show_log() -> None:
-    """Prints the package's log to stderr, unless the user handles it."""
-    from rich.logging import RichHandler
-
-    log = logging.getLogger("dsv4_jax")
-    if not log.handlers:
-        log.setLevel(logging.INFO)
-        console = Console(stderr=True)
-        log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
-
-
 def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
     """Returns --checkpoint, or else the packaged one, and its configuration, with the draft block if `mtp`."""
     checkpoint = packaged_checkpoint() if path is None else path
@@ -311,51 +296,6 @@ def check_min_confidence(min_confidence: float, config: "DSV4Config") -> None:
         raise ValueError(f"--min-confidence {min_confidence} must be from 0 to 1, a probability")
     if min_confidence and config.dspark is None:
         raise ValueError(f"--min-confidence {min_confidence} needs drafts of a model with DSpark's layers")
-
-
-def use_compilation_cache() -> None:
-    """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
-
-    JAX reads this variable when it is imported, so later it is told. JAX_ENABLE_COMPILATION_CACHE=false turns the cache
-    off. Whole steps are kept in a folder of their own within, see `dsv4_jax.decode.program_store`.
-    """
-    # A run needs dozens of small programs: keep these too.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsv4_jax" / "programs"
-        if not folder.is_absolute():
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            return  # a home folder without write access: programs are compiled every time
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    programs = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    is_on = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("1", "true", "t", "yes", "y", "on")
-    if is_on and programs and "://" not in programs:
-        os.environ.setdefault("DSV4_JAX_PROGRAMS", os.path.join(os.path.abspath(programs), "steps"))
-    if is_on and programs and "jax" in sys.modules:
-        import jax
-        from jax.experimental.compilation_cache import compilation_cache
-
-        seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
-        if jax.config.jax_compilation_cache_dir is None:
-            jax.config.update("jax_compilation_cache_dir", programs)
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-            compilation_cache.reset_cache()  # if a program was compiled before, JAX has noted that there is no cache
-
-
-def notify(text: str) -> None:
-    """Prints a message about a slow operation to stderr."""
-    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-def compiling_for(device: str) -> str:
-    """Returns the message that is shown while programs are compiled."""
-    import jax
-
-    folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-    return f"Compiling for {device} ..." + (f" (compiled programs are kept in {folder})" if folder else "")
 
 
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli import options
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.options import ModelOptions, optional
 
 
@@ -78,7 +78,7 @@ class ScoreCommand(ModelOptions):
         if self.index_topk is not None:
             config = dataclasses.replace(config, index_topk=self.index_topk)
         self.check_devices(config)
-        options.notify(f"Starting JAX and reading {checkpoint} ...")
+        startup.notify(f"Starting JAX and reading {checkpoint} ...")
         import numpy as np
 
         from dsv4_jax.checkpoint import read_tokenizer

@@ -20,7 +20,6 @@ from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import find_layout
 from dsv4_jax.layer_spec import LayerSpec
-from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
@@ -53,19 +52,15 @@ def _score_mtp(model, cache, batch, streams, logits, count, per_row):
     "draft_logits" [T, count, vocab].
     """
     before, shifted, cache = advance_streams(cache, streams, batch)
-    slots = cache.lengths.shape[0]
-    seeds = jnp.zeros((slots,), jnp.uint32)
 
-    def one(cache, i):
-        at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
+    def score_one(cache, at, seeds):
         mine = one_token_batch(shifted.token_ids[at], shifted.positions[at])
         hidden, _, cache = model.mtp_forward(before[at], cache, mine)
         chosen = one_token_batch(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
         tokens, draft_logits, cache = draft(model, cache, streams[at], chosen, GREEDY, seeds, drafts=count)
         return cache, dict(mtp_logits=model.logits(hidden), draft_tokens=tokens, draft_logits=draft_logits)
 
-    cache, results = jax.lax.scan(one, cache, jnp.arange(per_row, dtype=jnp.int32))
-    return _by_token(results), cache
+    return _one_after_another(score_one, cache, per_row)
 
 
 def _score_dspark(model, cache, batch, taps, logits, count, per_row):
@@ -74,24 +69,24 @@ def _score_dspark(model, cache, batch, taps, logits, count, per_row):
     Returns the cache and, of each token as a block's first one, "draft_tokens" [T, count] after it, their
     "draft_logits" [T, count, vocab] and "confidence" [T, count].
     """
-    slots = cache.lengths.shape[0]
-    seeds = jnp.zeros((slots,), jnp.uint32)
 
-    def one(cache, i):
-        at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
+    def score_one(cache, at, seeds):
         mine = one_token_batch(batch.token_ids[at], batch.positions[at])
         tokens, draft_logits, confidence, cache = draft_block(model, cache, mine, GREEDY, seeds, count=count)
         # Its row comes after the block that it begins, whose rows it overwrites.
         cache = model.dspark_write(taps[at], cache, mine)
         return cache, dict(draft_tokens=tokens, draft_logits=draft_logits, confidence=confidence)
 
-    cache, results = jax.lax.scan(one, cache, jnp.arange(per_row, dtype=jnp.int32))
-    return _by_token(results), cache
+    return _one_after_another(score_one, cache, per_row)
 
 
-def _by_token(results):
-    """Lays out arrays [tokens of a row, rows, ...] as [T, ...]."""
-    return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}
+def _one_after_another(score_one, cache, per_row):
+    """Scores the first token of each row, then the second ones; returns the results [T, ...] and the cache."""
+    slots = cache.lengths.shape[0]
+    first, seeds = jnp.arange(slots, dtype=jnp.int32) * per_row, jnp.zeros((slots,), jnp.uint32)
+    steps = jnp.arange(per_row, dtype=jnp.int32)
+    cache, results = jax.lax.scan(lambda cache, i: score_one(cache, first + i, seeds), cache, steps)
+    return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
 
 
 def score_ids(
@@ -171,24 +166,16 @@ class WindowOnlyCache(KVCache):
 class WindowOnlyHandle(LayerCacheHandle):
     """One layer of a `WindowOnlyCache`: stores no compressed entries and selects none, whatever its kind."""
 
-    def flush(
-        self, kv: Float[Array, "T W"], gate: Float[Array, "T W"], weights: CompressorWeights, index: tuple | None = None
-    ) -> "WindowOnlyHandle":
+    def flush(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
 
-    def indexer_scores(
-        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
-    ) -> Float[Array, "T E"]:
+    def indexer_scores(self, q: Float[Array, "T H I"], *_: Any, **__: Any) -> Float[Array, "T E"]:
         return jnp.zeros((q.shape[0], 0), jnp.float32)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
         return jnp.zeros((scores.shape[0], 0), jnp.int32)
 
     def attend(
-        self,
-        q: Float[Array, "T H D"],
-        sinks: Float[Array, "H"],
-        indices: Int[Array, "T K"] | None = None,
-        inv_freq: Float[Array, "P"] | None = None,
+        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Any = None, inv_freq: Any = None
     ) -> tuple[Float[Array, "T H D"], LayerCacheHandle]:
         return super().attend(q, sinks, None, inv_freq)

@@ -14,10 +14,10 @@ from jax.experimental.compilation_cache import compilation_cache
 import dsv4_jax
 from dsv4_jax.cli import bench_command as bench, main
 from dsv4_jax.cli.generate_command import GenerateCommand
-from dsv4_jax.cli.options import use_compilation_cache
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
+from dsv4_jax.cli.startup import use_compilation_cache
 
 
 COMMANDS = {

@@ -1,0 +1,64 @@
+"""The surroundings of a command: its messages, the package's log, and JAX's cache of compiled programs."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+
+def show_log() -> None:
+    """Prints the package's log to stderr, unless the user handles it."""
+    from rich.logging import RichHandler
+
+    log = logging.getLogger("dsv4_jax")
+    if not log.handlers:
+        log.setLevel(logging.INFO)
+        console = Console(stderr=True)
+        log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
+
+
+def use_compilation_cache() -> None:
+    """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
+
+    JAX reads this variable when it is imported, so later it is told. JAX_ENABLE_COMPILATION_CACHE=false turns the cache
+    off. Whole steps are kept in a folder of their own within, see `dsv4_jax.decode.program_store`.
+    """
+    # A run needs dozens of small programs: keep these too.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsv4_jax" / "programs"
+        if not folder.is_absolute():
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            return  # a home folder without write access: programs are compiled every time
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    programs = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    is_on = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("1", "true", "t", "yes", "y", "on")
+    if is_on and programs and "://" not in programs:
+        os.environ.setdefault("DSV4_JAX_PROGRAMS", os.path.join(os.path.abspath(programs), "steps"))
+    if is_on and programs and "jax" in sys.modules:
+        import jax
+        from jax.experimental.compilation_cache import compilation_cache
+
+        seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", programs)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+            compilation_cache.reset_cache()  # if a program was compiled before, JAX has noted that there is no cache
+
+
+def notify(text: str) -> None:
+    """Prints a message about a slow operation to stderr."""
+    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def compiling_for(device: str) -> str:
+    """Returns the message that is shown while programs are compiled."""
+    import jax
+
+    folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    return f"Compiling for {device} ..." + (f" (compiled programs are kept in {folder})" if folder else "")
