@@ -194,7 +194,7 @@ class TrainedLayer(DecoderLayer):
     With few small experts, a dense product is faster than sorting tokens, and it is differentiable.
     """
 
-    def fused(
+    def __call__(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)

@@ -20,6 +20,7 @@ from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention, StepCarry
+from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.ops import all_reduce
 from dsv4_jax.ops.norm_rope import rms_normalize
@@ -42,10 +43,11 @@ class DraftAttention(nnx.Module):
         projected = self.h_proj(self.norm(streams.reshape(-1, streams.shape[-1]))).reshape(streams.shape)
         return projected + self.e_proj(self.norm(embedded))[:, None, :]
 
-    def __call__(self, streams, cache, batch, carry):
+    def __call__(self, residual, cache, batch, carry):
         """Maps streams [T, hc_mult, hidden] to the same; also returns the carry and the updated cache."""
+        streams = residual.streams
         y, carry, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), carry)
-        return streams + all_reduce(y)[:, None, :], carry, cache
+        return ResidualStreams(streams + all_reduce(y)[:, None, :]), carry, cache
 
     def write_window(self, streams, cache, batch):
         """Returns the cache as `__call__` updates it."""
@@ -105,8 +107,9 @@ class DraftingStack(nnx.Module):
         def draft_one(carry, ahead):
             streams, cache = carry
             drafted = dataclasses.replace(last_tokens, positions=last_tokens.positions + ahead)
-            streams, _, cache = block(block.join(streams, streams[:, -1]), cache, drafted, StepCarry())
-            return (streams, cache), None
+            residual = ResidualStreams(block.join(streams, streams[:, -1]))
+            residual, _, cache = block(residual, cache, drafted, StepCarry())
+            return (residual.merged(), cache), None
 
         (streams, cache), _ = lax.scan(draft_one, (streams[last], cache), jnp.arange(1, count + 1, dtype=jnp.int32))
         return streams[:, 0], cache

@@ -69,7 +69,7 @@ class ModelStack(DraftingStack):
         for layer in self.layers:
             # The model has the same barrier.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
-            residual, carry, cache = layer.fused(residual, cache, batch, carry)
+            residual, carry, cache = layer(residual, cache, batch, carry)
         return self.hc_head.pre(residual, self.norm)[0], cache
 
     # Drafts of DSpark run the model's own code.

@@ -4,7 +4,6 @@ from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
@@ -42,21 +41,13 @@ class DecoderLayer(nnx.Module):
         self.ffn_hc = HyperConnection(config, rngs=rngs)
 
     def __call__(
-        self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch, carry: StepCarry
-    ) -> tuple[Float[Array, "T h D"], StepCarry, Any]:
-        """Returns the updated streams [T, hc_mult, hidden], the carry for the next layer and the updated cache."""
-        residual, carry, cache = self.fused(ResidualStreams(streams), cache, batch, carry)
-        return residual.merged(), carry, cache
-
-    def fused(
         self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
     ) -> tuple[ResidualStreams, StepCarry, Any]:
-        """Does `__call__`, but leaves the last block's output unmerged, so that the next op can merge it.
+        """Runs the layer; returns the residual, whose last output the next op merges, the carry and the updated cache.
 
         Args:
           residual: residual streams, with the output of the previous block unmerged.
-          cache: cache of the step.
-          batch: inputs of the step.
+          cache, batch: cache and inputs of the step.
           carry: values from earlier layers.
         """
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)

@@ -62,32 +62,13 @@ class HyperConnection(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
-        """Merges the last block's output and collapses the streams to the normed input of this block.
+        """Merges the last block's output; returns this block's normed input [T, hidden], in the streams' dtype.
 
-        Args:
-          residual: as the last block left it.
-          norm: of the collapsed streams.
-
-        Returns:
-          [T, hidden] in the streams' dtype, and the residual, whose `post` takes this block's output.
+        `norm` is that of the collapsed streams. Also returns the residual, whose `post` takes this block's output.
         """
         args = residual.streams, self._weights(), norm.weight[...], residual.y, residual.mixing
         streams, x, mixing = ops.hyper_connections(*args)
         return x, ResidualStreams(streams, None, mixing)
-
-    def __call__(
-        self, streams: Float[Array, "T h D"]
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T h"], Float[Array, "T h h"]]:
-        """Collapses the streams to the block's input, without a norm.
-
-        Args:
-          streams: [T, h, hidden] residual streams.
-
-        Returns:
-          collapsed [T, hidden] in the streams' dtype, and for `apply_post` post [T, h] and comb [T, h, h], float32.
-        """
-        mixing = mixing_weights(streams, self._weights())
-        return apply_pre(streams, mixing), *split_mixing(mixing, streams.shape[1])
 
     def _weights(self):
         return _weights(self.config, self.fn, self.base, self.scale)

@@ -44,11 +44,11 @@ class DeepseekV4Model(nnx.Module):
     def __call__(
         self, cache: StepCache, batch: Batch, *, record: bool = False
     ) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], dict[str, Float[Array, "T D"]], Any]:
-        """Runs one step.
+        """Runs one step; with `record`, keeps the input and output of every layer's attention.
 
         Returns:
-          hidden states; what drafts are made from (see `forward_streams`); recorded activations, if any; the updated
-          cache.
+          hidden states; what drafts are made from (see `forward_streams`); if recorded, {"attn_in_L", "attn_out_L": [T,
+            hidden] in the model's dtype, of every layer L}; the updated cache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
@@ -61,7 +61,7 @@ class DeepseekV4Model(nnx.Module):
         for layer in self.layers:
             # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
             layer, residual = jax.lax.optimization_barrier((layer, residual))
-            residual, carry, cache = layer.fused(residual, cache, batch, carry)
+            residual, carry, cache = layer(residual, cache, batch, carry)
         cache, (hidden, streams) = count_experts(cache, carry.experts), self.hc_head.pre(residual, self.norm)
         if targets:
             taps = carry.with_tap(len(self.layers) - 1, streams).taps
@@ -125,32 +125,16 @@ class DeepseekV4ForCausalLM(nnx.Module):
             fuse_in_place(self)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
-        """Runs one step of any mix of requests.
+        """Runs one step of any mix of requests on the cache as the last step left it.
 
-        Args:
-          cache: the cache as the last step left it.
-          batch: ragged batch of T tokens; padding tokens leave the cache alone, and their rows are undefined.
+        Padding tokens of the ragged batch of T tokens leave the cache alone, and their rows are undefined. Raises
+        ValueError if the cache was made for another model, or the batch for another cache.
 
         Returns:
           hidden [T, hidden] after the final norm in the model's dtype, and the updated cache.
-
-        Raises:
-          ValueError: the cache was made for another model, or the batch for another cache.
         """
         hidden, _, _, cache = self.model(cache, batch)
         return hidden, cache
-
-    def forward_recorded(
-        self, cache: StepCache, batch: Batch
-    ) -> tuple[Float[Array, "T D"], dict[str, Float[Array, "T D"]], Any]:
-        """Runs one step and also returns the input and output of every layer's attention.
-
-        Returns:
-          hidden as from `__call__`; {"attn_in_L", "attn_out_L": [T, hidden] in the model's dtype, of every layer L};
-          the updated cache.
-        """
-        hidden, _, activations, cache = self.model(cache, batch, record=True)
-        return hidden, activations, cache
 
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:
         """Does `__call__` and also returns what drafts are made from, [T, n, hidden].
@@ -204,21 +188,20 @@ class DeepseekV4ForCausalLM(nnx.Module):
     def dspark_forward(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T V"], Any]:
         """Runs DSpark's layers on blocks of tokens, each of which sees all of its block and a window before it.
 
-        Args:
-          cache: the cache, with the rows of all tokens before the blocks; those of the blocks are overwritten.
-          batch: T tokens with `draft_block` set: each request's newest token, which the model has not run yet, and then
-            `config.dspark.noise_token_id`.
+        The cache holds the rows of all tokens before the blocks; those of the blocks are overwritten. The T tokens of
+        the batch, with `draft_block` set, are each request's newest token, which the model has not run yet, and then
+        `config.dspark.noise_token_id`.
 
         Returns:
           hidden [T, hidden] before the norm, and logits [T, vocab] float32 of the token after each position, both for
-          `dspark_correct`; the updated cache.
+            `dspark_correct`; the updated cache.
         """
         layers = jax.lax.optimization_barrier(self.mtp)
         x = self.model.embed(batch)
         residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         carry = StepCarry(experts={} if counts_experts(cache) else None)
         for layer in layers:
-            residual, carry, cache = layer.fused(residual, cache, batch, carry)
+            residual, carry, cache = layer(residual, cache, batch, carry)
         hidden = layers[-1].hc_head(residual.merged())
         return hidden, self.logits(layers[-1].norm(hidden)), count_experts(cache, carry.experts)
 

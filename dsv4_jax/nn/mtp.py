@@ -49,8 +49,7 @@ class MTPBlock(DecoderLayer):
 
         Args:
           streams: [T, hc_mult, hidden] result of `join`.
-          cache: cache of the step.
-          batch: inputs of the step.
+          cache, batch: cache and inputs of the step.
         """
         x, _ = self.attn_hc.pre(ResidualStreams(streams), self.input_layernorm)
         rows = self.self_attn.window_rows(x, batch.positions)
@@ -62,10 +61,8 @@ class MTPBlock(DecoderLayer):
         """Runs the layer; returns the head's input [T, hidden], the new streams and the updated cache.
 
         Args:
-          streams: [T, hc_mult, hidden] result of `join`.
-          cache: cache of the step.
-          batch: inputs of the step.
+          streams, cache, batch: as in `write_window`.
         """
         carry = StepCarry(experts={} if counts_experts(cache) else None)
-        residual, carry, cache = self.fused(ResidualStreams(streams), cache, batch, carry)
+        residual, carry, cache = self(ResidualStreams(streams), cache, batch, carry)
         return *self.hc_head.pre(residual, self.norm), count_experts(cache, carry.experts)

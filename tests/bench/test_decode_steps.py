@@ -117,8 +117,11 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_dspark_drafts_a_block_of_each_request(whole):
-    config = small_config(DSV4Config.v4_flash_0731()).with_layers((SLIDING,))
+@pytest.mark.parametrize("dspark", [False, True])
+def test_drafts_of_each_request(whole, dspark):
+    """Five tokens of each of two requests with DSpark; the streams after the last draft of an MTP block."""
+    released = DSV4Config.v4_flash_0731() if dspark else DSV4Config.v4_flash()
+    config = small_config(released).with_layers((SLIDING,)).with_drafts(True)
     stack = abstract_stack(config) if whole else AttentionStack(config, ABSTRACT)
     schema = CacheSchema(config, num_blocks=4, max_requests=2, max_context=64, block_tokens=64, max_query_tokens=6)
     tokens, x = jax.ShapeDtypeStruct((12,), jnp.int32), jax.ShapeDtypeStruct((12, config.hidden_size), jnp.bfloat16)
@@ -129,7 +132,8 @@ def test_dspark_drafts_a_block_of_each_request(whole):
         return stack.draft(x, cache, batch, 6, 5)
 
     drafts, _ = jax.eval_shape(draft, stack, x, KVCache.abstract(schema), batch)
-    assert (drafts.shape, drafts.dtype) == ((2, 5), jnp.int32)
+    expected = ((2, 5), jnp.int32) if dspark else ((2, config.hidden_size), jnp.bfloat16)
+    assert (drafts.shape, drafts.dtype) == expected
 
 
 def test_the_bytes_that_dsparks_drafts_read():

@@ -104,6 +104,10 @@ def test_logits_are_float32_products_with_the_head(model, draw):
     chex.assert_trees_all_close(logits, expected, rtol=1e-7, atol=1e-6)
 
 
+def recorded(model, cache, batch):
+    return model.model(cache, batch, record=True)
+
+
 @pytest.mark.parametrize(("dtype", "param_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
 def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, param_dtype):
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, dtype, param_dtype=param_dtype))
@@ -117,7 +121,7 @@ def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, pa
 
     for count in (1, 21):
         batch = step_batch(0, count, -1)
-        hidden, seen, after = jax.eval_shape(DeepseekV4ForCausalLM.forward_recorded, model, cache, batch)
+        hidden, _, seen, after = jax.eval_shape(recorded, model, cache, batch)
         assert sorted(seen) == sorted(f"attn_{side}_{i}" for side in ("in", "out") for i in range(3))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
         assert {hidden.dtype, *(x.dtype for x in seen.values())} == {jnp.dtype(dtype)}
@@ -142,7 +146,7 @@ def test_a_cache_for_another_model_is_refused(short_config, changes, message):
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
     cache = KVCache.abstract(CacheSchema(dataclasses.replace(short_config, **changes), **sizes))
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config))
-    for step in (DeepseekV4ForCausalLM.__call__, DeepseekV4ForCausalLM.forward_recorded):
+    for step in (DeepseekV4ForCausalLM.__call__, recorded):
         with pytest.raises(ValueError, match=f"the cache was made for another model: {message}"):
             jax.eval_shape(step, model, cache, step_batch(0, 1, -1))
 

@@ -17,7 +17,7 @@ from dsv4_jax.decode.drafts import draft, forward_for_drafts, one_token_batch
 from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import Engine, MTPDrafter, generate, stream
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.nn import StepCarry
+from dsv4_jax.nn import ResidualStreams, StepCarry
 from tests.oracle.drafts import T, manager_of, plans
 from tests.paths import DATA
 
@@ -92,7 +92,8 @@ def test_the_block_on_true_tokens(model, golden):
         before, shifted, cache = advance_streams(cache, streams, batch)
         block, carry = model.mtp[0], StepCarry(activations={})
         entered = block.join(before, model.model.embed(batch))
-        left, carry, cache = block(entered, cache, shifted, carry)
+        left, carry, cache = block(ResidualStreams(entered), cache, shifted, carry)
+        left = left.merged()
         seen = carry.activations or {}
         attention = dict(mtp_attn_in=seen[f"attn_in_{LAYER}"], mtp_attn_out=seen[f"attn_out_{LAYER}"])
         return dict(
