@@ -6,16 +6,10 @@ from typing import Any
 
 
 def check_whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Returns a whole number as an int.
+    """Returns a whole number, an int or an integer scalar of NumPy or JAX, as an int.
 
-    Args:
-      name: name of the argument in errors.
-      value: an int, or an integer scalar of NumPy or JAX.
-      least, most: inclusive range; None = no limit.
-
-    Raises:
-      TypeError: the value is not a whole number.
-      ValueError: the value is out of range.
+    Raises TypeError, with the argument's name, for other values, and ValueError for one that is out of the inclusive
+    range from `least` to `most`, where None is no limit.
     """
     try:
         number = operator.index(value)

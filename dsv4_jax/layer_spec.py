@@ -43,9 +43,7 @@ class LayerSpec:
     def csa(cls, rate: int = 4, *, group: str | None = None) -> "LayerSpec":
         """Returns the spec of compressed sparse attention: overlapping windows, and an indexer that selects entries.
 
-        Args:
-          rate: number of tokens per entry.
-          group: name of the pools, which layers of one rate share; None = "csa" and the rate.
+        An entry has `rate` tokens. Layers of one rate share the pools named `group`; None = "csa" and the rate.
         """
         options = dict(overlap=True, keys=True, key_compressor=True, selection=OWN)
         return cls(compress_rate=rate, group=group or f"csa{rate}", owner=True, **options)
@@ -54,9 +52,7 @@ class LayerSpec:
     def hca(cls, rate: int = 128, *, group: str | None = None) -> "LayerSpec":
         """Returns the spec of heavily compressed attention: all entries of windows that do not overlap.
 
-        Args:
-          rate: number of tokens per entry.
-          group: name of the pools, which layers of one rate share; None = "hca" and the rate.
+        An entry has `rate` tokens. Layers of one rate share the pools named `group`; None = "hca" and the rate.
         """
         return cls(compress_rate=rate, group=group or f"hca{rate}", owner=True)
 

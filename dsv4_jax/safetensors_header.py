@@ -56,18 +56,11 @@ def write_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -
 
 
 def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHeader, np.ndarray]], dict[str, Any]]:
-    """Parses a whole file, [bytes] uint8, which may be memory-mapped.
+    """Parses a whole file, [bytes] uint8, which may be memory-mapped; `name` is its name in errors.
 
-    Args:
-        file: contents of the file.
-        name: name of the file in errors.
-
-    Returns:
-        ({name: (header, bytes as a view of `file`)}, metadata).
-
-    Raises:
-        ValueError: the header is truncated, too long, not JSON, or contradicts the data: offsets out of range,
-            overlapping, with gaps, or of another size than shape and dtype need.
+    Returns ({name of a tensor: (header, bytes as a view of `file`)}, metadata). Raises ValueError if the header is
+    truncated, too long, not JSON, or contradicts the data: offsets out of range, overlapping, with gaps, or of another
+    size than shape and dtype need.
     """
     if len(file) < 8:
         raise ValueError(f"{name} has {len(file)} bytes; a safetensors file starts with 8 bytes of header length.")

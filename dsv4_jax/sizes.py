@@ -12,18 +12,11 @@ _CASELESS = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
 def parse_bytes(size: int | str, name: str = "memory") -> int:
-    """Parses an amount of memory to bytes.
+    """Parses an amount of memory to whole bytes, rounded down; `name` is that of the argument in errors.
 
-    Args:
-      size: a number of bytes, or text with a unit, such as "80GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096B".
-      name: name of the argument in errors.
-
-    Returns:
-      Whole bytes, rounded down.
-
-    Raises:
-      TypeError: `size` is neither an int nor a str.
-      ValueError: the text is not a number with a known unit, or the amount is not positive.
+    `size` is a number of bytes, or text with a unit, such as "80GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096B".
+    Raises TypeError if it is neither an int nor a str, and ValueError if the text is not a number with a known unit, or
+    the amount is not positive.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"{name}={size!r} must be an int (bytes) or text such as '80GiB'")

@@ -35,14 +35,7 @@ MOVES: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The conversations to serve. Every turn sends the conversation so far and a new message.
-
-    Attributes:
-      conversations: number of conversations.
-      turns: number of requests in a conversation.
-      drafts: number of tokens that prompt lookup may draft in a step.
-      seed: seed of the conversations.
-    """
+    """The conversations to serve, described in `dsv4-jax bench serve`. A turn sends all before it and a new message."""
 
     conversations: int
     turns: int
@@ -76,10 +69,6 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]
     """Serves the workload without and with a prefix cache, yields the measurements of each, and then prints both.
 
     Raises ValueError if the conversations would be longer than the model's context, or the mesh cannot shard the model.
-
-    Args:
-      workload: the conversations.
-      mesh: the devices; None for the default one.
     """
     from dsv4_jax.checkpoint import load_checkpoint
 

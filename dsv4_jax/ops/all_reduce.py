@@ -37,11 +37,9 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
 def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
     """Lets the program that is traced within it exchange values through mailboxes, see `pallas_kernels.mgpu.mailbox`.
 
-    The devices gather each other's addresses, also because they have to meet before the first sum: CUDA cannot load a
-    program's kernels on a device that waits in one for another device.
-
-    Args:
-      row: this device's row of `parallel.mailboxes.make_mailboxes`; None: XLA adds up.
+    `row` is this device's row of `parallel.mailboxes.make_mailboxes`; None: XLA adds up. The devices gather each
+    other's addresses, also because they have to meet before the first sum: CUDA cannot load a program's kernels on a
+    device that waits in one for another device.
     """
     token = _mailboxes.set(None if row is None else _table(row.reshape(2, 2)))
     try:

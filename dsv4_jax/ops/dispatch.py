@@ -34,14 +34,9 @@ class PreferXla(NotImplementedError):
 def use_implementation(name: str | None) -> Iterator[None]:
     """Makes `name` the implementation of ops that are called with `implementation=None` and whose arguments it takes.
 
-    The choice is part of the key of jit's cache: a jitted function that was traced outside is traced again inside. It
-    holds for the current thread.
-
-    Args:
-      name: "xla", "mosaic_gpu", "interpret", or None for the best one that the device and the arguments allow.
-
-    Raises:
-      ValueError: the name is unknown.
+    It is "xla", "mosaic_gpu", "interpret", or None for the best one that the device and the arguments allow; another
+    name raises ValueError. The choice is part of the key of jit's cache: a jitted function that was traced outside is
+    traced again inside. It holds for the current thread.
     """
     _check(name)
     with _default(name):

@@ -26,15 +26,10 @@ logger = logging.getLogger(__name__)
 def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
     """Makes the table of mailboxes for `ops.with_mailboxes`, or returns None if XLA's collectives are to be used.
 
-    Each GPU along the "model" axis has one mailbox, which all meshes of the process share.
-
-    Args:
-      mesh: any mesh.
-
-    Returns:
-      [*mesh.shape, 4] uint32, sharded over all axes. A device's row holds low and high halves of its index on the
-      "model" axis and of its mailbox's address. None if the "model" axis has one device, or if its devices are not GPUs
-      of this process with kernels. Also None, with a warning, if the GPUs cannot access each other's memory.
+    Each GPU along the "model" axis has one mailbox, which all meshes of the process share. The table is [*mesh.shape,
+    4] uint32, sharded over all axes. A device's row holds low and high halves of its index on the "model" axis and of
+    its mailbox's address. It is None if the "model" axis has one device, or if its devices are not GPUs of this process
+    with kernels. It is also None, with a warning, if the GPUs cannot access each other's memory.
     """
     devices = list(mesh.devices.flat)
     if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu():

@@ -14,15 +14,11 @@ from dsv4_jax.ops import with_mailboxes
 def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a step so that it runs under `jax.shard_map` if model and cache lie on a mesh.
 
-    The shardings of model and cache are read from their types at trace time, so put them on a mesh with Explicit axes
+    The step is a function of `(model, cache, *args, **options)` that returns a tuple whose last item is the cache. The
+    shardings of model and cache are read from their types at trace time, so put them on a mesh with Explicit axes
     first. On a mesh with an axis "data" each shard has its own requests: axis 0 of all other arguments and results
-    holds the shards one after another.
-
-    Args:
-      step: function of `(model, cache, *args, **options)` that returns a tuple whose last item is the cache.
-
-    Returns:
-      The decorated function. It raises ValueError if model and cache lie on different meshes.
+    holds the shards one after another. The decorated function raises ValueError if model and cache lie on different
+    meshes.
     """
 
     @functools.wraps(step)
@@ -49,38 +45,30 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sharded_read(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that reads a cache so that each device runs it on its shard.
+    """Decorates a function of `(cache, *args, **options)` so that each device runs it on its shard of the cache.
 
-    Args:
-      function: function of `(cache, *args, **options)` with replicated `args` and a replicated result.
+    `args` and the result are replicated.
     """
-
-    @functools.wraps(function)
-    def call(cache: Any, *args: Any, **options: Any) -> Any:
-        return _on_shards(function, PartitionSpec(), cache, args, options)
-
-    return call
+    return _on_shards(function, lambda cache: PartitionSpec())
 
 
 def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function that returns the updated cache, like `sharded_read`."""
+    return _on_shards(function, _specs)
 
+
+def _on_shards(function, out_specs):
     @functools.wraps(function)
     def call(cache: Any, *args: Any, **options: Any) -> Any:
-        return _on_shards(function, _specs(cache), cache, args, options)
+        if (mesh := _mesh(cache)) is None:
+            return function(cache, *args, **options)
+
+        def local(cache, args):
+            return function(cache, *args, **options)
+
+        return _run(local, mesh, (cache,), args, PartitionSpec(), out_specs(cache))
 
     return call
-
-
-def _on_shards(function, out_specs, cache, args, options):
-    if (mesh := _mesh(cache)) is None:
-        return function(cache, *args, **options)
-    local = functools.partial(_call, function, options)
-    return _run(local, mesh, (cache,), args, PartitionSpec(), out_specs)
-
-
-def _call(function, options, cache, args):
-    return function(cache, *args, **options)
 
 
 def _run(local, mesh, placed, args, args_spec, out_specs):

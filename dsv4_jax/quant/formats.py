@@ -120,15 +120,10 @@ FORMATS = {cls.name: cls for cls in (V4Format, PerEntryFormat, PlainFormat)}
 
 
 def kv_format(name: str | KVFormat, dtype: Any = None) -> KVFormat:
-    """Returns the format with a name.
+    """Returns the format with a name, "v4", "per_entry" or "plain". A KVFormat is returned as it is.
 
-    Args:
-      name: "v4", "per_entry" or "plain". A KVFormat is returned as it is.
-      dtype: dtype that "plain" stores, float32 or bfloat16 (None: bfloat16). Other formats ignore it.
-
-    Raises:
-      ValueError: the name is unknown, or "plain" does not store the dtype.
-      TypeError: `name` is neither a string nor a KVFormat.
+    "plain" stores `dtype`, float32 or bfloat16 (None: bfloat16); other formats ignore it. Raises ValueError if the name
+    is unknown or "plain" does not store the dtype, and TypeError if `name` is neither a string nor a KVFormat.
     """
     if isinstance(name, KVFormat):
         return name
