@@ -91,60 +91,46 @@ def _nearly_all_equal(got, expected):
 
 def gather_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     """Yields cases of the three gathers: selected entries of long requests, all entries, windows."""
-    group = next(group for group in schema.groups.values() if group.key is not None)
+    config, group = schema.config, next(group for group in schema.groups.values() if group.key is not None)
+    topk, window = config.index_topk, config.sliding_window
+    entries_of = functools.partial(entries_view, schema, group)
+
+    def selected(rng, tokens):
+        indices = rng.permuted(np.tile(np.arange(4 * topk), (tokens, 1)), axis=1)[:, :topk]
+        return indices, rng.permutation(tokens)
+
+    def last_positions(rng, tokens):
+        return rng.permutation(tokens), np.full(tokens, entries * group.compress_rate - 1)
+
+    def any_positions(rng, tokens):
+        return rng.permutation(tokens), rng.integers(window, config.max_position_embeddings, tokens)
+
     for tokens in (2,) if small else (8, 64, 128):
-        yield _gather_selected(schema, group, tokens)
-    yield _gather_all(schema, group, *(2, 256) if small else (32, 8192))
-    yield _gather_windows(schema, 8 if small else 256)
+        view = functools.partial(entries_of, slots=tokens, entries=4 * topk)
+        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, 4 * topk, selected)
+    tokens, entries = (2, 256) if small else (32, 8192)
+    view = functools.partial(entries_of, slots=tokens, entries=entries)
+    yield _gather_case(ops.gather_all_compressed_kv, group.entry, tokens, entries, view, entries, last_positions)
+    tokens = 8 if small else 256
+    view = functools.partial(window_view, schema, slots=tokens)
+    yield _gather_case(ops.gather_swa_kv, schema.window_codec, tokens, window, view, window, any_positions)
 
 
-def _gather_selected(schema, group, tokens):
-    row, dense, count = tree_bytes(group.entry.struct), 2 * schema.config.head_dim, schema.config.index_topk
-
-    def make(rng, calls):
-        layers = layer_count(calls, tokens * 4 * count * row)
-        view = entries_view(schema, group, rng, layers, tokens, 4 * count)
-        inputs = []
-        for call in range(calls):
-            indices = rng.permuted(np.tile(np.arange(view.max_entries), (tokens, 1)), axis=1)[:, :count]
-            inputs.append((int32(call % layers), int32(indices), int32(rng.permutation(tokens))))
-        return view, inputs
-
-    return _gather_case(ops.gather_compressed_kv, tokens, count, tokens * (count * (row + dense + 5) + 4), make)
-
-
-def _gather_all(schema, group, tokens, entries):
-    row, dense = tree_bytes(group.entry.struct), 2 * schema.config.head_dim
+def _gather_case(op, codec, tokens, rows, view, rows_in_view, inputs):
+    """A gather of so many rows for each token, from a view that holds `rows_in_view` for each."""
+    row = tree_bytes(codec.struct)
 
     def make(rng, calls):
-        layers = layer_count(calls, tokens * entries * row)
-        view = entries_view(schema, group, rng, layers, tokens, entries)
-        positions = int32(np.full(tokens, entries * group.compress_rate - 1))
-        return view, [(int32(call % layers), int32(rng.permutation(tokens)), positions) for call in range(calls)]
+        layers = layer_count(calls, tokens * rows_in_view * row)
+        state = view(rng=rng, layers=layers)
+        return state, [(int32(call % layers), *map(int32, inputs(rng, tokens))) for call in range(calls)]
 
-    return _gather_case(ops.gather_all_compressed_kv, tokens, entries, tokens * (entries * (row + dense + 1) + 8), make)
-
-
-def _gather_windows(schema, tokens):
-    config, row = schema.config, tree_bytes(schema.window_codec.struct)
-    window, dense = config.sliding_window, 2 * config.head_dim
-
-    def make(rng, calls):
-        layers = layer_count(calls, tokens * window * row)
-        view = window_view(schema, rng, layers, tokens)
-        inputs = []
-        for call in range(calls):
-            positions = rng.integers(window, config.max_position_embeddings, tokens)
-            inputs.append((int32(call % layers), int32(rng.permutation(tokens)), int32(positions)))
-        return view, inputs
-
-    return _gather_case(ops.gather_swa_kv, tokens, window, tokens * (window * (row + dense + 1) + 8), make)
-
-
-def _gather_case(op, tokens, rows, nbytes, make):
     def call(view, layer, *inputs, implementation):
         return op(dataclasses.replace(view, layer=layer), *inputs, implementation=implementation)
 
+    # A row comes in, and a dense one and a flag go out; an index list has its indices, all rows a position.
+    by_index = op is ops.gather_compressed_kv
+    nbytes = tokens * (rows * (row + 2 * codec.dim + (5 if by_index else 1)) + (4 if by_index else 8))
     return Case(op.__name__, f"{tokens} x {rows}", nbytes, make, call)
 
 

@@ -22,10 +22,10 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
     layers = report.get("layers", "attention").capitalize()
     title = f"{layers} layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
     with _axes(path, title, "context (tokens a request)", "milliseconds a step") as axes:
-        kinds = {(row["requests"], row.get("tokens", 1), row.get("drafts", 0)) for row in report["results"]}
-        for requests, tokens, drafts in sorted(kinds):
-            kind = requests, tokens, drafts
-            rows = [r for r in report["results"] if (r["requests"], r.get("tokens", 1), r.get("drafts", 0)) == kind]
+        rows_by_kind: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+        for row in report["results"]:
+            rows_by_kind.setdefault((row["requests"], row["tokens"], row["drafts"]), []).append(row)
+        for (requests, tokens, drafts), rows in sorted(rows_by_kind.items()):
             contexts = [row["context"] for row in rows]
             label = f"batch {requests}" + f", {tokens} tokens" * (tokens > 1) + f", {drafts} drafts" * (drafts > 0)
             (line,) = axes.plot(contexts, [row["milliseconds"] for row in rows], "o-", label=label)
