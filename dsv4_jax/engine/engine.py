@@ -247,9 +247,9 @@ class Engine(Summarized):
         """
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
-        outputs = [Output(request, request.tokens_from(start)) for request, start in pending.items()]
         # An interrupted step can leave requests here without new tokens.
-        outputs = [output for output in outputs if output.tokens or output.request.error is not None]
+        new = {r: start for r, start in pending.items() if start < r.num_tokens or r.error is not None}
+        outputs = [Output(request, request.tokens_from(start)) for request, start in new.items()]
         try:
             self._scheduler.pending_outputs = {}
             return outputs
@@ -334,7 +334,7 @@ class Engine(Summarized):
     def _read(self, launched: LaunchedStep) -> None:
         """Waits for a step's output and gives each request its tokens."""
         scheduler, scheduler.current = self._scheduler, launched.schedule.requests
-        output = jax.device_get(launched.output)
+        output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill
         update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots)

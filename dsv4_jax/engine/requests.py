@@ -217,14 +217,13 @@ class Request(Summarized):
           num_drafts: number of drafts that the step verified.
         """
         start = end = self.num_tokens
-        ids, scores, offset = self._ids, self._logprobs, self._scored_from
-        most, stop_tokens, reason = self.max_tokens, self.params.stop_tokens, None
+        stop_tokens, reason = self.params.stop_tokens, None
         for token in tokens:
-            ids[end], scores[end - offset] = token, logprobs[end - start]
+            self._ids[end], self._logprobs[end - self._scored_from] = token, logprobs[end - start]
             end += 1
             if token in stop_tokens:
                 reason = "stop"
-            elif end == most:
+            elif end == self.max_tokens:
                 reason = "length"
             if reason is not None:
                 break

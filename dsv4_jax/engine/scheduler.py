@@ -1,6 +1,7 @@
 """Decides which requests run: admission, the tokens that each brings to a step, and preemption."""
 
 import bisect
+import itertools
 import operator
 from collections.abc import Hashable
 
@@ -170,9 +171,10 @@ class Scheduler:
         sources = (np.full((num_slots,), -1) if in_flight is None else in_flight.newest_tokens(num_slots))[slots]
         known = known + (sources >= 0)
         unread = known - table.states.numbers["length"][slots]
-        decoding = np.flatnonzero((unread == 1) & (known < most)) if decode else np.zeros((0,), int)
-        requests = [running[i] for i in decoding.tolist()]
-        schedule = self._schedule_decode(requests, known[decoding] - 1, sources[decoding], in_flight is not None)
+        decodes = (unread == 1) & (known < most) & decode
+        requests = [*itertools.compress(running, decodes.tolist())]
+        fields = dict(slot=slots[decodes], start=known[decodes] - 1, source=sources[decodes])
+        schedule = self._schedule_decode(requests, fields, in_flight is not None)
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
             schedule += self._schedule_prefill(readers, schedule, decode)
@@ -243,27 +245,28 @@ class Scheduler:
             slot = self.manager.admit(request.tokens, **room)
         return slot
 
-    def _schedule_decode(self, requests, starts, sources, is_in_flight):
+    def _schedule_decode(self, requests, fields, is_in_flight):
         """Schedules the last tokens of requests with their drafts.
 
-        Each `starts` [n] is the token's position, and `sources` [n] its row in a step that the host has not read.
-        Raises CacheFullError if blocks are missing while such a step is in flight.
+        `fields` are those of `Schedule` that are known; the step before, which has the tokens of a `source`, may not
+        have been read. Raises CacheFullError if blocks are missing while such a step is in flight.
         """
-        counts, slots = np.ones((len(requests),), int), np.array([request.slot for request in requests], int)
+        slots, sources, counts = fields["slot"], fields["source"], np.ones((len(requests),), int)
         drafts = [self._draft(request) for request in requests] if self.config.draft_tokens else []
         if drafts:
             counts += [len(ids) for ids in drafts]
         for i in np.flatnonzero(self.manager.requests.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
         tokens, is_prefill = [UNKNOWN] * len(requests), sources < 0
-        for i in np.flatnonzero(sources < 0).tolist():
+        for i in np.flatnonzero(is_prefill).tolist():
             tokens[i], is_prefill[i] = requests[i].tokens[-1:], not requests[i].num_generated
             if counts[i] > 1:
                 tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
-        fields = dict(start=starts, num_drafts=counts - 1, source=sources, is_prefill=is_prefill)
+        fields |= dict(num_tokens=counts, num_drafts=counts - 1, is_prefill=is_prefill)
         schedule = Schedule.of(requests, tokens, **fields)
-        kept = schedule.numbers["slot"] >= 0  # others were preempted meanwhile, or their drafters failed
-        return schedule if kept.all() else schedule.select(kept)
+        # Others were preempted meanwhile, or their drafters failed.
+        kept = [request.slot >= 0 for request in requests]
+        return schedule if all(kept) else schedule.select(np.array(kept))
 
     def _reserve(self, request, num_tokens, *, can_preempt):
         """Reserves blocks for a token and its drafts, or for the token only; returns for how many, 0 if preempted."""

@@ -43,10 +43,11 @@ class Schedule:
 
     @classmethod
     def of(cls, requests: Sequence[Request], tokens: Sequence[np.ndarray], **fields: Any) -> "Schedule":
-        """Returns a schedule in which each request draws a token; `fields` are those of `numbers` that differ."""
+        """Returns a schedule in which each request draws a token; `fields` are those of `numbers` that are known."""
+        if "slot" not in fields:
+            fields |= dict(slot=[request.slot for request in requests], num_tokens=[len(ids) for ids in tokens])
         numbers = np.zeros((len(requests),), SCHEDULED)
-        fields = dict(slot=[request.slot for request in requests], source=-1, samples=True) | fields
-        for name, values in (fields | dict(num_tokens=[len(ids) for ids in tokens])).items():
+        for name, values in (dict(source=-1, samples=True) | fields).items():
             numbers[name] = values
         return cls(tuple(requests), tokens, numbers)
 

@@ -29,46 +29,64 @@ def update(
       output: the step's output, on the host.
       snapshots: requests' rows at their last block boundary, for the prefix cache, if a later step was launched.
     """
-    metrics, prefix, pending = scheduler.metrics, scheduler.prefix, scheduler.pending_outputs
-    block_tokens, tops, is_finite = scheduler.manager.schema.block_tokens, output.top_logprobs, None
-    if not np.isfinite(output.logprobs).all():
-        is_finite = np.isfinite(output.logprobs)
-    tokens, logprobs = output.tokens.tolist(), output.logprobs.tolist()
-    numbers, first_rows = schedule.numbers.tolist(), first_rows.tolist()
-    for request, ids, row, begin in zip(schedule.requests, schedule.tokens, numbers, first_rows, strict=True):
-        if request.finish_reason is not None:
-            continue
-        slot, start, num_tokens, num_drafts, num_scored, _, samples, is_prefill = row
-        first, length = begin + num_scored, start + num_tokens
-        new = tokens[first : first + 1 + num_drafts] if samples else []
-        if num_drafts:
-            new = accept(ids[-num_drafts:].tolist(), new)
-        end = first + len(new)
-        if is_finite is not None and (bad := np.flatnonzero(~is_finite[begin:end])).size:
-            last = length - num_scored - samples * (1 + num_drafts) + bad[0]
-            error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
-            scheduler.finish(request, "error", error)
-            continue
-        if num_scored:
-            request.score(start + 1, logprobs[begin:first], tops and tops[begin:first])
-        if samples:
-            if output.draft_tokens is not None:
-                request.device_drafts = (drafts := output.draft_tokens[slot])[drafts >= 0]
+    _fail_not_finite(scheduler, schedule, first_rows, output)
+    kept = np.array([request.finish_reason is None for request in schedule.requests], bool)
+    if not kept.all():
+        schedule, first_rows = schedule.select(kept), first_rows[kept]
+    requests, numbers, metrics, tops = schedule.requests, schedule.numbers, scheduler.metrics, output.top_logprobs
+    num_drafts, num_scored, lengths = numbers["num_drafts"], numbers["num_scored"], schedule.ends
+    for i in np.flatnonzero(num_scored).tolist():
+        rows = slice(first_rows[i], first_rows[i] + num_scored[i])
+        requests[i].score(int(numbers["start"][i]) + 1, output.logprobs[rows], tops and tops[rows])
+    if output.draft_tokens is not None:
+        for i in np.flatnonzero(numbers["samples"]).tolist():
+            requests[i].device_drafts = (drafts := output.draft_tokens[numbers["slot"][i]])[drafts >= 0]
+    pending, logprobs = scheduler.pending_outputs, output.logprobs.tolist()
+    new, first = _accepted(schedule, first_rows, output), (first_rows + num_scored).tolist()
+    for request, tokens, begin, drafts in zip(requests, new, first, num_drafts.tolist(), strict=True):
+        if tokens:
+            end = begin + len(tokens)
             pending.setdefault(request, request.num_tokens)
-            metrics.generated_tokens += request.extend(new, logprobs[first:end], num_drafts, tops and tops[first:end])
-            # The last token is not in the cache yet. Rejected drafts are, and so are accepted ones behind the end.
-            length = request.num_tokens - 1
-            if num_drafts:
-                metrics.drafted_tokens += num_drafts
-                metrics.accepted_tokens += len(new) - 1
-                scheduler.manager.rewind(slot, start + num_tokens - length)
-        if is_prefill:
-            metrics.prompt_tokens += num_tokens
-        if prefix is not None and length // block_tokens > start // block_tokens:
+            metrics.generated_tokens += request.extend(tokens, logprobs[begin:end], drafts, tops and tops[begin:end])
+    for i in np.flatnonzero(num_drafts).tolist():
+        metrics.drafted_tokens += int(num_drafts[i])
+        metrics.accepted_tokens += len(new[i]) - 1
+        # Rejected drafts are in the cache, and so are accepted ones behind the end; the last token is not.
+        end, lengths[i] = int(lengths[i]), requests[i].num_tokens - 1
+        scheduler.manager.rewind(requests[i].slot, end - int(lengths[i]))
+    metrics.prompt_tokens += int(numbers["num_tokens"][numbers["is_prefill"]].sum())
+    if (prefix := scheduler.prefix) is not None:
+        block_tokens = scheduler.manager.schema.block_tokens
+        for i in np.flatnonzero(lengths // block_tokens > numbers["start"] // block_tokens).tolist():
+            request, length = requests[i], int(lengths[i])
             snapshot = None if snapshots is None else snapshots.get(request)
-            prefix.observe(scheduler.cache, slot, request.tokens[:length], length=length, snapshot=snapshot)
+            prefix.observe(scheduler.cache, request.slot, request.tokens[:length], length=length, snapshot=snapshot)
+    for request in requests:
         if request.finish_reason is not None:
             scheduler.finish(request, request.finish_reason)
+
+
+def _accepted(schedule, first_rows, output):
+    """Returns for each request the list of tokens that it draws: accepted drafts and the token drawn after them."""
+    numbers, tokens = schedule.numbers, output.tokens.tolist()
+    ends = first_rows + schedule.num_rows
+    new = [tokens[i:end] for i, end in zip((first_rows + numbers["num_scored"]).tolist(), ends.tolist(), strict=True)]
+    for i in np.flatnonzero(numbers["num_drafts"]).tolist():
+        new[i] = accept(schedule.tokens[i][-numbers["num_drafts"][i] :].tolist(), new[i])
+    return new
+
+
+def _fail_not_finite(scheduler, schedule, first_rows, output):
+    """Ends the requests whose tokens were drawn from logits that are not finite."""
+    if (is_finite := np.isfinite(output.logprobs)).all():
+        return
+    first, accepted = first_rows + schedule.numbers["num_scored"], _accepted(schedule, first_rows, output)
+    for i, request in enumerate(schedule.requests):
+        rows = slice(first_rows[i], first[i] + len(accepted[i]))
+        if request.finish_reason is None and not is_finite[rows].all():
+            last = schedule.ends[i] - schedule.num_rows[i] + is_finite[rows].argmin()
+            error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+            scheduler.finish(request, "error", error)
 
 
 def update_steps(scheduler: Scheduler, counts: Mapping[Request, int], output: LoopOutput) -> None:
