@@ -45,6 +45,7 @@ from .host import (
     CacheFullError as CacheFullError,
     KVCacheManager as KVCacheManager,
     PrefixCache as PrefixCache,
+    PrefixFiles as PrefixFiles,
     load_request as load_request,
     offload as offload,
     resume as resume,

@@ -95,6 +95,8 @@ class Engine(Summarized):
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
         drafter = None if on_device else drafter
         self._scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
+        if prefix is not None:
+            prefix.get_cache = lambda: self._scheduler.cache
         self._orders = itertools.count()
         self._launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
 
@@ -209,11 +211,16 @@ class Engine(Summarized):
             self._scheduler.finish(request, "cancelled")
 
     def close(self) -> None:
-        """Cancels all requests, which frees all slots, and all blocks except those of the prefix cache."""
+        """Cancels all requests, which frees all slots, and all blocks except those of the prefix cache.
+
+        If the prefix cache has files, all its blocks are written, and the call waits until they are on disk.
+        """
         for request in list(self._scheduler.requests.values()):
             self.cancel(request)
         if self._experts is not None:
             self._experts.finish(self.cache.expert_counts)
+        if self.prefix is not None and self.prefix.files is not None:
+            self.prefix.save(self.cache)
 
     def stream(self, request: Request) -> Iterator[int]:
         """Yields a request's token ids, first those it has, then new ones, for which it runs steps of all requests.

@@ -114,6 +114,9 @@ class EngineMetrics:
             held = f"{found.blocks:,} blocks, {found.snapshots:,} snapshots of {found.snapshot_bytes:,} bytes"
             table.add_row("prefix cache", held)
             table.add_row("evicted", f"{found.evicted_blocks:,} blocks, {found.evicted_snapshots:,} snapshots")
+            if (files := found.files) is not None:
+                read = f"{files.hit_tokens:,} tokens read, {files.dropped:,} writes dropped, {files.errors:,} errors"
+                table.add_row("on disk", f"{files.blocks:,} blocks, {files.bytes:,} bytes; {read}")
         if (experts := self.experts) is not None:
             waiting = experts.bus_seconds / max(experts.seconds, 1e-9)
             table.add_row("expert hits", f"{experts.hit_rate:.1%} of selections; {experts.swaps:,} swaps")

@@ -5,6 +5,7 @@ from dsv4_jax.host.cache_errors import CacheCorruptionError, CacheFullError
 from dsv4_jax.host.manager import KVCacheManager
 from dsv4_jax.host.offload import OffloadedRequest, offload, resume
 from dsv4_jax.host.prefix_cache import PrefixCache, PrefixMetrics
+from dsv4_jax.host.prefix_files import PrefixFileMetrics, PrefixFiles
 from dsv4_jax.host.prefix_tree import CachedBlock
 from dsv4_jax.host.request_files import load_request, save_request
 from dsv4_jax.host.request_table import RequestState, RequestTable

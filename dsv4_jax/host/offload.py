@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, 
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
-from dsv4_jax.host.request_table import RequestState
+from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.host.shard_placement import best_shard
 from dsv4_jax.host.step_order import record_write
 from dsv4_jax.sizes import readable_bytes
@@ -130,10 +131,8 @@ def resume(
         raise ValueError(f"the request holds {length} tokens, max_context={schema.max_context}")
     (slot,) = table.find_slots(1, best_shard(table, max(length, num_tokens or 0)))
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
-        blocks, chunks = acquired[slot], []
-        for first, ids in table.block_chunks(blocks):
-            part = jax.tree.map(functools.partial(_slice, first=first, count=len(ids)), offloaded.blocks)
-            chunks.append(table.put((ids, part)))
+        blocks = acquired[slot]
+        chunks = [table.put(chunk) for chunk in row_chunks(table, blocks, offloaded.blocks)]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         where = table.put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
         # Nothing below can fail on the host: all data is on the device.
@@ -158,6 +157,12 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, Any]:
     """Shapes and dtypes of `OffloadedRequest.blocks` for `n` blocks."""
     pools = {name: group.paged for name, group in KVCache.abstract(schema).groups.items()}
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype), pools)
+
+
+def row_chunks(table: RequestTable, blocks: Sequence[int], rows: Any) -> list[tuple[np.ndarray, Any]]:
+    """Returns the arguments (ids, rows) of `write_blocks` that write `rows` [layers, n, ...] to `blocks` [n]."""
+    chunks = table.block_chunks(blocks)
+    return [(ids, jax.tree.map(functools.partial(_slice, first=at, count=len(ids)), rows)) for at, ids in chunks]
 
 
 def _slice(x, first, count):

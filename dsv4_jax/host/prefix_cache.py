@@ -2,21 +2,24 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_request, write_request
+from dsv4_jax.cache.request_rows import RequestRows, read_request, write_blocks, write_request
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
+from dsv4_jax.host.offload import row_chunks
+from dsv4_jax.host.prefix_files import PrefixFileMetrics, PrefixFiles
 from dsv4_jax.host.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
 from dsv4_jax.host.step_order import record_write
+from dsv4_jax.host.stored_prefixes import FoundBlocks, StoredPrefixes
 from dsv4_jax.sizes import readable_bytes
 from dsv4_jax.summary import Summarized, Summary
 
@@ -35,6 +38,7 @@ class PrefixMetrics:
       snapshot_bytes: size of these snapshots in bytes.
       evicted_blocks: number of blocks evicted so far.
       evicted_snapshots: number of snapshots evicted so far.
+      files: counters of the prefix cache's files; None without files.
     """
 
     requests: int = 0
@@ -46,6 +50,7 @@ class PrefixMetrics:
     snapshot_bytes: int = 0
     evicted_blocks: int = 0
     evicted_snapshots: int = 0
+    files: PrefixFileMetrics | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -64,6 +69,9 @@ class PrefixCache(Summarized):
     The prefix cache registers itself as the manager's `BlockEvictor`: blocks that only it holds are evicted when a
     request needs them.
 
+    With `files`, blocks and snapshots that are evicted go to disk, and a prompt finds them there, also in a later
+    process. `get_cache` must then return the current cache, as an engine's does; without it only `save` writes blocks.
+
     Attributes:
       manager: the manager whose blocks are shared.
       every: interval of boundaries with a snapshot. None keeps snapshots of each request's last boundary and of
@@ -72,6 +80,8 @@ class PrefixCache(Summarized):
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
         waits for the device.
+      files: the files of blocks and snapshots, or None.
+      get_cache: returns the cache that holds all cached blocks; None = not known. An `Engine` sets it.
     """
 
     def __init__(
@@ -83,16 +93,20 @@ class PrefixCache(Summarized):
         max_bytes: int = 2**30,
         seed: int = 0,
         debug: bool = False,
+        files: PrefixFiles | None = None,
     ):
         """Makes an empty prefix cache.
 
         Args:
           manager, every, max_bytes, debug: see the class.
-          key: name of the model's weights.
+          key: name of the model's weights. With `files`, other weights must have another name, see
+            `checkpoint.weights_fingerprint`.
           seed: seed of the hashes; whoever does not know it cannot construct prompts that collide.
+          files: where evicted blocks and snapshots go; None = they are lost.
 
         Raises:
-          ValueError: `every` is not positive, `max_bytes` holds no snapshot, or the manager has a prefix cache already.
+          ValueError: `every` is not positive, `max_bytes` or the size of `files` holds no snapshot, the manager has a
+            prefix cache already, or there are `files` and the mesh has several processes.
         """
         if every is not None and every < 1:
             raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
@@ -104,11 +118,13 @@ class PrefixCache(Summarized):
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
         if manager.requests.evictor is not None:
             raise ValueError("the manager has a prefix cache already")
-        self.manager, self.every, self.max_bytes, self.debug = manager, every, max_bytes, debug
+        self.manager, self.every, self.max_bytes, self.debug, self.files = manager, every, max_bytes, debug, files
         self._table = manager.requests
-        root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
-        # Blocks can be shared within a shard only.
-        self._roots = [root, *(_digest(root, repr(shard).encode()) for shard in range(1, self._table.num_shards))]
+        self._stored = None if files is None else StoredPrefixes(files, self._table, abstract, key=key)
+        self.get_cache: Callable[[], KVCache] | None = None
+        self._root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
+        if self._stored is not None:
+            self._root = _digest(self._root, self._stored.identity)
         self._tree = PrefixTree(self._table.allocator)
         self._snapshots: set[CachedBlock] = set()  # nodes with a snapshot
         self._metrics = PrefixMetrics()
@@ -118,7 +134,8 @@ class PrefixCache(Summarized):
     def metrics(self) -> PrefixMetrics:
         """The counters so far."""
         snapshots = len(self._snapshots)
-        held = dict(snapshots=snapshots, snapshot_bytes=snapshots * self.bytes_per_snapshot)
+        files = None if self._stored is None else dataclasses.replace(self._stored.files.metrics)
+        held = dict(snapshots=snapshots, snapshot_bytes=snapshots * self.bytes_per_snapshot, files=files)
         return dataclasses.replace(self._metrics, blocks=len(self._tree.nodes), **held)
 
     def _summary(self) -> Summary:
@@ -152,20 +169,13 @@ class PrefixCache(Summarized):
         paths, found = self._find(ids)
         slot = find_slot(self._table, len(ids), num_tokens, found)
         path = paths[self._table.shard(slot)]
-        hit = path[-1].length if path else 0
-        if path:
-            check_blocks(self._table, cache, path, f"slot {slot} (new)")
-            check_snapshot(self.manager.schema, path[-1], f"slot {slot} (new)")
-        blocks, new = [node.block for node in path], cache
-        with self._table.transaction():
-            self._table.allocator.share(blocks)
-            if path:
-                where = (np.int32(slot), np.int32(hit), self._table.block_table_row(blocks))
-                new = write_request(cache, *self._table.put(where), path[-1].snapshot)
-                state = RequestState(hit, hit, blocks, published_blocks=len(blocks), is_new=False, cached_blocks=path)
-                record_write(self._table, cache, new, {slot: state})
-            else:
+        prefix, new = self._find_stored(ids, self._table.shard(slot), len(path)) or FoundBlocks(path), cache
+        if prefix.num_blocks:
+            path, new = self._restore(cache, slot, prefix)
+        else:
+            with self._table.transaction():
                 self._table.admit(slot)
+        hit = path[-1].length if path else 0
         metrics = self._metrics
         metrics.requests += 1
         metrics.prompt_tokens += len(ids)
@@ -209,7 +219,8 @@ class PrefixCache(Summarized):
                 path = [node for node in path if node.alive]
                 for index in range(len(path), full):
                     ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
-                    path.append(self._cache_block(path[-1] if path else None, ids, state.blocks[index]))
+                    digest = _digest(path[-1].digest if path else self._root, ids.tobytes())
+                    path.append(self._cache_block(path[-1] if path else None, digest, state.blocks[index]))
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
             if self.debug and (new := [node for node in path if node.sums is None]):
                 for node, sums in zip(new, block_sums(self._table, cache, [n.block for n in new]).T, strict=True):
@@ -244,6 +255,8 @@ class PrefixCache(Summarized):
         where, zero, row = self._table.put((np.int32(slot), np.int32(0), row))
         new = write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
         record_write(self._table, cache, new, {slot: self._table.state(slot)})
+        if self._stored is not None:
+            self._stored.warm_up(new)
         return new
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
@@ -285,12 +298,26 @@ class PrefixCache(Summarized):
         """
         if n_blocks < 0:
             raise ValueError(f"{n_blocks=} must not be negative")
-        count = min(n_blocks, self.evictable)
-        with self._table.transaction():
-            for _ in range(count):
-                shards = [shard for shard, n in enumerate(self._tree.evictable) if n]
-                self._evict(min(map(self._tree.oldest, shards), key=lambda node: node.last_used))
-        return count
+
+        def oldest():
+            shards = [shard for shard, n in enumerate(self._tree.evictable) if n]
+            return min(map(self._tree.oldest, shards), key=lambda node: node.last_used)
+
+        return self._evict(min(n_blocks, self.evictable), oldest)
+
+    def save(self, cache: KVCache) -> None:
+        """Writes all cached blocks and snapshots to the files and waits until they are on disk. Evicts none.
+
+        Args:
+          cache: the cache after a step; only read.
+
+        Raises:
+          ValueError: the prefix cache has no files, or the cache belongs to another manager.
+        """
+        self.manager.check_cache(cache)
+        if self._stored is None:
+            raise ValueError("the prefix cache has no files: give it files=PrefixFiles(directory, max_bytes)")
+        self._stored.save_all(self._tree.nodes.values(), lambda: cache)
 
     # --- BlockEvictor ---
 
@@ -304,9 +331,7 @@ class PrefixCache(Summarized):
 
     def reclaim(self, n_blocks: int, shard: int) -> None:
         """Gives up `n_blocks` blocks of a shard; at least that many must be evictable."""
-        with self._table.transaction():
-            for _ in range(n_blocks):
-                self._evict(self._tree.oldest(shard))
+        self._evict(n_blocks, lambda: self._tree.oldest(shard))
 
     def recount(self) -> None:
         """Rebuilds all counters from the live nodes and the allocator's reference counts."""
@@ -315,36 +340,86 @@ class PrefixCache(Summarized):
 
     # --- internals ---
 
-    def _find(self, ids):
-        """Returns each shard's longest usable prefix: nodes that end in a snapshot and leave a token to run."""
-        paths = [self._find_in(root, ids) for root in self._roots]
-        return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
-
-    def _find_in(self, root, ids):
-        path, digest, block_tokens = [], root, self.manager.schema.block_tokens
+    def _digests(self, ids):
+        """Yields the digests of a prompt's full blocks that leave a token to run."""
+        digest, block_tokens = self._root, self.manager.schema.block_tokens
         for end in range(block_tokens, len(ids), block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
-            if digest not in self._tree.nodes:
+            yield digest
+
+    def _find(self, ids):
+        """Returns each shard's longest usable prefix in memory: nodes that end in a snapshot."""
+        paths = [self._nodes(ids, shard) for shard in range(self._table.num_shards)]
+        for path in paths:
+            while path and path[-1].snapshot is None:
+                path.pop()
+        return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
+
+    def _nodes(self, ids, shard):
+        """Returns the nodes of a prompt's first blocks in memory. Blocks can be shared within a shard only."""
+        nodes = []
+        for digest in self._digests(ids):
+            if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
-            path.append(self._tree.nodes[digest])
-        while path and path[-1].snapshot is None:
-            path.pop()
-        return path
+            nodes.append(node)
+        return nodes
 
-    def _evict(self, node):
-        """Evicts a node, inside a transaction."""
-        if node.snapshot is not None:
-            self._drop_snapshot(node)
-        self._tree.remove(node)
-        self._metrics.evicted_blocks += 1
+    def _find_stored(self, ids, shard, least):
+        """Reads a prefix from disk that is longer than the `least` blocks in memory. Returns None if there is none."""
+        if self._stored is None:
+            return None
+        nodes = self._nodes(ids, shard)
+        most = len(nodes) + self._table.room(shard) - sum(not node.pins for node in nodes)
+        return self._stored.find(self._digests(ids), nodes, least, most)
 
-    def _cache_block(self, parent, ids, block):
-        """Returns the node of a full block with these token ids, which is added if the tree has none."""
-        digest = _digest(parent.digest if parent else self._roots[self._table.allocator.shard(block)], ids.tobytes())
-        if (node := self._tree.nodes.get(digest)) is not None:
+    def _restore(self, cache, slot, prefix):
+        """Gives a new request the blocks and the snapshot of a prefix. Returns its nodes and the cache."""
+        table, path, reader = self._table, list(prefix.nodes), f"slot {slot} (new)"
+        check_blocks(table, cache, path, reader)
+        if prefix.snapshot is None:
+            check_snapshot(self.manager.schema, path[-1], reader)
+        with table.transaction():
+            table.allocator.share(blocks := [node.block for node in path])
+            with table.transaction({slot: len(prefix.digests)}) as acquired:
+                blocks += (restored := acquired[slot])
+                hit = len(blocks) * self.manager.schema.block_tokens
+                chunks, snapshot = table.put((row_chunks(table, restored, prefix.blocks), prefix.snapshot))
+                where = table.put((np.int32(slot), np.int32(hit), table.block_table_row(blocks)))
+                new = cache
+                for ids, rows in chunks:
+                    new = write_blocks(new, ids, rows)
+                new = write_request(new, *where, path[-1].snapshot if snapshot is None else snapshot)
+                for digest, block in zip(prefix.digests, restored, strict=True):
+                    path.append(self._cache_block(path[-1] if path else None, digest, block))
+                if snapshot is not None:
+                    self._keep_snapshot(snapshot, path)
+                state = RequestState(hit, hit, blocks, published_blocks=len(blocks), is_new=False, cached_blocks=path)
+                record_write(table, cache, new, {slot: state})
+        return path, new
+
+    def _evict(self, count, oldest):
+        """Evicts `count` nodes, each the `oldest()` one of those that are left."""
+        nodes = []
+        with self._table.transaction():
+            for _ in range(count):
+                nodes.append(node := oldest())
+                self._tree.remove(node)
+        self._metrics.evicted_blocks += count
+        if self._stored is not None and self.get_cache is not None:
+            # Nothing has overwritten the blocks yet. Earlier ones of a prefix come first, without which it is lost.
+            self._stored.save_blocks(nodes[::-1], self.get_cache)
+        for node in nodes:
+            if node.snapshot is not None:
+                self._drop_snapshot(node)
+        return count
+
+    def _cache_block(self, parent, digest, block):
+        """Returns the node of a full block with this digest, which is added if the tree has none."""
+        if (node := self._tree.nodes.get((self._table.allocator.shard(block), digest))) is not None:
             self._tree.touch(node)
         else:
-            node = CachedBlock(digest, parent, (parent.length if parent else 0) + len(ids), block)
+            length = (parent.length if parent else 0) + self.manager.schema.block_tokens
+            node = CachedBlock(digest, parent, length, block)
             self._table.allocator.share([block])
             self._tree.add(node)
         return node
@@ -372,6 +447,8 @@ class PrefixCache(Summarized):
                 self._drop_snapshot(last)
 
     def _drop_snapshot(self, node):
+        if self._stored is not None:
+            self._stored.save_snapshot(node)
         node.snapshot = None
         self._snapshots.discard(node)
         self._metrics.evicted_snapshots += 1

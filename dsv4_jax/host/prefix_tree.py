@@ -19,7 +19,7 @@ class CachedBlock:
     """A full block of a known token sequence: a node of the prefix tree.
 
     Attributes:
-      digest: hash of all tokens up to the block's end, and of seed, model and format.
+      digest: hash of all tokens up to the block's end, and of seed, model and format; 32 bytes.
       parent: the previous block; None for the first one.
       length: number of tokens up to the block's end.
       block: id of the block; the tree holds one reference.
@@ -49,23 +49,27 @@ class CachedBlock:
 
 
 class PrefixTree:
-    """Cached blocks by digest, with counters of evictable blocks in least-recently-used order.
+    """Cached blocks by shard and digest, with counters of evictable blocks in least-recently-used order.
 
     A block can be evicted when no request holds it and no block follows it. The parent of a block that must stay has
     to stay too, even if no request holds it: requests that ran side by side have their own blocks for the same tokens.
     A block follows only blocks of its own shard, so each shard has its own tree.
 
     Attributes:
-      nodes: {digest: node}. All counters follow from the live nodes.
+      nodes: {(shard, digest): node}. All counters follow from the live nodes.
       evictable: number of nodes in each shard that can be evicted one after the other.
     """
 
     def __init__(self, allocator: BlockAllocator):
         """Makes an empty tree that listens to the allocator's reference counts."""
-        self.nodes: dict[bytes, CachedBlock] = {}
+        self.nodes: dict[tuple[int, bytes], CachedBlock] = {}
         self._allocator, self._clock = allocator, 0
         self.recount()
         allocator.listener = self._listen
+
+    def key(self, node: CachedBlock) -> tuple[int, bytes]:
+        """Returns the shard and digest of a node."""
+        return self._shard(node), node.digest
 
     def oldest(self, shard: int) -> CachedBlock:
         """Returns the least recently used evictable node of a shard; `evictable` must be positive."""
@@ -74,13 +78,13 @@ class PrefixTree:
     def add(self, node: CachedBlock) -> None:
         """Adds a node whose parent is in the tree; the caller has added the reference to its block."""
         node.last_used = self._tick()
-        self.nodes[node.digest] = node
+        self.nodes[self.key(node)] = node
         self._place(node)
 
     def remove(self, node: CachedBlock) -> None:
         """Removes an evictable node and drops the reference to its block."""
         node.alive = False
-        del self.nodes[node.digest], self._by_block[node.block]
+        del self.nodes[self.key(node)], self._by_block[node.block]
         self.evictable[self._shard(node)] -= 1
         self._remove_leaf(node)
         self._count(node.parent, children=-1)
@@ -96,7 +100,7 @@ class PrefixTree:
 
     def recount(self) -> None:
         """Rebuilds all counters from the nodes that are alive and the allocator's reference counts."""
-        self.nodes = {digest: node for digest, node in self.nodes.items() if node.alive}
+        self.nodes = {key: node for key, node in self.nodes.items() if node.alive}
         self._by_block: dict[int, CachedBlock] = {}
         # For each shard, nodes that can be evicted now, the least recently used first.
         self._leaves: list[list[CachedBlock]] = [[] for _ in range(self._allocator.num_shards)]

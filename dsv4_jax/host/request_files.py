@@ -7,6 +7,7 @@ import hashlib
 import re
 import secrets
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from dsv4_jax.safetensors_header import DTYPES, TensorHeader, read_header, write
 
 
 FORMAT, VERSION = "dsv4_jax request", "2"
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_DIGEST = "0" * 64
 
 
@@ -45,8 +46,8 @@ def save_request(
     request = capture(manager, cache, slot, key=key)
     metadata = {"format": FORMAT, "version": VERSION, "sha256": _NO_DIGEST}
     metadata |= {"min_length": str(request.min_length), **request.identity}
-    tensors = _names((request.rows, request.blocks)) | {"tokens": ids}
-    header = write_header((TensorHeader(k, _DTYPE_NAMES[x.dtype], x.shape) for k, x in tensors.items()), metadata)
+    tensors = named_leaves((request.rows, request.blocks)) | {"tokens": ids}
+    header = write_header((TensorHeader(k, DTYPE_NAMES[x.dtype], x.shape) for k, x in tensors.items()), metadata)
     blob = b"".join([header, *(x.tobytes() for x in tensors.values())])
     digest = hashlib.sha256(blob).hexdigest()
     _write(Path(path), blob.replace(_NO_DIGEST.encode(), digest.encode(), 1))
@@ -110,8 +111,8 @@ def _parse(blob, manager, key):
     return tokens, OffloadedRequest(len(tokens), int(text), rows, blocks, identity(schema, key))
 
 
-def _names(tree):
-    """Returns {name: array} with names such as "swa.nope"."""
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns {name: array} of a tuple of pytrees, with names such as "swa.nope"."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -122,7 +123,7 @@ def _read_tensors(schema, num_blocks, tensors):
     Rings may have another number of rows (axis 1) than this cache's: the rows that a step reads, and spare ones.
     """
     structs = rows_struct(schema), blocks_struct(schema, num_blocks)
-    rings, want = _names(structs[:1]), _names(structs)
+    rings, want = named_leaves(structs[:1]), named_leaves(structs)
     if want.keys() != tensors.keys():
         raise ValueError(f"the file has other tensors than this cache: {sorted(want.keys() ^ tensors.keys())}")
     spares = set()

@@ -73,7 +73,7 @@ def consistent(manager, prefix=None):
     assert references == held.tolist() and sorted(free) == np.flatnonzero(held == 0).tolist()
     if prefix is None:
         return
-    assert all(tree.nodes[node.digest] is node and node.alive for node in nodes)
+    assert all(tree.nodes[tree.key(node)] is node and node.alive for node in nodes)
     assert [n.children for n in nodes] == [sum(m.parent is n for m in nodes) for n in nodes]
     assert len({n.last_used for n in nodes}) == len(nodes)
     order = by_age(manager, nodes)

@@ -85,10 +85,10 @@ class TestFinding:
 
     @pytest.mark.parametrize("change", [dict(key="other"), dict(seed=1)])
     def test_other_models_and_seeds_have_other_hashes(self, change):
-        root = Cached().prefix._roots
-        assert Cached(manager=make(num_blocks=5)).prefix._roots == root
-        assert Cached(**change).prefix._roots != root
-        assert Cached(manager=make(kv_format="per_entry")).prefix._roots != root
+        root = Cached().prefix._root
+        assert Cached(manager=make(num_blocks=5)).prefix._root == root
+        assert Cached(**change).prefix._root != root
+        assert Cached(manager=make(kv_format="per_entry")).prefix._root != root
 
     def test_while_the_first_request_still_runs(self):
         cached = Cached()

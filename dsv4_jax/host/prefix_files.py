@@ -1,0 +1,359 @@
+"""Files of cached blocks and snapshots, one for each, which a thread writes behind the steps.
+
+A file is a safetensors file with a constant header, the arrays and a SHA-256 of its name and its bytes. It gets its
+name when all bytes are on disk, so a process that is killed leaves no file that is not whole.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsv4_jax.host.request_files import DTYPE_NAMES, named_leaves
+from dsv4_jax.safetensors_header import TensorHeader, write_header
+from dsv4_jax.sizes import parse_bytes, readable_bytes
+from dsv4_jax.summary import Summarized, Summary
+
+
+_log = logging.getLogger("dsv4_jax.host")
+
+_SUM_BYTES = hashlib.sha256().digest_size
+_NAME = re.compile(r"[0-9a-f]{64}\.(block|snapshot)")
+_PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
+_PARTIAL_SECONDS = 600.0  # an unfinished file that is older has no writer any more
+_WARNING_SECONDS = 60.0  # the same fault is logged once in this time
+
+
+@dataclasses.dataclass
+class PrefixFileMetrics:
+    """Counters of `PrefixFiles` since they were opened.
+
+    Attributes:
+      blocks: number of blocks on disk, when the folder was last listed, and those written since.
+      bytes: size of all files in bytes, counted in the same way.
+      hit_tokens: number of prompt tokens whose blocks were read from disk.
+      read_bytes, written_bytes: number of bytes read and written.
+      dropped: number of blocks and snapshots that were not written, since the writer was too far behind or failed.
+      errors: number of files that could not be read or written, or were damaged.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    hit_tokens: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dropped: int = 0
+    errors: int = 0
+
+
+class FileLayout:
+    """The bytes of a kind of file.
+
+    Attributes:
+      kind: "block" or "snapshot", the end of the file's name.
+      header: the bytes that every file begins with.
+      nbytes: size of a file in bytes.
+    """
+
+    def __init__(self, kind: str, struct: Any, metadata: Mapping[str, str], *, axis: int | None = None):
+        """Describes files of arrays.
+
+        Args:
+          kind: see the class.
+          struct: shapes and dtypes of the arrays, a pytree; of one block.
+          metadata: text for the header.
+          axis: the axis along which arrays hold several files; None = they hold one.
+        """
+        self.kind, self._axis, self._treedef = kind, axis, jax.tree.structure(struct)
+        names = named_leaves((struct,))
+        self._shapes = [
+            (x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :]), np.dtype(x.dtype))
+            for x in names.values()
+        ]
+        tensors = [
+            TensorHeader(name, DTYPE_NAMES[dtype], shape)
+            for name, (shape, dtype) in zip(names, self._shapes, strict=True)
+        ]
+        self.header = write_header([*tensors, TensorHeader("sha256", "U8", (_SUM_BYTES,))], metadata)
+        self.nbytes = len(self.header) + sum(x.nbytes for x in tensors) + _SUM_BYTES
+
+    def name(self, digest: bytes) -> str:
+        """Returns the name of the file of a 32-byte digest."""
+        return f"{digest.hex()}.{self.kind}"
+
+    def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
+        """Returns the contents of the files of `digests`, whose arrays on the host are `tree`."""
+        leaves = [x[None] if self._axis is None else np.moveaxis(x, self._axis, 0) for x in jax.tree.leaves(tree)]
+        contents = [b"".join([self.header, *(x[i].tobytes() for x in leaves)]) for i in range(len(digests))]
+        return [content + _checksum(digest, content) for digest, content in zip(digests, contents, strict=True)]
+
+    def is_valid(self, digest: bytes, content: np.ndarray) -> bool:
+        """Whether `content`, [nbytes] uint8, was packed for this digest."""
+        data = memoryview(content)
+        return data[: len(self.header)] == self.header and data[-_SUM_BYTES:] == _checksum(digest, data[:-_SUM_BYTES])
+
+    def unpack(self, contents: np.ndarray) -> Any:
+        """Returns the arrays of `contents`, [n, nbytes] uint8."""
+        leaves, at = [], len(self.header)
+        for shape, dtype in self._shapes:
+            stop = at + TensorHeader("", DTYPE_NAMES[dtype], shape).nbytes
+            leaf = contents[:, at:stop].view(dtype).reshape(len(contents), *shape)
+            leaves.append(np.ascontiguousarray(leaf[0] if self._axis is None else np.moveaxis(leaf, 0, self._axis)))
+            at = stop
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+class PrefixFiles(Summarized):
+    """A folder of blocks and snapshots for a `PrefixCache`, which several processes may share.
+
+    One thread writes. Arrays wait for it up to `max_pending_bytes`; those beyond are dropped and counted, so that no
+    step waits for the disk. Faults are logged and counted, too: what cannot be read is not cached.
+
+    When the files exceed `max_bytes`, those are deleted that were not used for longest. A process lists the folder
+    again after it has written 1/16 of `max_bytes`, so several ones may together exceed it by that much each.
+
+    Attributes:
+      directory: the folder.
+      max_bytes: largest size of all files in bytes.
+      max_pending_bytes: largest size of the arrays that wait to be written, in bytes; on a GPU they take its memory.
+      metrics: the counters.
+    """
+
+    def __init__(self, directory: str | Path, max_bytes: int | str, *, max_pending_bytes: int | str = 2**28):
+        """Opens the folder, which is made if it does not exist.
+
+        Args:
+          directory, max_bytes, max_pending_bytes: see the class. Sizes may be text, such as "200GB".
+
+        Raises:
+          TypeError, ValueError: a size is no size.
+          ValueError: the folder cannot be written.
+        """
+        self.directory = Path(directory)
+        self.max_bytes = parse_bytes(max_bytes, "max_bytes")
+        self.max_pending_bytes = parse_bytes(max_pending_bytes, "max_pending_bytes")
+        self.metrics = PrefixFileMetrics()
+        self._pending_bytes, self._pending = 0, threading.Condition()
+        self._warned: dict[str, float] = {}
+        self._unlisted_bytes = 0  # written since the folder was listed
+        partial = self.directory / f".{'0' * 64}.block.{secrets.token_hex(8)}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(b"")
+            partial.unlink()
+        except OSError as error:
+            raise ValueError(f"directory={str(directory)!r} cannot be written: {error.strerror}") from None
+        # One thread, which ends with this object, or with the process after it has written what waits.
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefix files")
+        self._writer.submit(self._guarded, self._list)
+
+    def _summary(self) -> Summary:
+        words = f"{self.metrics.blocks:,} blocks", f"{readable_bytes(self.metrics.bytes)}"
+        return Summary(words, {"folder": str(self.directory), "at most": readable_bytes(self.max_bytes)})
+
+    def exists(self, layout: FileLayout, digest: bytes) -> bool:
+        """Whether there is a file of a digest."""
+        return os.path.exists(self._path(layout, digest))
+
+    def save(
+        self,
+        layout: FileLayout,
+        digests: Sequence[bytes],
+        get_arrays: Callable[[], Any],
+        *,
+        used: int,
+        nbytes: int = 0,
+        wait: bool = False,
+    ) -> bool:
+        """Queues arrays for the writer.
+
+        Args:
+          layout: kind of the files.
+          digests: 32-byte digest of each file, in the order of their last use, the newest first.
+          get_arrays: returns the arrays, on the device or the host; called only if there is room for them.
+          used: time of the first file's last use, in ns. Each further one counts as used one ns earlier.
+          nbytes: size of the arrays in bytes, if they are larger than the files.
+          wait: whether to wait for room.
+
+        Returns:
+          Whether they were queued; if not, they are counted as dropped.
+        """
+        nbytes = max(nbytes, len(digests) * layout.nbytes)
+        with self._pending:
+            if wait:
+                self._pending.wait_for(lambda: self._has_room(nbytes))
+            if not self._has_room(nbytes):
+                self.metrics.dropped += len(digests)
+                return False
+            self._pending_bytes += nbytes
+        try:
+            arrays = [get_arrays()]
+        except Exception as error:  # the cache is lost, or the device has no memory for a copy
+            self.metrics.dropped += len(digests)
+            self._release(nbytes)
+            self._warn("copied from the device", error)
+            return False
+        self._writer.submit(self._guarded, self._write, layout, list(digests), arrays, used, nbytes=nbytes)
+        return True
+
+    def read(self, layout: FileLayout, digests: Sequence[bytes]) -> tuple[int, Any]:
+        """Reads files up to the first one that is missing or damaged.
+
+        Returns:
+          (n, arrays of the first n files on the host; None if n is 0).
+        """
+        contents, count = np.empty((len(digests), layout.nbytes), np.uint8), 0
+        while count < len(digests) and self._read_file(layout, digests[count], contents[count]):
+            count += 1
+        self.metrics.read_bytes += count * layout.nbytes
+        return count, layout.unpack(contents[:count]) if count else None
+
+    def touch(self, layout: FileLayout, digests: Sequence[bytes], *, used: int) -> None:
+        """Marks files as used, as `save` does."""
+        self._writer.submit(self._guarded, self._touch, layout, list(digests), used)
+
+    def flush(self) -> None:
+        """Waits until the writer has written all that was queued."""
+        self._writer.submit(int).result()
+
+    # --- in the caller's thread ---
+
+    def _path(self, layout, digest):
+        return os.path.join(self.directory, layout.name(digest))
+
+    def _has_room(self, nbytes):
+        # Arrays that are larger than the limit go alone.
+        return not self._pending_bytes or self._pending_bytes + nbytes <= self.max_pending_bytes
+
+    def _read_file(self, layout, digest, content):
+        """Reads a file into [nbytes] uint8. Returns whether it is whole."""
+        path = self._path(layout, digest)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                is_whole = file.readinto(content) == layout.nbytes and not file.read(1)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._warn("read", error)
+            return False
+        if is_whole and layout.is_valid(digest, content):
+            return True
+        self._warn("read", f"{path} is damaged or no file of a prefix cache; it is deleted")
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return False
+
+    def _release(self, nbytes):
+        with self._pending:
+            self._pending_bytes -= nbytes
+            self._pending.notify_all()
+
+    def _warn(self, done, error):
+        """Counts a fault, and logs it unless one like it was logged just now."""
+        self.metrics.errors += 1
+        now, kind = time.monotonic(), f"{done}: {type(error).__name__} {getattr(error, 'errno', '')}"
+        if now - self._warned.get(kind, -_WARNING_SECONDS) >= _WARNING_SECONDS:
+            self._warned[kind] = now
+            _log.warning("prefix cache: a file could not be %s: %s", done, error)
+
+    # --- in the writer's thread ---
+
+    def _guarded(self, function, *args, nbytes=0):
+        try:
+            function(*args)
+        except Exception as error:
+            self._warn("written", error)
+        finally:
+            self._release(nbytes)
+
+    def _write(self, layout, digests, arrays, used):
+        written = 0
+        try:
+            # The list is the only reference: device memory is free once the arrays are on the host.
+            tree = jax.device_get(arrays.pop())
+            for i, (digest, content) in enumerate(zip(digests, layout.pack(digests, tree), strict=True)):
+                if not self.exists(layout, digest):
+                    self._make_room(len(content))
+                    self._write_file(layout.name(digest), content, used - i)
+                    self._count(layout.kind, len(content))
+                    self.metrics.written_bytes += len(content)
+                    self._unlisted_bytes += len(content)
+                written += 1
+        finally:
+            self.metrics.dropped += len(digests) - written
+
+    def _write_file(self, name, content, used):
+        """Writes a file that has its name only when it is whole."""
+        partial = self.directory / f".{name}.{secrets.token_hex(8)}"
+        try:
+            with open(partial, "xb", buffering=0) as file:
+                view = memoryview(content)
+                while view:
+                    view = view[file.write(view) :]
+                os.utime(file.fileno(), ns=(used, used))
+                os.fsync(file.fileno())
+            os.rename(partial, self.directory / name)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _touch(self, layout, digests, used):
+        for i, digest in enumerate(digests):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._path(layout, digest), ns=(used - i, used - i))
+
+    def _make_room(self, nbytes):
+        """Deletes the files that were not used for longest, if the folder has no room for `nbytes` more."""
+        is_full = self.metrics.bytes + nbytes > self.max_bytes
+        if not is_full and self._unlisted_bytes <= self.max_bytes // 16:
+            return
+        files = self._list()
+        if self.metrics.bytes + nbytes <= self.max_bytes:
+            return
+        for _, size, name in sorted(files):
+            # Some more than needed: listing a large folder takes a second.
+            if self.metrics.bytes + nbytes <= self.max_bytes - self.max_bytes // 32:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.directory / name)
+            self._count(name.rpartition(".")[2], -size)
+
+    def _list(self):
+        """Lists (time of last use, size, name) of the files, counts them, and deletes old unfinished ones."""
+        files = []
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+                    if _NAME.fullmatch(entry.name):
+                        stat = entry.stat()
+                        files.append((stat.st_mtime_ns, stat.st_size, entry.name))
+                    elif _PARTIAL.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _PARTIAL_SECONDS:
+                        os.unlink(entry)
+        self.metrics.blocks = sum(name.endswith(".block") for *_, name in files)
+        self.metrics.bytes = sum(size for _, size, _ in files)
+        self._unlisted_bytes = 0
+        return files
+
+    def _count(self, kind, nbytes):
+        """Counts a file that was written, or deleted if `nbytes` is negative."""
+        self.metrics.bytes += nbytes
+        if kind == "block":
+            self.metrics.blocks += 1 if nbytes > 0 else -1
+
+
+def _checksum(digest: bytes, content: bytes | memoryview) -> bytes:
+    found = hashlib.sha256(digest)
+    found.update(content)
+    return found.digest()
