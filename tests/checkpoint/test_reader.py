@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 from safetensors.numpy import save, save_file
 
-from dsv4_jax.checkpoint import read_checkpoint, read_file
+from dsv4_jax.checkpoint import read_checkpoint, read_file, weights_fingerprint
 from tests.paths import TINY
 
 
@@ -192,6 +192,24 @@ def test_folders_without_a_checkpoint_are_refused(tmp_path):
         read_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"cannot read .*nowhere: No such file"):
         read_checkpoint(tmp_path / "nowhere")
+
+
+def test_fingerprints_differ_between_weights_and_not_between_copies(tmp_path):
+    found = weights_fingerprint(write(tmp_path, "a", TENSORS))
+    assert weights_fingerprint(write(tmp_path, "b", dict(reversed(TENSORS.items())))) == found and len(found) == 64
+    others = [
+        TENSORS | {"f32": TENSORS["f32"] + 1},
+        TENSORS | {"f32": TENSORS["f32"].reshape(3, 2)},
+        TENSORS | {"more": np.zeros((0,), np.float32)},
+        {("other" if name == "bf16" else name): x for name, x in TENSORS.items()},
+    ]
+    prints = {weights_fingerprint(write(tmp_path, f"{i}", other)) for i, other in enumerate(others)}
+    assert len(prints | {found}) == 5
+
+
+def write(tmp_path, name, tensors):
+    save_file(tensors, file := tmp_path / f"{name}.safetensors")
+    return file
 
 
 def test_one_file_may_be_named_directly():
