@@ -264,6 +264,16 @@ class RandomModelOptions(ModelOptions):
         options: dict[str, Any] = dict(expert_parallel=self.expert_parallel, expert_memory=experts, skew=self.skew)
         return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
 
+    def weights_key(self, checkpoint: Path) -> str:
+        """Returns a name of the weights that differs between checkpoints and ways of running them."""
+        import jax
+
+        from dsv4_jax.checkpoint import weights_fingerprint
+
+        is_random = self.random_weights is not None
+        weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
+        return f"{weights}, weights={self.weights}, {jax.default_backend()}"
+
 
 PRESETS = "v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813"
 

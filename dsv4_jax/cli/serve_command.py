@@ -20,6 +20,7 @@ from dsv4_jax.sizes import parse_bytes
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
     from dsv4_jax.engine import Engine
+    from dsv4_jax.host import KVCacheManager, PrefixCache
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
 
@@ -68,6 +69,10 @@ class ServeCommand(RandomModelOptions):
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
       effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and later releases
         have others for high and max. Default: 0731 if the checkpoint has DSpark layers, as those releases do.
+      prefix_dir: folder that keeps the prefix cache: blocks go there when they leave memory, and all when the server
+        stops. A later server with the same weights finds them. Several servers may share it. Default: no folder.
+      prefix_size: with --prefix-dir: largest size of its files, such as 200GB; those that were not used for longest are
+        deleted. Default: 50GB.
       request_seconds: time limit of a request, waiting included.
       grace_seconds: time that running requests have to finish after the server is told to stop.
     """
@@ -89,6 +94,8 @@ class ServeCommand(RandomModelOptions):
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
     effort_prompts: Literal["april", "0731"] | None = None
+    prefix_dir: Annotated[Path | None, optional("DIR")] = None
+    prefix_size: Annotated[str | None, optional("SIZE")] = None
     request_seconds: float = 600.0
     grace_seconds: float = 30.0
 
@@ -134,6 +141,10 @@ class ServeCommand(RandomModelOptions):
             raise ValueError("--drafter model needs --drafts of at least 1")
         if self.memory is not None:
             parse_bytes(self.memory)
+        if self.prefix_size is not None:
+            parse_bytes(self.prefix_size, "prefix_size")
+            if self.prefix_dir is None:
+                raise ValueError(f"--prefix-size {self.prefix_size} needs --prefix-dir, the folder of the files")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port {self.port} must be from 0 to 65535")
         api_key = os.environ.get(_KEY_VARIABLE) if self.api_key is None else self.api_key
@@ -164,7 +175,7 @@ class ServeCommand(RandomModelOptions):
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
         from dsv4_jax.engine import DeviceDrafter, Engine, PromptLookup
-        from dsv4_jax.host import KVCacheManager, PrefixCache
+        from dsv4_jax.host import KVCacheManager
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
         blocks = self.max_requests * -(-context // block_tokens(config))
@@ -178,6 +189,7 @@ class ServeCommand(RandomModelOptions):
             max_query_tokens=1 + self.drafts,
             **self.cache_options(config),
         )
+        prefix = self._prefix(manager, checkpoint, name)
         drafter: Any = PromptLookup()
         if self.drafter == "model":
             drafter = DeviceDrafter.of(config, self.min_confidence)
@@ -187,11 +199,25 @@ class ServeCommand(RandomModelOptions):
             manager,
             token_budget=self._step_tokens,
             drafter=drafter if self.drafts else None,
-            prefix=PrefixCache(manager, key=name),
+            prefix=prefix,
             batch_invariant=self.batch_invariant,
             num_scheduler_steps=self.num_scheduler_steps,
             max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
         )
+
+    def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":
+        """Returns the prefix cache, with the files of --prefix-dir."""
+        from dsv4_jax.host import PrefixCache, PrefixFiles
+
+        if self.prefix_dir is None:
+            return PrefixCache(manager, key=name)
+        options.show_log()
+        try:
+            files = PrefixFiles(self.prefix_dir, self.prefix_size or "50GB")
+            return PrefixCache(manager, key=self.weights_key(checkpoint), files=files)
+        except ValueError as error:
+            names = {"directory=": "--prefix-dir ", "max_bytes=": "--prefix-size "}
+            raise ValueError(re.sub("|".join(names), lambda found: names[found[0]], str(error))) from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -33,6 +33,13 @@ _EXPERT_COUNTERS = dict(
     swaps="pairs of experts that changed places",
     remap_seconds="time for which moves of experts kept the GPU idle",
 )
+_FILE_COUNTERS = dict(
+    hit_tokens="prompt tokens whose blocks were read from disk",
+    read_bytes="bytes of blocks and snapshots read",
+    written_bytes="bytes of blocks and snapshots written",
+    dropped="blocks and snapshots that were not written because the disk was too slow or failed",
+    errors="files that could not be read or written, or were damaged",
+)
 
 
 class ServerMetrics:
@@ -81,6 +88,12 @@ class ServerMetrics:
             yield CounterMetricFamily("dsv4_jax_prefix_hit_tokens", hits, value=prefix.hit_tokens)
             yield CounterMetricFamily("dsv4_jax_prefix_prompt_tokens", asked, value=prefix.prompt_tokens)
             yield GaugeMetricFamily("dsv4_jax_prefix_blocks", "blocks the prefix cache holds", value=prefix.blocks)
+            if (files := prefix.files) is not None:
+                blocks = "blocks in the folder of the prefix cache"
+                yield GaugeMetricFamily("dsv4_jax_prefix_disk_blocks", blocks, value=files.blocks)
+                yield GaugeMetricFamily("dsv4_jax_prefix_disk_bytes", "bytes of this folder's files", value=files.bytes)
+                for field, text in _FILE_COUNTERS.items():
+                    yield CounterMetricFamily(f"dsv4_jax_prefix_disk_{field}", text, value=getattr(files, field))
         if metrics.experts is not None:
             for field, text in _EXPERT_COUNTERS.items():
                 yield CounterMetricFamily(f"dsv4_jax_expert_{field}", text, value=getattr(metrics.experts, field))

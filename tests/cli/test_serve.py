@@ -53,6 +53,8 @@ def test_mistakes_are_told_at_once():
         "--context-parallel": "--context-parallel needs a mesh",
         "--expert-parallel": "--expert-parallel needs a mesh",
         "--mesh model=4": "does not divide o_groups=2",
+        "--prefix-size 3GX --prefix-dir x": "--prefix-size '3GX' must be a number with one of the units",
+        "--prefix-size 3GB": "--prefix-size 3GB needs --prefix-dir, the folder of the files",
         "--checkpoint README.md": "--checkpoint README.md is neither a folder nor a safetensors file",
         "--checkpoint nowhere": "cannot read the configuration nowhere",
         "--drafts -1": "--drafts -1 must be at least 0",
@@ -113,6 +115,23 @@ def test_the_models_own_layers_draft(monkeypatch, untyped):
     assert made["max_logprobs"] == min(MAX_LOGPROBS, config.vocab_size)
     with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the size of DSpark's blocks"):
         ServeCommand(**model, drafts=6)._engine(folder, config, 64, "")
+
+
+def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
+    monkeypatch.setattr(ServeCommand, "load_model", lambda *_: None)
+    folder, model = DATA / "official_dspark", dict(cache_format="plain", prefix_dir=tmp_path / "a")
+    config = DSV4Config.from_hf(folder)
+    ServeCommand(**model)._engine(folder, config, 64, "")
+    files = made["prefix"].files
+    assert (files.directory, files.max_bytes) == (tmp_path / "a", 50 * 10**9) and (tmp_path / "a").is_dir()
+    with pytest.raises(ValueError, match=r"--prefix-size 100 holds no block with its snapshot, which take \d+ bytes"):
+        ServeCommand(**model, prefix_size="100B")._engine(folder, config, 64, "")
+    (tmp_path / "file").touch()
+    model["prefix_dir"] = tmp_path / "file" / "a"
+    with pytest.raises(ValueError, match="--prefix-dir '.*file/a' cannot be written: Not a directory"):
+        ServeCommand(**model)._engine(folder, config, 64, "")
 
 
 def test_a_port_in_use_is_named(refused):

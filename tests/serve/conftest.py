@@ -89,9 +89,9 @@ def server(serve_again):
 def serve_again(bytes_model, make_manager, tokenizer):
     """serve_again(**options) -> another server of the same programs."""
 
-    def make(free=BLOCKS, debug=False, batch_invariant=False, **options):
+    def make(free=BLOCKS, debug=False, batch_invariant=False, files=None, **options):
         manager = make_manager(free)
-        prefix = PrefixCache(manager, key="tiny", debug=debug)
+        prefix = PrefixCache(manager, key="tiny", debug=debug, files=files)
         run = dict(
             token_budget=24, drafter=PromptLookup(), prefix=prefix, batch_invariant=batch_invariant, max_logprobs=20
         )

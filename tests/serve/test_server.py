@@ -13,6 +13,7 @@ import pytest
 
 from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import generate
+from dsv4_jax.host import PrefixFiles
 from dsv4_jax.serve import answers
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
 
@@ -233,6 +234,21 @@ def test_models_health_and_pages(server):
     text = server.http.get("/metrics").text
     assert "dsv4_jax_slots 4.0" in text and "process_resident_memory_bytes" in text
     assert 'dsv4_jax_http_responses_total{path="/ready",status="200"} 1.0' in text
+
+
+def test_a_restarted_server_finds_prompts_on_disk(serve_again, tmp_path):
+    body = dict(prompt=PROMPT, max_tokens=8, temperature=0, seed=1)
+    found = []
+    for _ in range(2):
+        with serve_again(files=PrefixFiles(tmp_path, "100MB")) as server:
+            answer = server.http.post("/v1/completions", json=body).json()
+            usage = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            text = server.http.get("/metrics").text
+            found.append((answer["choices"][0]["text"], usage))
+            assert f"dsv4_jax_prefix_disk_hit_tokens_total {usage:.1f}" in text
+            assert "dsv4_jax_prefix_disk_errors_total 0.0" in text and "dsv4_jax_prefix_disk_bytes " in text
+    (text, before), (again, after) = found
+    assert (before, after) == (0, 48) and again == text
 
 
 @pytest.mark.parametrize(
