@@ -1,138 +1,35 @@
 """`dsv4-jax bench`: one subcommand for each benchmark."""
 
 import dataclasses
-import importlib.util
-import inspect
-import json
-import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from dsv4_jax.cli import options, startup
-from dsv4_jax.parallel.mesh import make_mesh
+from dsv4_jax.cli.bench_options import (
+    Benchmark,
+    Calls,
+    ModelBenchmark,
+    Numbers,
+    Only,
+    PlotFile,
+    Sections,
+    Shapes,
+    Trace,
+)  # fmt: skip
 
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-    from dsv4_jax.config import DSV4Config
-    from dsv4_jax.quant import KVFormat
 
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
 ]  # fmt: skip
 OPS: tuple[Op, ...] = get_args(Op)
 
-Shapes = Annotated[
-    Literal["flash", "pro", "flash_0731", "pro_0813"],
-    tyro.conf.arg(help="the model whose shapes are used; those with a date draft with DSpark."),
-]
-Format = Annotated[Literal["v4", "per_entry"], tyro.conf.arg(help="format of the cache's rows.")]
-Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
-Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
-Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
-Drafts = Annotated[
-    int,
-    tyro.conf.arg(
-        metavar="K",
-        help="also measure a step that verifies K draft tokens a request, and one that then makes K new ones with the "
-        "model's draft layers. Reports tokens a second for several acceptance rates.",
-    ),
-]
-Trace = Annotated[
-    Path | None,
-    options.optional("DIR", help="write a profile of the last case to this folder, for TensorBoard or Perfetto."),
-]
-JsonFile = Annotated[
-    Path | None, options.optional("FILE.json", name="json", help="also write the results to this file.")
-]
-PlotFile = Annotated[Path | None, options.optional("FILE.png")]
-Sections = dict[str, Iterable[dict[str, Any]]]  # the rows of each section of a report
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Bench:
-    """The options and the course of every benchmark.
-
-    A benchmark has `_results`, which returns its rows by section of the report, and `_plot`, the name of its plot.
-    """
-
-    _plot: ClassVar[str]
-    whole: ClassVar[bool] = False  # whether whole layers run, not their attention alone
-    out: JsonFile = None
-
-    def run(self) -> None:
-        """Runs the benchmark; raises ValueError if an option is wrong."""
-        given = vars(self)
-        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
-            values = given.get(name)
-            for value in values if isinstance(values, tuple) else (values,):
-                options.check_at_least(minimum, **{name: value})
-        parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
-        sizes, plot = options.mesh_sizes(given.get("mesh"), None, **parallel), given.get("plot")
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
-        if plot is not None and plot.suffix != ".png":
-            raise ValueError(f"--plot {plot} must end in .png")
-        # A run takes minutes, so files that cannot be written are found before it.
-        for option, path in (("json", self.out), ("plot", plot)):
-            if path is not None:
-                options.check_writable(option, path)
-        if trace := given.get("trace"):
-            trace.mkdir(parents=True, exist_ok=True)
-        if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
-            startup.show_log()
-        if self.whole:
-            # XLA leaves a quarter of a GPU's memory unused by default.
-            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-        startup.notify("Starting JAX ...")
-        import jax
-
-        report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
-        report |= dict(mesh=sizes) if sizes else {}
-        for section, rows in self._results(report, make_mesh(sizes) if sizes else None).items():
-            report[section] = []
-            for row in rows:
-                report[section].append(row)
-                if self.out is not None:
-                    self.out.write_text(json.dumps(report, indent=1) + "\n")
-        if plot is not None:
-            from dsv4_jax.bench import plots
-
-            getattr(plots, self._plot)(report, plot)
-
-    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **defaults: Any) -> Options:
-        """Returns the options of a measurement: those that the user gave, in place of the defaults."""
-        given = defaults | {name: value for name, value in vars(self).items() if value is not None}
-        given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
-        given |= dict(whole=self.whole, mesh=mesh)
-        return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
-
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ModelBench(_Bench):
-    """Options of the benchmarks that have a model's shapes."""
-
-    shapes: Shapes = "flash"
-    cache_format: Format = "v4"
-
-    def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
-        """Adds the model to the report, and returns its configuration and the cache's format."""
-        from dsv4_jax.quant import kv_format
-
-        report |= dict(shapes=self.shapes, cache_format=self.cache_format)
-        drafts: int = getattr(self, "drafts", 0)
-        return options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0), kv_format(self.cache_format)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OpsBench(_ModelBench):
+class OpsBench(ModelBenchmark):
     """Times single operations on this device, beside XLA's version of each.
 
     On a GPU, a time is the median over calls of the summed times of a call's kernels, from the profiler. Every call has
@@ -162,13 +59,18 @@ class OpsBench(_ModelBench):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _DecodeSteps(_ModelBench):
-    """Options of the benchmarks of decode steps."""
+class _DecodeSteps(ModelBenchmark):
+    """Options of the benchmarks of decode steps.
+
+    Attributes:
+      drafts: also measure a step that verifies K draft tokens a request, and one that then makes K new ones with the
+        model's draft layers. Reports tokens a second for several acceptance rates.
+    """
 
     _plot = "plot_layers"
     batches: Numbers = None
     contexts: Numbers = None
-    drafts: Drafts = 0
+    drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     mesh: options.MeshOption = None
     context_parallel: options.ContextParallel = False
     trace: Trace = None
@@ -254,17 +156,19 @@ class ModelBench(_DecodeSteps):
       contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
       layers: number of layers to run, the first ones; 0 = as many as fit, or all with --expert-memory.
       plot: plot the time of each kind of kernel to this file.
+      skew: how unequally tokens select experts. The expert of rank r has weight r**-S; with --expert-memory, frequent
+        ones lie on the GPU, as the largest S asks. Each is measured.
     """
 
     whole = True
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
-    skew: options.Skews = (0.0,)
+    skew: Annotated[tuple[float, ...], tyro.conf.arg(metavar="S ...")] = (0.0,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillBench(_ModelBench):
+class PrefillBench(ModelBenchmark):
     """Times attention layers over chunks of a prompt, one layer of each kind.
 
     Reports milliseconds and tokens a second, the rate of the matrix products, the floor (products at the rate of a
@@ -292,7 +196,7 @@ class PrefillBench(_ModelBench):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeBench(_Bench):
+class ServeBench(Benchmark):
     """Times an engine: the packaged model on synthetic conversations, or a model of any size with random weights.
 
     Without --config, the conversations share system prompts, and every turn sends the whole history again. They are
@@ -368,7 +272,7 @@ class ServeBench(_Bench):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllReduceBench(_Bench):
+class AllReduceBench(Benchmark):
     """Times sums over the devices of a mesh in a loop on the devices, beside XLA's.
 
     For example:

@@ -41,14 +41,6 @@ CacheFormat = Annotated[
         "row. plain: not quantized."
     ),
 ]
-Weights = Annotated[
-    Literal["quantized", "bfloat16", "float32"] | None,
-    optional(
-        "{quantized,bfloat16,float32}",
-        help="dtype of embedding and linear weights in memory. quantized: weights that are FP8 or FP4 in the files "
-        "stay so, and are dequantized on use. Default: quantized on a GPU, else --dtype.",
-    ),
-]
 MeshOption = Annotated[
     str | None,
     optional(
@@ -76,28 +68,12 @@ ExpertMemoryOption = Annotated[
         "Default: all experts on the GPU.",
     ),
 ]
-ExpertPlacementOption = Annotated[
-    Path | None,
-    optional(
-        "FILE",
-        help="with --expert-memory: file that keeps how often experts were selected, such as placement.npz beside the "
-        "checkpoint. The next start places the hottest experts on the GPU. Default: no file.",
-    ),
-]
 Skew = Annotated[
     float,
     tyro.conf.arg(
         metavar="S",
         help="with random weights: how unequally tokens select experts. The expert of rank r has weight r**-S; with "
         "--expert-memory, frequent ones lie on the GPU.",
-    ),
-]
-Skews = Annotated[
-    tuple[float, ...],
-    tyro.conf.arg(
-        metavar="S ...",
-        help="how unequally tokens select experts. The expert of rank r has weight r**-S; with --expert-memory, "
-        "frequent ones lie on the GPU, as the largest S asks. Each is measured.",
     ),
 ]
 MinConfidence = Annotated[
@@ -113,18 +89,26 @@ JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The options of commands that run a model, and what these options make."""
+    """The options of commands that run a model, and what these options make.
+
+    Attributes:
+      dtype: dtype of activations, and of weights unless --weights is given.
+      weights: dtype of embedding and linear weights in memory. quantized: weights that are FP8 or FP4 in the files stay
+        so, and are dequantized on use. Default: quantized on a GPU, else --dtype.
+      expert_placement: with --expert-memory: file that keeps how often experts were selected, such as placement.npz
+        beside the checkpoint. The next start places the hottest experts on the GPU. Default: no file.
+    """
 
     cache_format: CacheFormat = "v4"
-    dtype: Annotated[Dtype, tyro.conf.arg(help="dtype of activations, and of weights unless --weights is given.")] = (
-        "bfloat16"
+    dtype: Dtype = "bfloat16"
+    weights: Annotated[Literal["quantized", "bfloat16", "float32"] | None, optional("{quantized,bfloat16,float32}")] = (
+        None
     )
-    weights: Weights = None
     mesh: MeshOption = None
     expert_parallel: ExpertParallel = False
     context_parallel: ContextParallel = False
     expert_memory: ExpertMemoryOption = None
-    expert_placement: ExpertPlacementOption = None
+    expert_placement: Annotated[Path | None, optional("FILE")] = None
 
     def check_devices(self, config: "DSV4Config") -> dict[str, int]:
         """Returns the sizes of --mesh by axis. Call it before JAX starts.
@@ -219,16 +203,14 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomModelOptions(ModelOptions):
-    """The options of commands that can also run a model with random weights."""
+    """The options of commands that can also run a model with random weights.
 
-    random_weights: Annotated[
-        str | None,
-        optional(
-            "v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR",
-            help="run a model with random weights in place of a checkpoint, to measure its speed: a released model's "
-            "configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.",
-        ),
-    ] = None
+    Attributes:
+      random_weights: run a model with random weights in place of a checkpoint, to measure its speed: a released model's
+        configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.
+    """
+
+    random_weights: Annotated[str | None, optional("v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR")] = None
     skew: Skew = 0.0
 
     def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":

@@ -1,0 +1,121 @@
+"""The options that benchmarks share, and their course."""
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import tyro
+
+from dsv4_jax.cli import options, startup
+from dsv4_jax.parallel.mesh import make_mesh
+
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from dsv4_jax.config import DSV4Config
+    from dsv4_jax.quant import KVFormat
+
+Shapes = Annotated[
+    Literal["flash", "pro", "flash_0731", "pro_0813"],
+    tyro.conf.arg(help="the model whose shapes are used; those with a date draft with DSpark."),
+]
+Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
+Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
+Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
+Trace = Annotated[
+    Path | None,
+    options.optional("DIR", help="write a profile of the last case to this folder, for TensorBoard or Perfetto."),
+]
+PlotFile = Annotated[Path | None, options.optional("FILE.png")]
+Sections = dict[str, Iterable[dict[str, Any]]]  # the rows of each section of a report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """The options and the course of every benchmark.
+
+    A benchmark has `_results`, which returns its rows by section of the report, and `_plot`, the name of its plot.
+
+    Attributes:
+      out: also write the results to this file.
+    """
+
+    _plot: ClassVar[str]
+    whole: ClassVar[bool] = False  # whether whole layers run, not their attention alone
+    out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
+
+    def run(self) -> None:
+        """Runs the benchmark; raises ValueError if an option is wrong."""
+        given = vars(self)
+        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
+            values = given.get(name)
+            for value in values if isinstance(values, tuple) else (values,):
+                options.check_at_least(minimum, **{name: value})
+        parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
+        sizes, plot = options.mesh_sizes(given.get("mesh"), None, **parallel), given.get("plot")
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
+        if plot is not None and plot.suffix != ".png":
+            raise ValueError(f"--plot {plot} must end in .png")
+        # A run takes minutes, so files that cannot be written are found before it.
+        for option, path in (("json", self.out), ("plot", plot)):
+            if path is not None:
+                options.check_writable(option, path)
+        if trace := given.get("trace"):
+            trace.mkdir(parents=True, exist_ok=True)
+        if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
+            startup.show_log()
+        if self.whole:
+            # XLA leaves a quarter of a GPU's memory unused by default.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+        startup.notify("Starting JAX ...")
+        import jax
+
+        report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
+        report |= dict(mesh=sizes) if sizes else {}
+        for section, rows in self._results(report, make_mesh(sizes) if sizes else None).items():
+            report[section] = []
+            for row in rows:
+                report[section].append(row)
+                if self.out is not None:
+                    self.out.write_text(json.dumps(report, indent=1) + "\n")
+        if plot is not None:
+            from dsv4_jax.bench import plots
+
+            getattr(plots, self._plot)(report, plot)
+
+    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **defaults: Any) -> Options:
+        """Returns the options of a measurement: those that the user gave, in place of the defaults."""
+        given = defaults | {name: value for name, value in vars(self).items() if value is not None}
+        given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
+        given |= dict(whole=self.whole, mesh=mesh)
+        return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
+
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelBenchmark(Benchmark):
+    """Options of the benchmarks that have a model's shapes.
+
+    Attributes:
+      cache_format: format of the cache's rows.
+    """
+
+    shapes: Shapes = "flash"
+    cache_format: Literal["v4", "per_entry"] = "v4"
+
+    def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
+        """Adds the model to the report, and returns its configuration and the cache's format."""
+        from dsv4_jax.quant import kv_format
+
+        report |= dict(shapes=self.shapes, cache_format=self.cache_format)
+        drafts: int = getattr(self, "drafts", 0)
+        return options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0), kv_format(self.cache_format)
