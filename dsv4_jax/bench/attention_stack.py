@@ -28,15 +28,32 @@ from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
-class DraftAttention(nnx.Module):
-    """The attention of the multi-token-prediction block and its input projections, with random weights."""
+class AttentionLayer(nnx.Module):
+    """`x + attention(norm(x))` of a layer, with random weights."""
 
     def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
-        hidden, options = config.hidden_size, dict(param_dtype=jnp.bfloat16, rngs=rngs)
         self.layer = layer
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.self_attn = Attention(config, layer, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def attend(self, x, cache, batch, carry):
+        """Maps x [T, hidden] to the attention's output; also returns the carry and the updated cache."""
+        y, carry, cache = self.self_attn(self.norm(x), cache.handle(self.layer, batch), carry)
+        return all_reduce(y), carry, cache
+
+    def __call__(self, x, cache, batch, carry):
+        """Maps x [T, hidden] to the same; also returns the carry and the updated cache."""
+        y, carry, cache = self.attend(x, cache, batch, carry)
+        return x + y, carry, cache
+
+
+class DraftAttention(AttentionLayer):
+    """The attention of the multi-token-prediction block and its input projections."""
+
+    def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
+        super().__init__(config, layer, rngs)
+        hidden, options = config.hidden_size, dict(param_dtype=jnp.bfloat16, rngs=rngs)
         self.e_proj, self.h_proj = Linear(hidden, hidden, **options), Linear(hidden, hidden, **options)
-        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, rngs=rngs)
-        self.attention = Attention(config, self.layer, **options)
 
     def join(self, streams, embedded):
         """Combines the streams with the next token's embedding, like `MTPBlock.join`."""
@@ -45,28 +62,13 @@ class DraftAttention(nnx.Module):
 
     def __call__(self, residual, cache, batch, carry):
         """Maps streams [T, hc_mult, hidden] to the same; also returns the carry and the updated cache."""
-        streams = residual.streams
-        y, carry, cache = self.attention(self.norm(streams[:, 0]), cache.handle(self.layer, batch), carry)
-        return ResidualStreams(streams + all_reduce(y)[:, None, :]), carry, cache
+        y, carry, cache = self.attend(residual.streams[:, 0], cache, batch, carry)
+        return ResidualStreams(residual.streams + y[:, None, :]), carry, cache
 
     def write_window(self, streams, cache, batch):
         """Returns the cache as `__call__` updates it."""
-        rows = self.attention.window_rows(self.norm(streams[:, 0]), batch.positions)
+        rows = self.self_attn.window_rows(self.norm(streams[:, 0]), batch.positions)
         return cache.handle(self.layer, batch).write_swa(rows).cache
-
-
-class DSparkAttention(nnx.Module):
-    """`x + attention(norm(x))` of a DSpark layer, with random weights."""
-
-    def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
-        self.layer = layer
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
-        self.self_attn = Attention(config, layer, param_dtype=jnp.bfloat16, rngs=rngs)
-
-    def __call__(self, x, cache, batch):
-        """Maps x [T, hidden] to the same; also returns the updated cache."""
-        y, _, cache = self.self_attn(self.norm(x), cache.handle(self.layer, batch), StepCarry())
-        return x + all_reduce(y), cache
 
 
 class DraftingStack(nnx.Module):
@@ -119,19 +121,16 @@ class AttentionStack(DraftingStack):
     """`x + attention(norm(x))`, layer after layer, with random weights."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
-        layers, drafts = range(config.num_hidden_layers), range(config.num_hidden_layers, len(config.layers))
         self.config = config
-        self.attentions = nnx.List([Attention(config, i, param_dtype=jnp.bfloat16, rngs=rngs) for i in layers])
-        self.norms = nnx.List([RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs) for _ in layers])
-        kind = DraftAttention if config.dspark is None else DSparkAttention
-        self.mtp = nnx.List([kind(config, i, rngs) for i in drafts])
+        self.layers = nnx.List([AttentionLayer(config, i, rngs) for i in range(config.num_hidden_layers)])
+        kind = DraftAttention if config.dspark is None else AttentionLayer
+        self.mtp = nnx.List([kind(config, i, rngs) for i in range(config.num_hidden_layers, len(config.layers))])
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """Maps [T, hidden] bfloat16 to the same; also returns the updated cache."""
         cache, carry = cache.begin_step(batch), StepCarry()
-        for layer, (norm, attention) in enumerate(zip(self.norms, self.attentions, strict=True)):
-            y, carry, cache = attention(norm(x), cache.handle(layer, batch), carry)
-            x = x + all_reduce(y)
+        for layer in self.layers:
+            x, carry, cache = layer(x, cache, batch, carry)
         return x, cache
 
     def dspark_write(self, taps, cache, batch):
@@ -142,9 +141,9 @@ class AttentionStack(DraftingStack):
     def dspark_forward(self, cache, batch):
         """Runs blocks whose embeddings are made up; returns x [T, hidden], logits [T, 1] and the updated cache."""
         x = jnp.broadcast_to(batch.token_ids[:, None], (*batch.token_ids.shape, self.config.hidden_size))
-        x = x.astype(jnp.bfloat16)
+        x, carry = x.astype(jnp.bfloat16), StepCarry()
         for layer in self.mtp:
-            x, cache = layer(x, cache, batch)
+            x, carry, cache = layer(x, cache, batch, carry)
         return x, x[:, :1].astype(jnp.float32), cache
 
     def dspark_correct(self, hidden, logits, previous):

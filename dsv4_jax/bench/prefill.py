@@ -102,7 +102,8 @@ def _stack(config):
     stack = AttentionStack(config, nnx.Rngs(0))
     # The experts are not used: few of them save memory.
     whole = random_stack(dataclasses.replace(config, n_routed_experts=config.num_experts_per_tok))
-    stack.attentions = nnx.List([layer.self_attn for layer in whole.layers])
+    for own, layer in zip(stack.layers, whole.layers, strict=True):
+        own.self_attn = layer.self_attn
     return stack
 
 

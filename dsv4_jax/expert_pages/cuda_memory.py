@@ -1,8 +1,6 @@
 """Physical memory of the GPU or of the host under addresses of the GPU: CUDA's virtual memory management."""
 
-import contextlib
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +47,8 @@ class CudaMemory:
             rights.location.type, rights.location.id, rights.flags = kind, number, access
             self._properties[on_host], self._access[on_host] = properties, rights
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        with self._current():
-            sizes = [self._call("cuMemGetAllocationGranularity", x, smallest) for x in self._properties.values()]
-            self._stream = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        sizes = [self._run("cuMemGetAllocationGranularity", x, smallest) for x in self._properties.values()]
+        self._stream = self._run("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.page = max(map(int, sizes))
         try:
             self.release(self.create(self.page, on_host=True))
@@ -63,8 +60,7 @@ class CudaMemory:
 
     def free_bytes(self) -> int:
         """Returns the free memory of the GPU, of which JAX's allocator may already have taken a part."""
-        with self._current():
-            return int(self._call("cuMemGetInfo")[0])
+        return int(self._run("cuMemGetInfo")[0])
 
     def free_host_bytes(self) -> int:
         """Returns the memory that Linux can give to a process without swapping."""
@@ -73,23 +69,19 @@ class CudaMemory:
 
     def reserve(self, nbytes: int) -> int:
         """Returns the first of `nbytes` addresses that nothing is mapped to yet."""
-        with self._current():
-            return int(self._call("cuMemAddressReserve", nbytes, self.page, 0, 0))
+        return int(self._run("cuMemAddressReserve", nbytes, self.page, 0, 0))
 
     def unreserve(self, address: int, nbytes: int) -> None:
         """Gives addresses back, to which nothing is mapped."""
-        with self._current():
-            self._call("cuMemAddressFree", address, nbytes)
+        self._run("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int, *, on_host: bool) -> Any:
         """Returns a handle of new physical memory; raises MemoryError if there is none."""
-        with self._current():
-            return self._call("cuMemCreate", nbytes, self._properties[on_host], 0)
+        return self._run("cuMemCreate", nbytes, self._properties[on_host], 0)
 
     def release(self, handle: Any) -> None:
         """Frees physical memory, as soon as it is mapped nowhere."""
-        with self._current():
-            self._call("cuMemRelease", handle)
+        self._run("cuMemRelease", handle)
 
     def map(self, address: int, nbytes: int, handle: Any, *, for_cpu: bool = False) -> None:
         """Maps physical memory to reserved addresses, for the GPU and, if it is the host's memory, for the CPU.
@@ -100,19 +92,17 @@ class CudaMemory:
           handle: the physical memory, which may be mapped elsewhere, too.
           for_cpu: whether the CPU may read and write it, which triples the time.
         """
-        with self._current():
-            self._call("cuMemMap", address, nbytes, 0, handle, 0)
-            rights = [self._access[False], *([self._access[True]] if for_cpu else [])]
-            try:
-                self._call("cuMemSetAccess", address, nbytes, rights, len(rights))
-            except BaseException:
-                self._call("cuMemUnmap", address, nbytes)
-                raise
+        self._run("cuMemMap", address, nbytes, 0, handle, 0)
+        rights = [self._access[False], *([self._access[True]] if for_cpu else [])]
+        try:
+            self._run("cuMemSetAccess", address, nbytes, rights, len(rights))
+        except BaseException:
+            self._run("cuMemUnmap", address, nbytes)
+            raise
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmaps what `map` mapped. No program that could read it may be running."""
-        with self._current():
-            self._call("cuMemUnmap", address, nbytes)
+        self._run("cuMemUnmap", address, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copies between addresses of the GPU and the host, beside running programs, and waits for the copy alone.
@@ -120,20 +110,18 @@ class CudaMemory:
         Args:
           target, source, nbytes: first addresses to write and to read, and number of bytes.
         """
-        with self._current():
-            self._call("cuMemcpyAsync", target, source, nbytes, self._stream)
-            self._call("cuStreamSynchronize", self._stream)
+        self._run("cuMemcpyAsync", target, source, nbytes, self._stream)
+        self._run("cuStreamSynchronize", self._stream)
 
     def synchronize(self) -> None:
         """Waits until the GPU is idle."""
-        with self._current():
-            self._call("cuCtxSynchronize")
+        self._run("cuCtxSynchronize")
 
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def _run(self, name: str, *args: Any) -> Any:
+        """Calls the driver, see `_call`, in the context of the GPU."""
         self._call("cuCtxPushCurrent", self._context)
         try:
-            yield
+            return self._call(name, *args)
         finally:
             self._call("cuCtxPopCurrent")
 
