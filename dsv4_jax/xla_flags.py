@@ -5,7 +5,7 @@ import sys
 
 
 # XLA counts a donated cache three times, concludes that memory is short, and rematerializes projections. Compiled for
-# an # H100, a step with 8 requests of a million tokens had 252 products instead of 172.
+# an H100, a step with 8 requests of a million tokens had 252 products instead of 172.
 FLAGS = {"xla_disable_hlo_passes": "rematerialization"}
 
 

@@ -7,7 +7,6 @@ An e8m0 byte e is 2 ** (e - 127); 255 is NaN. Each tensor's stored dtype decides
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Literal
 
 import ml_dtypes
@@ -38,10 +37,6 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
-
-    @property
-    def file(self) -> Path:
-        return self.codes.file
 
     @property
     def dtype(self) -> Literal["FP8", "FP4"]:
