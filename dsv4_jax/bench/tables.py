@@ -22,13 +22,10 @@ class LiveTable:
 
     def add(self, cells: Mapping[str, Any]) -> None:
         """Prints a row, given as {name of a column: its text or number}."""
-        if not self._header:
-            self._print({name: name for name in cells})
-            self._header = True
-        self._print(cells)
-
-    def _print(self, cells):
-        print("  ".join(self._cell(name, cell) for name, cell in cells.items()).rstrip(), flush=True)
+        rows = [cells] if self._header else [{name: name for name in cells}, cells]
+        self._header = True
+        for row in rows:
+            print("  ".join(self._cell(name, cell) for name, cell in row.items()).rstrip(), flush=True)
 
     def _cell(self, name, cell):
         least = self._widths.get(name, 8)
