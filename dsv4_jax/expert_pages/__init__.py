@@ -5,5 +5,4 @@ from dsv4_jax.expert_pages.expert_memory import PROGRAM_BYTES as PROGRAM_BYTES, 
 from dsv4_jax.expert_pages.migration import ExpertMetrics as ExpertMetrics, ExpertMigration as ExpertMigration
 from dsv4_jax.expert_pages.paged_experts import ExpertPages as ExpertPages, Mover as Mover
 from dsv4_jax.expert_pages.policy import PlacementPolicy as PlacementPolicy
-from dsv4_jax.expert_pages.selection import selection_shares as selection_shares
-from dsv4_jax.expert_pages.token_cost import TokenCost as TokenCost
+from dsv4_jax.expert_pages.token_cost import TokenCost as TokenCost, selection_shares as selection_shares

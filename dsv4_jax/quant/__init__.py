@@ -14,15 +14,7 @@ from dsv4_jax.quant.codecs import (
     RowCodec,
     Rows,
 )
-from dsv4_jax.quant.formats import (
-    FORMATS,
-    FakeQuantFormat,
-    KVFormat,
-    PerEntryFormat,
-    PlainFormat,
-    V4Format,
-    kv_format,
-)
+from dsv4_jax.quant.formats import FORMATS, FakeQuantFormat, KVFormat, PerEntryFormat, PlainFormat, V4Format, kv_format
 from dsv4_jax.quant.fp4 import decode_e2m1, decode_mxfp4, decode_nvfp4, encode_e2m1, encode_mxfp4, encode_nvfp4
 from dsv4_jax.quant.fp8 import (
     decode_e4m3,
