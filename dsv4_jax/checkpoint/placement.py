@@ -94,8 +94,7 @@ class Staging:
         ends = np.cumsum([-(-size // _ALIASED) * _ALIASED for size in sizes])
         if (needed := int(ends[-1]) + _ALIASED) > self._memory.size:
             self._memory = np.empty(0, np.uint8)
-            # A transfer that ended in a thread of JAX frees its source at the next collection: avoid holding two
-            # buffers.
+            # A transfer that ended in a thread of JAX frees its source at the next collection: hold no two buffers.
             gc.collect(0)
             self._memory = np.empty(needed, np.uint8)
         first = (8 - self._memory.ctypes.data) % _ALIASED

@@ -40,11 +40,7 @@ def random_model(
 ) -> DeepseekV4ForCausalLM:
     """Returns a model with random weights in the release's storage, without ever making unquantized ones.
 
-    Args:
-      config: configuration of the model.
-      mesh: devices to shard the model over; None for the default device.
-      dtype: dtype of the activations, bfloat16 or float32.
-      **options: see `random_weights`.
+    `dtype` is that of the activations, bfloat16 or float32; the other options are those of `random_weights`.
     """
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     return random_weights(model, config, mesh, **options)
@@ -55,9 +51,8 @@ def as_released[Module: nnx.Module](
 ) -> Module:
     """Returns a model or its layers with the shapes of the release's storage, sharded over a mesh.
 
-    Args:
-      module: a model, or a module with the attributes of `DeepseekV4Model`, with shapes in place of arrays.
-      config, mesh, expert_parallel: as in `random_weights`.
+    The module, a model or one with the attributes of `DeepseekV4Model`, has shapes in place of arrays. The other
+    arguments are those of `random_weights`.
     """
     kinds = {
         weight.path.removeprefix("model."): stored_kind(weight.sources[0], weight.source_shape)

@@ -18,14 +18,9 @@ TOKENS = 1, 8, 32
 def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
     """Decides how many experts stay in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
 
-    Raises ValueError if the weights and programs do not fit the GPU even if all experts lie in host memory, or not with
-    experts of the given size.
-
-    Args:
-      config: the model, whose weights are as the release stores them.
-      expert_memory: size of the GPU's memory that experts may take, or auto for what is left.
-      memory, cache_bytes: bytes of the GPU, and those of the cache that "auto" leaves room for.
-      gpu: key of `READ_RATES`.
+    The model's weights are as the release stores them. "auto" takes what a cache of `cache_bytes` leaves of the GPU's
+    `memory`; `gpu` is a key of `READ_RATES`. Raises ValueError if weights and programs do not fit the GPU even if all
+    experts lie in host memory, or not with experts of the given size.
 
     Returns:
       experts: number of experts of a layer; on_host: those in host memory; host_bytes; weights_bytes: bytes of the GPU

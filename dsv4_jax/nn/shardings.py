@@ -46,13 +46,9 @@ def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: boo
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: str, where: NamedSharding) -> None:
-    """Raises ValueError if a mesh would split a block of values that share a scale.
+    """Raises ValueError if a sharding would split a block of values that share a scale.
 
-    Args:
-      name: path of the weight.
-      shape: [..., out, in] shape of its values.
-      kind: storage of the weight, "FP8" or "FP4".
-      where: sharding of the weight.
+    The weight at the path `name` has values [..., out, in] and is stored as "FP8" or "FP4".
     """
     blocks = {"FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP4": (1, MXFP4_BLOCK)}[kind]
     both = zip(("rows", "columns"), shape[-2:], where.shard_shape(shape)[-2:], blocks, strict=True)

@@ -13,12 +13,9 @@ from dsv4_jax.parallel.axis_rules import LogicalAxis, mesh_axes
 
 
 def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> Int[Array, "..."]:
-    """Converts global ids of slots or blocks to this device's ids; ids of other shards become -1.
+    """Converts global ids of slots or blocks, [...] int32, to this device's ids; others, and -1 for none, become -1.
 
-    Args:
-      numbers: [...] int32 global ids; -1 = none.
-      axis: logical axis of the ids, as in `axis_rules.RULES`.
-      count: number of ids per device.
+    `axis` is the logical axis of the ids, as in `axis_rules.RULES`, and `count` the number of ids per device.
     """
     if not (axes := _manual(axis)):
         return numbers
