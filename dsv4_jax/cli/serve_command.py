@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dsv4_jax.cli import options
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_divisible
@@ -211,7 +211,7 @@ class ServeCommand(RandomModelOptions):
 
         if self.prefix_dir is None:
             return PrefixCache(manager, key=name)
-        options.show_log()
+        startup.show_log()
         try:
             files = PrefixFiles(self.prefix_dir, self.prefix_size or "50GB")
             return PrefixCache(manager, key=self.weights_key(checkpoint), files=files)
