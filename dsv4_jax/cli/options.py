@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-import math
 import os
-import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from dsv4_jax.cli.checks import check_at_least, check_writable
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
@@ -282,14 +280,6 @@ def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV
     return checkpoint, read_config(checkpoint, mtp=mtp)
 
 
-def check_min_confidence(min_confidence: float, config: "DSV4Config") -> None:
-    """Raises ValueError unless --min-confidence is a probability, and the model estimates one if it is not 0."""
-    if not 0 <= min_confidence <= 1:
-        raise ValueError(f"--min-confidence {min_confidence} must be from 0 to 1, a probability")
-    if min_confidence and config.dspark is None:
-        raise ValueError(f"--min-confidence {min_confidence} needs drafts of a model with DSpark's layers")
-
-
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
     """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
 
@@ -319,52 +309,3 @@ def mesh_sizes(
     if expert_parallel and sizes.get("model", 1) == 1:
         raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
     return sizes
-
-
-def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
-    """Raises ValueError, which names the option, if a request of `tokens` tokens is too long for the model."""
-    if tokens > (limit := config.max_position_embeddings):
-        raise ValueError(
-            f"{option}: a request of {tokens} tokens, prompt and new ones, is longer than the model's context, "
-            f"max_position_embeddings={limit}"
-        )
-
-
-def check_at_least(minimum: int, **values: int | float | None) -> None:
-    """Raises ValueError, which names the option, if a value is below the minimum. None is an option not given."""
-    for name, value in values.items():
-        if value is not None and not minimum <= value < math.inf:  # nan neither
-            raise ValueError(f"{name}={value} must be at least {minimum}")
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Raises ValueError if the option's file cannot be written. Changes nothing on disk."""
-    try:
-        if path.exists():
-            path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ValueError(f"--{option} {path} cannot be written: {error.strerror}") from None
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Raises ValueError, which names the option, if its file cannot be read. None is an option not given."""
-    try:
-        if path is not None:
-            path.open("rb").close()
-    except OSError as error:
-        raise ValueError(f"--{option} {path} cannot be read: {error.strerror}") from None
-
-
-def explain(error: Exception, command: Any) -> str:
-    """Returns an error's message with the command's options in place of Python's arguments of these names."""
-    options = {field.name for field in dataclasses.fields(command)}
-
-    def option(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        if name not in options:
-            return match[0]
-        return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")
-
-    return re.sub(r"(?<![\w.-])([a-z]\w*)=('[^']*'|[\w.+-]*\w)", option, str(error))

@@ -1,0 +1,69 @@
+"""Checks of options, whose errors name the option. Importing this module does not import JAX."""
+
+import dataclasses
+import math
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.config import DSV4Config
+
+
+def check_min_confidence(min_confidence: float, config: "DSV4Config") -> None:
+    """Raises ValueError unless --min-confidence is a probability, and the model estimates one if it is not 0."""
+    if not 0 <= min_confidence <= 1:
+        raise ValueError(f"--min-confidence {min_confidence} must be from 0 to 1, a probability")
+    if min_confidence and config.dspark is None:
+        raise ValueError(f"--min-confidence {min_confidence} needs drafts of a model with DSpark's layers")
+
+
+def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
+    """Raises ValueError, which names the option, if a request of `tokens` tokens is too long for the model."""
+    if tokens > (limit := config.max_position_embeddings):
+        raise ValueError(
+            f"{option}: a request of {tokens} tokens, prompt and new ones, is longer than the model's context, "
+            f"max_position_embeddings={limit}"
+        )
+
+
+def check_at_least(minimum: int, **values: int | float | None) -> None:
+    """Raises ValueError, which names the option, if a value is below the minimum. None is an option not given."""
+    for name, value in values.items():
+        if value is not None and not minimum <= value < math.inf:  # nan neither
+            raise ValueError(f"{name}={value} must be at least {minimum}")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ValueError if the option's file cannot be written. Changes nothing on disk."""
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"--{option} {path} cannot be written: {error.strerror}") from None
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises ValueError, which names the option, if its file cannot be read. None is an option not given."""
+    try:
+        if path is not None:
+            path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"--{option} {path} cannot be read: {error.strerror}") from None
+
+
+def explain(error: Exception, command: Any) -> str:
+    """Returns an error's message with the command's options in place of Python's arguments of these names."""
+    options = {field.name for field in dataclasses.fields(command)}
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if name not in options:
+            return match[0]
+        return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")
+
+    return re.sub(r"(?<![\w.-])([a-z]\w*)=('[^']*'|[\w.+-]*\w)", option, str(error))
