@@ -221,7 +221,11 @@ class PrefixFiles(Summarized):
         return count, layout.unpack(contents[:count]) if count else None
 
     def touch(self, layout: FileLayout, digests: Sequence[bytes], *, used: int) -> None:
-        """Marks files as used, as `save` does."""
+        """Marks files as used, as `save` does.
+
+        Args:
+          layout, digests, used: as in `save`.
+        """
         self._writer.submit(self._guarded, self._touch, layout, list(digests), used)
 
     def flush(self) -> None:
