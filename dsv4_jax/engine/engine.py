@@ -255,8 +255,7 @@ class Engine(Summarized):
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
         # An interrupted step can leave requests here without new tokens.
-        new = {r: start for r, start in pending.items() if start < r.num_tokens or r.error is not None}
-        outputs = [Output(request, request.tokens_from(start)) for request, start in new.items()]
+        outputs = [Output(r, r.tokens_from(n)) for r, n in pending.items() if n < r.num_tokens or r.error is not None]
         try:
             self._scheduler.pending_outputs = {}
             return outputs

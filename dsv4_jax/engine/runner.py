@@ -57,10 +57,8 @@ class StepRunner:
         config, table, numbers = self._config, self._manager.requests, schedule.numbers
         slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
         sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
-        batch = prepare_forward(
-            table, slots, counts, np.concatenate(schedule.tokens), prefill_size=sizes[0], decode_size=sizes[1]
-        )
         layout = find_layout(table, slots, counts, *sizes)
+        batch = prepare_forward(table, slots, counts, np.concatenate(schedule.tokens), layout)
         fields = slots, num_rows, layout.first + counts - num_rows, numbers["source"], layout.first
         shard_sizes = table.slots_per_shard, table.num_shards, len(batch.slots), self.decode_size
         first_rows, logits_indices, sources = _output_rows(*(field.tobytes() for field in fields), *shard_sizes)

@@ -15,10 +15,9 @@ def prepare_forward(
     slots: np.ndarray,
     counts: np.ndarray,
     ids: np.ndarray,
+    layout: "Layout",
     *,
     reserve: int = 0,
-    prefill_size: int | None = None,
-    decode_size: int | None = None,
 ) -> Batch:
     """Implements `KVCacheManager.prepare_forward` for arrays.
 
@@ -27,11 +26,11 @@ def prepare_forward(
       slots: [n] admitted slots, each once.
       counts: [n] number of tokens that each brings.
       ids: [sum of counts] int32, their checked token ids.
-      reserve, prefill_size, decode_size: as in `KVCacheManager.prepare_forward`.
+      layout: their places, of `find_layout`.
+      reserve: as in `KVCacheManager.prepare_forward`.
     """
-    layout, block_tokens = find_layout(table, slots, counts, prefill_size, decode_size), table.schema.block_tokens
-    states, time, missing = table.states, table.tick(), table.missing_blocks(slots, counts + reserve)
-    now = states.numbers[slots]
+    block_tokens, states, time = table.schema.block_tokens, table.states, table.tick()
+    missing, now = table.missing_blocks(slots, counts + reserve), states.numbers[slots]
     after = extended(now, counts, table.schema)
     after["num_blocks"] += missing
     after["changed"], after["is_new"] = time, False

@@ -13,7 +13,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, comput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.fork_truncate import fork, truncate
-from dsv4_jax.host.forward import prepare_forward
+from dsv4_jax.host.forward import find_layout, prepare_forward
 from dsv4_jax.host.request_table import RequestTable, count_shards, extended
 from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
@@ -264,8 +264,8 @@ class KVCacheManager(Summarized):
         for slot in tokens:
             self.requests.state(slot)
         slots, counts = np.array(list(tokens), int), np.array([len(new) for new in ids], int)
-        sizes = dict(reserve=reserve, prefill_size=prefill_size, decode_size=decode_size)
-        return prepare_forward(self.requests, slots, counts, np.concatenate(ids), **sizes)
+        layout = find_layout(self.requests, slots, counts, prefill_size, decode_size)
+        return prepare_forward(self.requests, slots, counts, np.concatenate(ids), layout, reserve=reserve)
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
         """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced.
