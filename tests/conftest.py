@@ -1,5 +1,6 @@
 """Settings for every test: strict promotion finds silent casts and broadcasts; oracle data lies in tests/data."""
 
+import gc
 import os
 
 
@@ -22,6 +23,7 @@ from tests.races import race_checked  # noqa: E402
 from tests.type_checks import checked  # noqa: E402
 
 
+gc.set_threshold(100_000, 20, 100)  # tracing makes many objects and few cycles: a quarter of its time
 jaxtyping.jaxtyped = checked  # the import hook's code looks it up there
 
 # A machine with eight devices: arrays of one of them keep their kernels, and tests of meshes use more.
@@ -33,6 +35,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The folders of `-m quick`: formats, cache and its host side. They take 240 s of one core.
 QUICK = ("tests/cache/", "tests/host/", "tests/quant/")
 NOT_QUICK = ("slow", "gpu", "aot")
+SHARING = ("tests/decode/", "tests/engine/")  # folders whose files share a model, and so its programs
 
 
 def pytest_report_header(config):
@@ -48,10 +51,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """Files share few programs: without this a worker grows to several GB, and slows down."""
+def forget_programs(request):
+    """Other files share few programs: without this a worker grows to several GB, and slows down."""
     yield
-    jax.clear_caches()
+    if not request.node.nodeid.startswith(SHARING):
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,7 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
 @pytest.mark.parametrize(
     ("kind", "files", "every", "opcodes"),
     [
-        ("ahead", ENGINE, 7, False),
+        ("ahead", ENGINE, 13, False),
         ("ahead", HOST, 47, False),
         ("drafts", ENGINE, 17, False),
         pytest.param("ahead", ENGINE, 1, False, marks=pytest.mark.slow),

@@ -44,7 +44,7 @@ def check_request(request):
 def test_every_number_whatever_happens(monkeypatch):
     """Chunks, drafts, company, preemption, prefixes that are cached, forks, and a step that raises midway."""
     engine, plain = engine_of(), engine_of(max_logprobs=0)
-    programs, total = engine.warm_up(), []
+    programs, total, compilations = engine.warm_up(), [], engine.metrics.compilations
     for i in range(6):
         options = dict(max_new_tokens=40, sampling=WARM, seed=i)
         total.append(
@@ -70,7 +70,7 @@ def test_every_number_whatever_happens(monkeypatch):
     drain(engine)
     metrics = engine.metrics
     assert metrics.preemptions and metrics.accepted_tokens and metrics.restarts == 1 and metrics.prefix.hits
-    assert metrics.compilations == len(programs) == 2
+    assert metrics.compilations == compilations <= len(programs) == 2
     for i, (want, request) in enumerate(total):
         assert request.generated == want.generated and request.top_logprobs.ids.shape == (40, i)
         assert len(request.prompt_logprobs) == (i % 2 and len(LONG) - 1)
@@ -86,7 +86,7 @@ def test_with_drafts_of_the_device():
     engine = engine_of(make(config), model=DraftingBigram(MODEL.table), drafter=MTPDrafter())
     requests = [engine.add(LONG, max_new_tokens=40, seed=i, top_logprobs=6, prompt_logprobs=True) for i in range(3)]
     drain(engine)
-    assert 0.2 < engine.metrics.acceptance < 0.8 and engine.metrics.compilations == 2
+    assert 0.2 < engine.metrics.acceptance < 0.8 and engine.metrics.compilations <= 2
     for request in requests:
         check_request(request)
 
