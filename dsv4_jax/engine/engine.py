@@ -94,9 +94,10 @@ class Engine(Summarized):
             cache = cache.with_expert_counts()
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
         drafter = None if on_device else drafter
-        self._scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
-        if prefix is not None:
-            prefix.get_cache = lambda: self._scheduler.cache
+        scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
+        self._scheduler = scheduler
+        if prefix is not None and prefix.files is not None:
+            prefix.get_cache = lambda: scheduler.cache
         self._orders = itertools.count()
         self._launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
 

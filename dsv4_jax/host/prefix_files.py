@@ -7,7 +7,9 @@ name when all bytes are on disk, so a process that is killed leaves no file that
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -33,6 +35,7 @@ _SUM_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(block|snapshot)")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
 _PARTIAL_SECONDS = 600.0  # an unfinished file that is older has no writer any more
+_READERS = 8  # threads that read files; most of their time goes into SHA-256
 _WARNING_SECONDS = 60.0  # the same fault is logged once in this time
 
 
@@ -158,6 +161,7 @@ class PrefixFiles(Summarized):
         # One thread, which ends with this object, or with the process after it has written what waits.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefix files")
         self._writer.submit(self._guarded, self._list)
+        self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "prefix files, reader")
 
     def _summary(self) -> Summary:
         words = f"{self.metrics.blocks:,} blocks", f"{readable_bytes(self.metrics.bytes)}"
@@ -214,9 +218,9 @@ class PrefixFiles(Summarized):
         Returns:
           (n, arrays of the first n files on the host; None if n is 0).
         """
-        contents, count = np.empty((len(digests), layout.nbytes), np.uint8), 0
-        while count < len(digests) and self._read_file(layout, digests[count], contents[count]):
-            count += 1
+        contents = np.empty((len(digests), layout.nbytes), np.uint8)
+        are_whole = self._readers.map(functools.partial(self._read_file, layout), digests, contents)
+        count = sum(itertools.takewhile(bool, are_whole))
         self.metrics.read_bytes += count * layout.nbytes
         return count, layout.unpack(contents[:count]) if count else None
 
