@@ -14,7 +14,7 @@ import tyro
 from dsv4_jax.host.prefix_files import FileLayout, PrefixFiles
 
 
-# As large as a block of the packaged model with its snapshot.
+# A file is twice as large as a block of the packaged model.
 STRUCT = {name: jax.ShapeDtypeStruct((4, 1, size), np.uint8) for name, size in (("entries", 40_000), ("keys", 9_000))}
 LAYOUT = FileLayout("block", STRUCT, {"format": "a test"}, axis=1)
 BATCH = 16
@@ -58,7 +58,7 @@ def check(folder: Path) -> tuple[int, int]:
 
 
 def kill(rounds: int = 100, seed: int = 0) -> None:
-    """Kills a writer in each round, up to half a second after its start, and prints what it left.
+    """Kills a writer in each round, 0.1 to 0.6 s after its start, and prints what it left.
 
     Args:
       rounds: number of rounds.

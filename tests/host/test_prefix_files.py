@@ -2,7 +2,10 @@
 
 import logging
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -184,6 +187,14 @@ class TestFiles:
         os.utime(old, (1, 1))
         PrefixFiles(tmp_path, SIZE).flush()
         assert names(tmp_path) == [new.name]
+
+
+@pytest.mark.slow
+def test_killed_writers_leave_whole_files():
+    script = Path(__file__).parents[2] / "scripts" / "prefix_kills.py"
+    done = subprocess.run([sys.executable, script, "--rounds", "8"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "8 kills left" in done.stdout
 
 
 class TestFaults:
