@@ -67,6 +67,8 @@ class ServeCommand(RandomModelOptions):
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
+      structured_output: compile what answers of a given form need (JSON, required tool calls) at the start. Without,
+        the first request for one waits for it.
       effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and later releases
         have others for high and max. Default: 0731 if the checkpoint has DSpark layers, as those releases do.
       prefix_dir: folder that keeps the prefix cache: blocks go there when they leave memory, and all when the server
@@ -93,6 +95,7 @@ class ServeCommand(RandomModelOptions):
     min_confidence: options.MinConfidence = 0.0
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
+    structured_output: bool = True
     effort_prompts: Literal["april", "0731"] | None = None
     prefix_dir: Annotated[Path | None, optional("DIR")] = None
     prefix_size: Annotated[str | None, optional("SIZE")] = None
@@ -125,7 +128,7 @@ class ServeCommand(RandomModelOptions):
         """Checks the options that do not depend on the model, and returns the API key."""
         missing = [
             name
-            for name in ("deepseek_recipe", "pydantic", "starlette", "uvicorn")
+            for name in ("deepseek_recipe", "llguidance", "pydantic", "starlette", "uvicorn")
             if importlib.util.find_spec(name) is None
         ]
         if missing:
@@ -203,6 +206,7 @@ class ServeCommand(RandomModelOptions):
             batch_invariant=self.batch_invariant,
             num_scheduler_steps=self.num_scheduler_steps,
             max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
+            structured_output=self.structured_output,
         )
 
     def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import ProgramTable
-from dsv4_jax.decode.step import Model, decode_step, forward, sample_step
+from dsv4_jax.decode.step import Model, decode_step, forward, logits_step, sample_step
 from dsv4_jax.decode.step_launch import launch
 from dsv4_jax.expert_pages import ExpertMemory
 
@@ -129,5 +129,6 @@ class CompiledModel:
 
     forward = functools.partialmethod(run, forward)
     decode_step = functools.partialmethod(run, decode_step)
+    logits_step = functools.partialmethod(run, logits_step)
     sample_step = functools.partialmethod(run, sample_step)
     decode_loop = functools.partialmethod(run, decode_loop)

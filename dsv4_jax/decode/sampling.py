@@ -112,6 +112,7 @@ def sample(
     sampling: SamplingParams | BatchedSamplingParams,
     seeds: UInt32[Array, "n"],
     positions: Int[Array, "n"],
+    token_mask: UInt32[Array, "n words"] | None = None,
 ) -> Int[Array, "n"]:
     """Draws one token per row.
 
@@ -123,10 +124,15 @@ def sample(
       sampling: sampling parameters, one for all rows or arrays [n].
       seeds: [n] one seed per row.
       positions: [n] position of the token being drawn.
+      token_mask: [n, ceil(vocab / 32)] the tokens that each row may draw: bit i % 32 of word i // 32 stands for token
+        i. A row needs at least one. None = all tokens.
 
     Returns:
       [n] int32 token ids.
     """
+    if token_mask is not None:
+        bits = token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & jnp.uint32(1)
+        logits = jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
     if isinstance(sampling, SamplingParams):
         # They are constants of the program, so the compiler removes branches that they do not need.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))

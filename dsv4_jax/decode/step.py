@@ -20,6 +20,7 @@ from dsv4_jax.decode.sampling import (
 )
 from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.views import run_bounds
+from dsv4_jax.parallel.sharded_step import sharded_rows
 
 
 @runtime_checkable
@@ -117,6 +118,29 @@ class EarlierTokens:
         return dataclasses.replace(batch, token_ids=jnp.where(self.indices >= 0, drawn, batch.token_ids))
 
 
+@compiled_step
+def logits_step(
+    model: Model,
+    cache: KVCache,
+    batch: Batch,
+    logits_indices: Int[Array, "n"],
+    earlier: EarlierTokens | None = None,
+) -> tuple[Float[Array, "n vocab"], KVCache]:
+    """Runs the batch's tokens and returns the logits after some of them, for `draw_step`.
+
+    Args:
+      model, cache, batch, logits_indices, earlier: as for `sample_step`. The cache's `lengths` count all tokens.
+
+    Returns:
+      (logits [n, vocab] float32, cache). Rows of index -1 are undefined.
+
+    Raises:
+      RuntimeError, ValueError: as for `decode_step`.
+    """
+    hidden, cache = run_model(model, cache, batch if earlier is None else earlier.fill(batch))
+    return model.logits(hidden[jnp.maximum(logits_indices, 0)]), cache
+
+
 @compiled_step(static_argnames=("drafts",))
 def sample_step(
     model: Model,
@@ -127,6 +151,7 @@ def sample_step(
     seeds: UInt32[Array, "slots"] | None = None,
     logprobs: LogprobOptions | None = None,
     earlier: EarlierTokens | None = None,
+    token_mask: UInt32[Array, "n words"] | None = None,
     *,
     drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
@@ -148,6 +173,7 @@ def sample_step(
       seeds: [slots] one seed per slot; None = zeros.
       logprobs: which log-probabilities to find besides those of the drawn tokens; None = no others.
       earlier: tokens of the batch that only the device knows; None = the host knows all.
+      token_mask: [n, ceil(vocab / 32)] the tokens that may be drawn, as in `sample`; None = all.
       drafts: number of tokens to draft per request, less than the cache's `max_query_tokens`, or DraftOptions (static).
 
     Returns:
@@ -156,7 +182,7 @@ def sample_step(
     Raises:
       RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
-    return sample_tokens(model, cache, batch, logits_indices, sampling, seeds, logprobs, earlier, drafts)
+    return sample_tokens(model, cache, batch, logits_indices, sampling, seeds, logprobs, earlier, token_mask, drafts)
 
 
 def sample_tokens(
@@ -168,6 +194,7 @@ def sample_tokens(
     seeds: UInt32[Array, "slots"] | None = None,
     logprobs: LogprobOptions | None = None,
     earlier: EarlierTokens | None = None,
+    token_mask: UInt32[Array, "n words"] | None = None,
     drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
     """Does what `sample_step` does, inside a traced function."""
@@ -183,14 +210,8 @@ def sample_tokens(
         hidden, streams, cache = forward_for_drafts(model, cache, batch)
     else:
         hidden, cache = run_model(model, cache, batch)
-    logits, slots = model.logits(hidden[at]), jnp.maximum(batch.slots[at], 0)
-    row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
-    tokens = sample(logits, row_sampling, seeds[slots], batch.positions[at] + 1)
-    if logprobs is not None and logprobs.forced_tokens is not None:
-        tokens = jnp.where(logprobs.forced_tokens >= 0, logprobs.forced_tokens, tokens)
-    chosen, norm = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0], jax.nn.logsumexp(logits, axis=1)
-    top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
-    output = StepOutput(tokens, chosen - norm, top)
+    output = draw_tokens(model.logits(hidden[at]), batch, indices, sampling, seeds, logprobs, token_mask)
+    tokens = output.tokens
     cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, tokens))
     if not options.count:
         return output, cache
@@ -199,6 +220,31 @@ def sample_tokens(
     last_tokens = one_token_batch(tokens[row], jnp.where(last >= 0, batch.positions[at[row]], -1))
     draft_tokens, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens), cache
+
+
+def draw_tokens(
+    logits: Float[Array, "n vocab"],
+    batch: Batch,
+    logits_indices: Int[Array, "n"],
+    sampling: SamplingParams | BatchedSamplingParams,
+    seeds: UInt32[Array, "slots"],
+    logprobs: LogprobOptions | None = None,
+    token_mask: UInt32[Array, "n words"] | None = None,
+) -> StepOutput:
+    """Draws the tokens of `sample_step` from their logits; arguments as there."""
+    at = jnp.maximum(logits_indices, 0)
+    slots = jnp.maximum(batch.slots[at], 0)
+    row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
+    tokens = sample(logits, row_sampling, seeds[slots], batch.positions[at] + 1, token_mask)
+    if logprobs is not None and logprobs.forced_tokens is not None:
+        tokens = jnp.where(logprobs.forced_tokens >= 0, logprobs.forced_tokens, tokens)
+    chosen, norm = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0], jax.nn.logsumexp(logits, axis=1)
+    top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
+    return StepOutput(tokens, chosen - norm, top)
+
+
+# The second half of a step whose masks come later than its launch; `logits_step` is the first.
+draw_step = jax.jit(sharded_rows(draw_tokens))
 
 
 def accepted_lengths(

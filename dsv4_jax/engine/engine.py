@@ -165,6 +165,9 @@ class Engine(Summarized):
         draft_tokens = limit if checked.draft_tokens is None else checked.draft_tokens
         if draft_tokens > limit:
             raise ValueError(f"{draft_tokens=} must be from 0 to {limit}, the engine's draft_tokens")
+        vocab_size = self.manager.schema.config.vocab_size
+        if checked.grammar is not None and (size := checked.grammar.vocabulary.size) != vocab_size:
+            raise ValueError(f"grammar: its vocabulary has {size} tokens, the model's has {vocab_size}")
         top, prompt_logprobs, most = checked.top_logprobs, checked.prompt_logprobs, self.config.max_logprobs
         if max(top, prompt_logprobs) > most:
             raise ValueError(f"top_logprobs={top}, {prompt_logprobs=}: the engine has max_logprobs={most}")
@@ -296,6 +299,8 @@ class Engine(Summarized):
                 if self.config.overlap:
                     self._launched = self._launch_ahead(launched, decode)
                 self._read(launched)
+                if self._launched is not None:
+                    self._launched = self._runner.draw(self._launched)
         self._metrics.count_use(self.manager)
         if self._experts is not None:
             self._experts.between_steps(scheduler.cache.expert_counts)
@@ -324,7 +329,7 @@ class Engine(Summarized):
         if counts and self._execute_steps(counts):
             return None
         schedule = scheduler.schedule(decode=decode)
-        return self._launch(schedule) if schedule.requests else None
+        return self._runner.draw(self._launch(schedule)) if schedule.requests else None
 
     def _launch_ahead(self, launched: LaunchedStep, decode: bool) -> LaunchedStep | None:
         """Launches the step behind one that is not read. Returns None if there is none, or if it has to wait."""

@@ -27,6 +27,8 @@ class EngineConfig:
       overlap: whether a call of `step` launches the next step before it reads the tokens of its own, so that the device
         does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter, since the
         positions of a step depend on the drafts that the step before accepted, and with `num_scheduler_steps` above 1.
+      structured_output: whether `warm_up` also compiles the programs of steps with grammars. If not, the first step
+        that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
     """
 
     token_budget: int = 256
@@ -35,6 +37,7 @@ class EngineConfig:
     max_logprobs: int = 0
     num_scheduler_steps: int = 1
     overlap: bool = True
+    structured_output: bool = False
 
     def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
         """Checks the values and fills in `draft_tokens` and `overlap`; raises as `Engine` says.

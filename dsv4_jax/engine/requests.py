@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
 from dsv4_jax.summary import Share, Summarized, Summary
 
+
+if TYPE_CHECKING:  # llguidance comes with the extra "serve"
+    from dsv4_jax.engine.grammar import Grammar
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
 
@@ -31,6 +34,8 @@ class RequestParams:
       top_logprobs: number of likeliest tokens to keep in place of each of its tokens.
       prompt_logprobs: whether to find log-probabilities of the prompt's tokens too. The whole prompt runs then,
         whatever the prefix cache holds, with no more tokens per step than it can draw.
+      grammar: a `dsv4_jax.engine.grammar.Grammar` that its new tokens follow; None = any tokens. One of the grammar's
+        end tokens must be among `stop_tokens`.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -45,6 +50,7 @@ class RequestParams:
     draft_tokens: int | None = None
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    grammar: "Grammar | None" = None
 
     def __post_init__(self):
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -55,6 +61,8 @@ class RequestParams:
             check_whole("draft_tokens", self.draft_tokens, 0)
         object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
+        if self.grammar is not None and not set(ends := self.grammar.vocabulary.end_tokens) & set(self.stop_tokens):
+            raise ValueError(f"stop_tokens={self.stop_tokens} must have one of {ends}, which end the grammar's text")
 
 
 class Request(Summarized):
@@ -73,6 +81,7 @@ class Request(Summarized):
       finish_reason: None while it runs or waits; then "length", "stop", "cancelled" or "error".
       error: the exception that ended it, if `finish_reason` is "error".
       cached_tokens: number of prompt tokens that the prefix cache held.
+      matcher: GrammarMatcher of its new tokens; None without a grammar.
       slot: its slot in the cache while it runs, else -1.
       offloaded: its bytes in host memory while it is preempted.
     """
@@ -84,6 +93,7 @@ class Request(Summarized):
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.cached_tokens, self.slot = 0, -1
+        self.matcher = None if params.grammar is None else params.grammar.start()
         self.offloaded: OffloadedRequest | None = None
         # Room for all tokens it can ever hold, so that no step copies the history. The first `num_tokens` are known.
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
@@ -111,6 +121,7 @@ class Request(Summarized):
         child = copy.copy(self)
         child.id, child.order, child.slot, child.offloaded = order, order, -1, None
         child.params = dataclasses.replace(self.params, seed=seed)
+        child.matcher = None if self.matcher is None else self.matcher.copy()
         child._ids, child._logprobs, child.accepted = self._ids.copy(), self._logprobs.copy(), self.accepted.copy()
         child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
         return child

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
-from dsv4_jax.decode.step import EarlierTokens
+from dsv4_jax.decode.step import EarlierTokens, draw_step
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
@@ -48,11 +49,12 @@ class StepRunner:
         return self._model.compilations - self._compilations_before
 
     def __call__(
-        self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None
+        self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None, *, has_grammars: bool = False
     ) -> tuple[LaunchedStep, KVCache]:
         """Prepares a batch and launches its step, without waiting for it; the cache is donated.
 
-        A `source` of the schedule is a row of the step `after`.
+        A `source` of the schedule is a row of the step `after`. With `overlap`, `draw` draws the tokens of a step with
+        grammars later: the masks depend on the tokens of the step `after`, which the host has not read.
         """
         config, table, numbers = self._config, self._manager.requests, schedule.numbers
         slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
@@ -69,13 +71,54 @@ class StepRunner:
         options = LogprobOptions(put["forced"], put["wants_top"], config.max_logprobs) if config.max_logprobs else None
         sampling = BatchedSamplingParams(put["temperature"], put["top_k"], put["top_p"])
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
-        args = put["logits_indices"], sampling, put["seeds"], options, earlier
+        rows, drawing = put["logits_indices"], (sampling, put["seeds"], options)
+        launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
+        wants_top = bool(arrays.get("wants_top", False))
+        has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
+        if has_grammars and config.overlap:
+            logits, cache = self._model.logits_step(cache, batch, rows, earlier)
+            draw = functools.partial(self._draw, logits, batch, rows, *drawing)
+            return dataclasses.replace(launched, draw=draw, wants_top=wants_top), cache
+        masks = (self._token_masks(launched),) if has_grammars else ()
+        args = rows, *drawing, earlier, *masks
         output, cache = self._model.sample_step(cache, batch, *args, drafts=self._device_drafts)
+        return self._with_output(launched, output, wants_top), cache
+
+    def draw(self, launched: LaunchedStep) -> LaunchedStep:
+        """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
+        if launched.draw is None:
+            return launched
+        output = launched.draw(self._token_masks(launched))
+        return self._with_output(dataclasses.replace(launched, draw=None), output, launched.wants_top)
+
+    def _draw(self, *args):
+        before = draw_step._cache_size()
+        output = draw_step(*args)
+        self._compilations_before -= draw_step._cache_size() - before
+        return output
+
+    def _with_output(self, launched, output, wants_top):
+        """Returns the step with its output, which begins its way to the host."""
         tokens = output.tokens
-        if not arrays.get("wants_top", False):
+        if not wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
-        launched = LaunchedStep(schedule, tokens, table.begin_get(output), first_rows, len(batch.slots), batch.prefill)
-        return launched, cache
+        return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
+
+    def _token_masks(self, launched):
+        """Returns the masks of a step's rows, on the devices. They follow on the tokens that requests have now."""
+        from dsv4_jax.engine.grammar import token_masks  # llguidance comes with the extra "serve"
+
+        schedule, table, rows = launched.schedule, self._manager.requests, []
+        numbers = schedule.numbers
+        first_rows = launched.first_rows + numbers["num_scored"]
+        for i in np.flatnonzero(numbers["samples"]).tolist():
+            request, num_drafts = schedule.requests[i], int(numbers["num_drafts"][i])
+            if request.matcher is not None and request.finish_reason is None:
+                request.matcher.read(request.tokens_from(request.prompt_length + request.matcher.num_tokens))
+                drafts = schedule.tokens[i][-num_drafts:].tolist() if num_drafts else ()
+                rows.append((request.matcher, int(first_rows[i]), drafts))
+        num_rows, vocab_size = table.num_shards * self.decode_size, self._manager.schema.config.vocab_size
+        return table.put(token_masks(rows, num_rows, vocab_size), "tokens")
 
     def _logprob_arrays(self, schedule, first_rows):
         """Returns the arrays of `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
@@ -122,12 +165,14 @@ class StepRunner:
         """
         config, manager, sizes = self._config, self._manager, {}
         max_context = manager.schema.max_context
-        for count in (min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1):
+        counts = min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1
+        for count, has_grammars in itertools.product(counts, {False, config.structured_output}):
             request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
             request.slot = slot = manager.admit(num_tokens=count)
-            launched, cache = self(cache, Schedule.of([request], [request.tokens]))
+            launched, cache = self(cache, Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
+            self.draw(launched)
             sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
-            if count == 1:
+            if count == 1 and not has_grammars:
                 if 1 < config.num_scheduler_steps < max_context:
                     with contextlib.suppress(CacheFullError):  # in so small a cache steps always run alone
                         _, cache = self.run_steps(cache, {request: 1})

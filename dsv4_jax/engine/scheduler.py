@@ -105,6 +105,8 @@ class Scheduler:
         self.manager.release_all()
         for request in self.requests.values():
             request.slot = -1
+            if request.matcher is not None:
+                request.matcher.reset()
         self.running, self.waiting = [], sorted(self.requests.values(), key=_rank)
         for request in list(self.waiting):
             if request.finish_reason is not None:  # the error came while it finished
@@ -219,7 +221,8 @@ class Scheduler:
         for request in self.running:
             length, schema = self.manager.length(request.slot), self.manager.schema
             unread = len(request.tokens) - length
-            if self.waiting or unread != 1 or request.params.top_logprobs or length + most > schema.max_context:
+            is_plain = not request.params.top_logprobs and request.matcher is None
+            if self.waiting or unread != 1 or not is_plain or length + most > schema.max_context:
                 return {}
             to_boundary = most if self.prefix is None else schema.block_tokens - length % schema.block_tokens
             counts[request] = min(most, request.remaining, to_boundary)

@@ -1,7 +1,7 @@
 """A step of an engine: the requests that it runs, and its output while the device computes it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,20 +79,24 @@ class LaunchedStep:
 
     Attributes:
       schedule: the requests that it runs, with their tokens.
-      tokens: [n] int32, the tokens that it draws, for the step behind it.
-      output: StepOutput on its way to the host.
+      output: StepOutput on its way to the host; None until the tokens are drawn.
       first_rows: [n] the first row of the output that belongs to each request.
       num_tokens: number of tokens of its program.
       prefill: whether it ran the program of `token_budget` tokens.
+      tokens: [n] int32, the tokens that it draws, for the step behind it.
+      draw: function of the masks of tokens that may be drawn, which returns the output, until the tokens are drawn.
+      wants_top: whether that output's likeliest tokens are wanted.
       snapshots: {request: its rows at a block boundary, for the prefix cache}, taken before a later step was launched.
     """
 
     schedule: Schedule
-    tokens: Any
-    output: StepOutput
+    output: StepOutput | None
     first_rows: np.ndarray
     num_tokens: int
     prefill: bool
+    tokens: Any = None
+    draw: Callable[[Any], StepOutput] | None = None
+    wants_top: bool = False
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -62,7 +62,9 @@ def update(
             snapshot = None if snapshots is None else snapshots.get(request)
             prefix.observe(scheduler.cache, request.slot, request.tokens[:length], length=length, snapshot=snapshot)
     for request in requests:
-        if request.finish_reason is not None:
+        if request.matcher is not None and (error := request.matcher.error):
+            scheduler.finish(request, "error", ValueError(f"request {request.id!r}: its grammar cannot go on: {error}"))
+        elif request.finish_reason is not None:
             scheduler.finish(request, request.finish_reason)
 
 

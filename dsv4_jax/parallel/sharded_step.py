@@ -37,9 +37,25 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
                 *results, cache = step(model, cache, *args, **options)
             return tuple(results), cache
 
-        requests_spec = PartitionSpec(DATA_AXIS) if DATA_AXIS in mesh.axis_names else PartitionSpec()
+        requests_spec = _requests_spec(mesh)
         results, cache = _run(local, mesh, (model, cache), args, requests_spec, (requests_spec, _specs(cache)))
         return *results, cache
+
+    return call
+
+
+def sharded_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function so that each shard of a mesh's axis "data" runs it on its own part of axis 0.
+
+    Args:
+      function: function of arrays, and trees of them, whose results have such an axis too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if (mesh := _mesh(args)) is None:
+            return function(*args)
+        return _run(lambda args: function(*args), mesh, (), args, _requests_spec(mesh), _requests_spec(mesh))
 
     return call
 
@@ -90,6 +106,10 @@ def _mesh(tree):
     meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     return explicit[0] if explicit else None
+
+
+def _requests_spec(mesh):
+    return PartitionSpec(DATA_AXIS) if DATA_AXIS in mesh.axis_names else PartitionSpec()
 
 
 def _words(mesh):

@@ -61,7 +61,7 @@ class Answer:
         self._samples = body.num_samples
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
-        self._stops = list(body.stop)
+        self._stops, self._grammar = list(body.stop), None
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
@@ -121,6 +121,7 @@ class Answer:
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,
                 prompt_logprobs=self._scores_prompts,
+                grammar=self._grammar,
             )
         except QueueFullError as error:
             raise APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from None

@@ -12,6 +12,7 @@ import deepseek_recipe as recipe
 import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax.serve.constraints import lark_grammar
 from dsv4_jax.serve.errors import APIError
 
 
@@ -97,6 +98,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, model_name: str):
         self._tokenizer = tokenizer
+        self._ids = {name: token for name in _RELEASE_TOKENS if (token := tokenizer.token_to_id(name)) is not None}
         self._options = recipe.ConversionOptions(
             default_thinking_mode=self._thinks_by_default,
             thinking_max_tokens_upper_bound=2**31 - 1,
@@ -138,11 +140,25 @@ class Chat:
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return self._tokenizer.encode("".join([*paragraphs, "Assistant:"])).ids
 
-    def remember(self, last: int, reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]) -> None:
+    def grammar(self, converted: recipe.ConversationRequest, prompt: Sequence[int]) -> str | None:
+        """Returns the Lark grammar of the answer that a client asks for; None for any text.
+
+        Raises:
+          APIError: the answer continues a message, of which a grammar could not know the rest.
+        """
+        constraint = converted.inference_options.output_constraint
+        lark = None if constraint is None else lark_grammar(constraint, prompt[-1] == self._ids.get(_THINK), self._ids)
+        if lark is not None and converted.conversation.messages[-1].prefix:
+            raise APIError(400, "response_format: a continued message takes any text, leave it out")
+        return lark
+
+    def remember(
+        self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]
+    ) -> None:
         """Keeps a complete answer, so that a later prompt repeats its tokens.
 
         Args:
-          last: the last token of the prompt.
+          prompt: the prompt's tokens.
           reasoning, content, calls: the answer as its client sees it.
           tokens: the answer as the model wrote it, without the token that ended it.
         """
@@ -167,11 +183,11 @@ class ReleaseChat(Chat):
 
     def __init__(self, tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts):
         super().__init__(tokenizer, model_name)
-        self._ids = {name: tokenizer.token_to_id(name) for name in _RELEASE_TOKENS}
         self._past = PastAnswers()
         self._is_april = effort_prompts == "april"
         self._decoder = recipe.Tokenizer.from_str(tokenizer.to_str())
         self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self._decoder)
+        self._call_begin = tokenizer.encode("\n\n<｜DSML｜tool_calls>\n").ids
 
     def _check(self, conversation: recipe.Conversation) -> None:
         pass
@@ -196,11 +212,16 @@ class ReleaseChat(Chat):
                 ids[first:end] = answer.tokens.tolist()
         return ids
 
-    def remember(self, last: int, reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]) -> None:
-        # A prompt that ends otherwise continues a message, of which this answer is a part.
-        if calls and last in (self._ids[_THINK], self._ids["</think>"]):
-            thinks = last == self._ids[_THINK]
-            self._past.add(PastAnswer(reasoning, content, calls, thinks, np.array(tokens, np.int32)))
+    def remember(
+        self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]
+    ) -> None:
+        # The prompt ends in the token for or against thinking, behind which it may begin the call that must come. One
+        # that ends otherwise continues a message, of which this answer is a part.
+        starts = [i for i, token in enumerate(prompt) if token in (self._ids[_THINK], self._ids["</think>"])]
+        begin = 1 + starts[-1]
+        if calls and list(prompt[begin:]) in ([], self._call_begin):
+            thinks, tokens = prompt[begin - 1] == self._ids[_THINK], [*prompt[begin:], *tokens]
+            self._past.add(PastAnswer(reasoning, content, calls, bool(thinks), np.array(tokens, np.int32)))
 
     def parser(self, converted: recipe.ConversationRequest, generator: Any) -> tuple[recipe.StreamProcessor, bool]:
         return recipe.StreamProcessor(generator, converted.parsing_options, self._decoder), True
@@ -208,7 +229,7 @@ class ReleaseChat(Chat):
 
 def make_chat(tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts) -> Chat:
     """Makes the encoding of conversations that suits a tokenizer."""
-    if any(tokenizer.token_to_id(token) is None for token in _RELEASE_TOKENS):
+    if any(tokenizer.token_to_id(name) is None for name in _RELEASE_TOKENS):
         return Chat(tokenizer, model_name)
     return ReleaseChat(tokenizer, model_name, effort_prompts)
 

@@ -117,7 +117,15 @@ class ParsedAnswer(Answer):
         self._chat = self._service.chat
         body = self._body.conversation() | dict(model=self._service.options.model_name)
         self._converted = self._chat.convert(self.request_type, body)
-        return [self._chat.encode(self._converted.conversation)]
+        prompt = self._chat.encode(self._converted.conversation)
+        if (lark := self._chat.grammar(self._converted, prompt)) is not None:
+            try:
+                self._grammar = self._service.compile(lark)
+            except ValueError as error:
+                raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
+            if self._body.ignore_eos:
+                raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
+        return [prompt]
 
     def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
         answer_id, created, model = self._head["id"], self._head["created"], self._head["model"]
@@ -139,7 +147,7 @@ class ParsedAnswer(Answer):
         if choice.is_whole:
             tokens = [scored.token for scored in choice.generated[:-1]]
             reasoning, content, calls = self._read(response)
-            self._chat.remember(int(self._prompts[0][-1]), reasoning, content, calls, tokens)
+            self._chat.remember(self._prompts[0].tolist(), reasoning, content, calls, tokens)
         return response
 
 

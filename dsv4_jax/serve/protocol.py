@@ -194,7 +194,8 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
+    response_format: dict[str, Any] = {}
     thinking: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -211,23 +212,39 @@ class ChatBody(GenerationBody):
 
     def conversation(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts."""
-        names = {"stop", "tools", "tool_choice", "thinking", "reasoning_effort"}
+        names = {"stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
+        asked = _without_thinking(asked, thinking=dict(type="disabled"))
         return asked | dict(messages=[message.as_json() for message in self.messages])
 
 
+def _without_thinking(asked: dict[str, Any], **no_thinking: Any) -> dict[str, Any]:
+    """Turns reasoning off where the model has to call a tool, unless the client says how to think.
+
+    Raises APIError if it has no tool to call.
+    """
+    choice = asked.get("tool_choice", "auto")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in ("none", "auto") and not asked.get("tools"):
+        raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
+    says_how = asked.keys() & {"thinking", "reasoning", "reasoning_effort"}
+    return asked if kind in ("none", "auto") or says_how else asked | no_thinking
+
+
 class _OneAnswerBody(GenerationBody):
-    """Fields that Responses and Messages share: one answer, and tools that the model need not call."""
+    """Fields that Responses and Messages share: one answer, and tools."""
 
     n: int = Field(1, ge=1, le=1)
     stop: list[str] = Field([], max_length=0)
     tools: list[dict[str, Any]] = []
     # Types of items, parts and tools that deepseek-recipe converts; it drops others without a word.
     _types: ClassVar[tuple[str, ...]]
+    _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
 
     def conversation(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts."""
-        return self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
+        asked = self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
+        return _without_thinking(asked, **self._no_thinking)
 
     @model_validator(mode="after")
     def _agree(self) -> "_OneAnswerBody":
@@ -252,11 +269,13 @@ class ResponsesBody(_OneAnswerBody):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
+    text: dict[str, Any] = {}
     reasoning: dict[str, Any] = {}
     store: Literal[False] = False
     prompt_cache_key: str | None = None  # not used: every prompt's prefix is looked up
     safety_identifier: str | None = None  # not used
+    _no_thinking = dict(reasoning=dict(effort="none"))
     _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text", "function")
     _types += ("function_call", "function_call_output", "custom", "custom_tool_call", "custom_tool_call_output")
 
@@ -264,7 +283,8 @@ class ResponsesBody(_OneAnswerBody):
 class ToolChoice(_Body):
     """Anthropic's choice of tools."""
 
-    type: Literal["none", "auto"]
+    type: Literal["none", "auto", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool = False  # has no effect
 
 
@@ -280,6 +300,25 @@ class MessagesBody(_OneAnswerBody):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     metadata: dict[str, Any] = {}  # not used
     cache_control: dict[str, Any] = {}  # not used: every prompt's prefix is looked up
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> "MessagesBody":
+        if "format" in self.output_config:
+            raise ValueError("output_config.format: not supported here, use response_format of /v1/chat/completions")
+        if (kind := self.tool_choice.type) in ("any", "tool") and self.thinking.get("type", "disabled") != "disabled":
+            raise ValueError(f"tool_choice: {kind!r} needs thinking: {{'type': 'disabled'}}")
+        if kind == "any" and len(self.tools) != 1:  # deepseek-recipe would not enforce it
+            raise ValueError(f"tool_choice: 'any' of {len(self.tools)} tools is not supported: name the tool")
+        return self
+
+    def conversation(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts."""
+        asked = super().conversation()
+        if self.tool_choice.type == "any":
+            asked |= dict(tool_choice=dict(type="tool", name=self.tools[0].get("name")))
+        return asked
+
+    _no_thinking = dict(thinking=dict(type="disabled"))
     _types = ("custom", "text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 

@@ -1,10 +1,12 @@
 """The state that all requests to the server share."""
 
 import dataclasses
+import functools
 import time
 
 from tokenizers import Tokenizer
 
+from dsv4_jax.engine.grammar import Grammar, Vocabulary
 from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.chat import EffortPrompts, make_chat
 from dsv4_jax.serve.choices import TokenNames
@@ -53,6 +55,20 @@ class Service:
         self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
         self.created = int(time.time())
         self.stopping = False
+
+        self._grammars = functools.lru_cache(maxsize=64)(lambda lark: self.vocabulary.compile(lark))
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The model's tokens, as grammars see them. Reading them takes a second."""
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer.json")
+        size = self.engine.engine.manager.schema.config.vocab_size
+        return Vocabulary(self.tokenizer, size, self.options.end_tokens)
+
+    def compile(self, lark: str) -> Grammar:
+        """Compiles a grammar, or finds one of the last 64; raises ValueError as `Vocabulary` and its `compile`."""
+        return self._grammars(lark)
 
     def abort_all(self) -> None:
         """Ends all running requests with an error."""

@@ -12,6 +12,7 @@ from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.parallel.sharded_step import sharded_step
 from tests.decode.bigram import MODEL as BIGRAM
+from tests.engine.grammars import END, VOCABULARY, text
 from tests.host.managers import BLOCK, ids, make
 from tests.ops.pools import same_bytes
 from tests.parallel.conftest import PROMPTS, run_engine
@@ -113,14 +114,18 @@ def test_a_prefix_is_found_where_its_blocks_are():
 
 
 def test_an_engine_fills_all_parts_and_preempts_within_one():
-    """Of 6 requests that need more blocks than there are: the tokens of one device, which holds them all at once."""
-    tokens = []
+    """Of 6 requests that need more blocks than there are: the tokens of one device, which holds them all at once.
+
+    One of them follows a grammar.
+    """
+    tokens, grammar = [], VOCABULARY.compile("start: /[0-9]{40}/")
     for sizes, blocks in (({}, 40), (HALVES, 14)):
         mesh = make_mesh(sizes) if sizes else None
         manager = make(num_blocks=blocks, max_requests=6, mesh=mesh)
         prefix = PrefixCache(manager, key="")
         engine = Engine(BIGRAM if mesh is None else bigram_on(mesh), manager, token_budget=24, prefix=prefix)
-        requests = [engine.add(range(n, 2 * n), max_new_tokens=30, priority=n % 2) for n in (40, 33, 40, 17, 30)]
+        requests = [engine.add(range(n, 2 * n), max_new_tokens=30, priority=n % 2) for n in (40, 33, 40, 30)]
+        requests.append(engine.add(range(17, 34), max_new_tokens=30, priority=1, grammar=grammar, stop_tokens=(END,)))
         for _ in range(8):
             engine.step()
         requests += engine.fork(engine.running[0], [1])
@@ -129,7 +134,7 @@ def test_an_engine_fills_all_parts_and_preempts_within_one():
         assert bool(engine.metrics.preemptions) == bool(sizes)
         tokens.append([request.generated for request in requests])
         assert manager.free_blocks + prefix.metrics.blocks == blocks and manager.free_slots == 6
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] and text(tokens[0][4]).isdigit()
 
 
 def test_generate_in_one_loop():

@@ -192,7 +192,7 @@ def test_500_conversations_are_written_as_by_the_releases_library(release):
         assert chat.encode(conversation) == expected
         for message, tokens, last in answers_of(body, expected):
             if calls := [(c["id"], *c["function"].values()) for c in message.get("tool_calls", [])]:
-                chat.remember(last, message["reasoning_content"], message["content"], calls, tokens)
+                chat.remember([last], message["reasoning_content"], message["content"], calls, tokens)
                 spliced += 1
         assert chat.encode(conversation) == expected
     assert spliced > 500
@@ -443,14 +443,17 @@ def test_an_agent_over_messages(scripted, claude):
         ("responses", dict(previous_response_id="r"), "previous_response_id: there is no such field"),
         ("responses", dict(store=True), "store: Input should be False"),
         ("responses", dict(tools=[dict(type="web_search")]), "tools[0]: type 'web_search' is not supported"),
-        ("responses", dict(text=dict(format=dict(type="json_object"))), "text: this server only takes"),
-        ("responses", dict(tool_choice="required"), "tool_choice: Input should be 'none' or 'auto'"),
+        ("responses", dict(text=dict(format=dict(type="grammar"))), "grammar"),
+        ("responses", dict(tool_choice="sometimes", tools=RESPONSES_TOOLS), "`auto`, `required` or a tool"),
         (
             "responses",
             dict(input=[dict(role="user", content=[dict(type="input_image")])]),
             "input[0].content[0]: type 'input_image' is not supported",
         ),
-        ("messages", dict(tool_choice=dict(type="any")), "tool_choice.type: Input should be 'none' or 'auto'"),
+        ("messages", dict(tool_choice=dict(type="some")), "tool_choice.type: Input should be 'none', 'auto'"),
+        ("messages", dict(tool_choice=dict(type="any"), thinking=dict(type="enabled")), "'any' needs thinking"),
+        ("messages", dict(tool_choice=dict(type="any"), tools=MESSAGES_TOOLS), "'any' of 2 tools is not supported"),
+        ("messages", dict(output_config=dict(format=dict(type="json_schema"))), "output_config.format: not supported"),
         ("messages", dict(max_tokens=0), "max_tokens: Input should be greater than or equal to 1"),
         ("messages", dict(model="gpt"), "there is no model 'gpt'"),
         (
@@ -478,8 +481,10 @@ def test_parts_that_are_not_supported_are_named(scripted, path, body, message):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (dict(tool_choice="required"), "tool_choice: Input should be 'none' or 'auto'"),
-        (dict(response_format=dict(type="json_object")), "response_format: this server only takes"),
+        (dict(tool_choice="required"), "tool_choice: 'required' needs tools"),
+        (dict(tool_choice="sometimes", tools=TOOLS), "`auto`, `required` or a tool"),
+        (dict(response_format=dict(type="json_object")), "must contain the word 'json'"),
+        (dict(response_format=dict(type="xml")), "xml"),
         (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), "type: Input should be 'text'"),
         (dict(messages=[dict(role="tool", content="x", tool_call_id="y")]), "must be a response to a preceding"),
         (dict(tools=[dict(type="function", function=dict(name="a b"))]), "tools[0].function.name"),

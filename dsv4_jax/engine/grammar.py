@@ -1,0 +1,141 @@
+"""Grammars that a request's tokens follow, by llguidance: JSON of a schema, a regular expression, any Lark grammar."""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+from tokenizers import Tokenizer
+
+
+class Vocabulary:
+    """The tokens of a model, as grammars see them.
+
+    Attributes:
+      size: number of tokens of the model.
+      end_tokens: ids that end an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, end_tokens: Sequence[int]):
+        """Reads a tokenizer, which takes about a second for 129,280 tokens.
+
+        Args:
+          tokenizer: a tokenizer of bytes: BPE with a `ByteLevel` or `ByteFallback` decoder.
+          size: number of tokens of the model, at least the tokenizer's. Tokens beyond the tokenizer's are never drawn.
+          end_tokens: ids that end an answer, at least one.
+
+        No text of a grammar matches one of the tokenizer's added tokens. It refers to the one with id i as `<[i]>`.
+
+        Raises:
+          ValueError: the tokenizer is of another kind, or there is no end token.
+        """
+        if not end_tokens:
+            raise ValueError("end_tokens is empty: an answer that follows a grammar ends with one of them")
+        self.size, self.end_tokens = size, tuple(end_tokens)
+        content = json.loads(tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["special"] = True
+        self._tokenizer = llguidance.LLTokenizer(json.dumps(content), n_vocab=size, eos_token=list(end_tokens))
+
+    def compile(self, lark: str) -> "Grammar":
+        """Compiles a grammar in llguidance's form of Lark; raises ValueError if it is wrong or too large."""
+        return Grammar(self, lark)
+
+    def json_schema(self, schema: dict[str, Any]) -> "Grammar":
+        """Compiles a JSON schema; raises ValueError if it is wrong, too large, or uses what llguidance lacks."""
+        return self.compile(f"start: {json_rule(schema)}")
+
+
+class Grammar:
+    """A compiled grammar. Immutable, so that many requests can share it.
+
+    Attributes:
+      vocabulary: its tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, lark: str):
+        """See `Vocabulary.compile`."""
+        self.vocabulary = vocabulary
+        text = llguidance.LLMatcher.grammar_from_lark(lark)
+        self._matcher = llguidance.LLMatcher(vocabulary._tokenizer, text, log_level=0, limits=_limits())
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error().partition("\n<state>")[0])
+
+    def start(self) -> "GrammarMatcher":
+        """Returns a matcher that has read nothing."""
+        return GrammarMatcher(self._matcher.deep_copy())
+
+
+class GrammarMatcher:
+    """What may follow on the tokens that a request has drawn.
+
+    Attributes:
+      num_tokens: number of tokens that it has read.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int = 0):
+        """Made by `Grammar.start`."""
+        self._matcher, self.num_tokens = matcher, num_tokens
+
+    def copy(self) -> "GrammarMatcher":
+        """Returns a matcher that goes on from here on its own."""
+        return GrammarMatcher(self._matcher.deep_copy(), self.num_tokens)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self._matcher.reset()
+        self.num_tokens = 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads the next tokens. One that the grammar does not allow is an error from then on, see `error`."""
+        self._matcher.consume_tokens(list(tokens))
+        self.num_tokens += len(tokens)
+
+    @property
+    def error(self) -> str:
+        """Why it can go on no more, as after a token that the grammar does not allow; empty if it can."""
+        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
+
+
+def token_masks(
+    rows: Sequence[tuple[GrammarMatcher, int, Sequence[int]]], num_rows: int, vocab_size: int
+) -> np.ndarray:
+    """Finds the tokens that may be drawn, with several threads.
+
+    Args:
+      rows: for each matcher its first row, and the drafts whose next tokens have the rows behind it.
+      num_rows: number of rows. Rows of no matcher, and those behind a draft that is not allowed, allow all tokens.
+      vocab_size: number of tokens.
+
+    Returns:
+      [num_rows, ceil(vocab_size / 32)] uint32, the `token_mask` of `decode.sampling.sample`.
+    """
+    masks = allocate_token_bitmask(num_rows, vocab_size)
+    with_drafts = [(matcher._matcher, row, list(drafts)) for matcher, row, drafts in rows if drafts]
+    if with_drafts:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, masks)
+    others = [(matcher._matcher, row) for matcher, row, drafts in rows if not drafts]
+    if others:
+        fill_next_token_bitmask_par(_executor(), others, masks)
+    return masks.view(np.uint32)
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """Returns a rule of a Lark grammar for JSON of a schema. At most 32 white-space characters stand side by side."""
+    return f"%json {json.dumps(schema | {'x-guidance': dict(whitespace_pattern=r'[ \t\n\r]{0,32}')})}"
+
+
+@functools.cache
+def _executor() -> llguidance.LLExecutor:
+    return llguidance.LLExecutor()
+
+
+def _limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(verbose_errors=False)
