@@ -40,8 +40,13 @@ class Vocabulary:
             raise ValueError("end_tokens is empty: an answer that follows a grammar ends with one of them")
         self.size, self.end_tokens = size, tuple(end_tokens)
         content = json.loads(tokenizer.to_str())
+        # By other names, since text that a grammar prescribes may contain theirs.
+        names = {token["content"]: f"\U000f0000{token['id']}" for token in content["added_tokens"]}
         for token in content["added_tokens"]:
-            token["special"] = True
+            token |= dict(special=True, content=names[token["content"]])
+        vocab = content["model"]["vocab"]
+        if isinstance(vocab, dict):
+            content["model"]["vocab"] = {names.get(name, name): id for name, id in vocab.items()}
         self._tokenizer = llguidance.LLTokenizer(json.dumps(content), n_vocab=size, eos_token=list(end_tokens))
 
     def compile(self, lark: str) -> "Grammar":

@@ -2,7 +2,7 @@
 
 import string
 
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dsv4_jax.engine.grammar import Vocabulary
 from tests.host.managers import CONFIG
@@ -29,6 +29,7 @@ def make_tokenizer():
     names = ["".join(BYTES.get(c, c) for c in piece) for piece in PIECES]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)} | {"<end>": END}, merges=[]))
     tokenizer.add_special_tokens(["<end>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from random import Random
 
 import jax.numpy as jnp
+import jsonschema
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from dsv4_jax.decode.sampling import SamplingParams, sample
 from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
 from dsv4_jax.engine.grammar import token_masks
 from tests.decode.bigram import MODEL, DraftingBigram
-from tests.engine.grammars import END, VOCABULARY, text
+from tests.engine.grammars import END, PIECES, VOCABULARY, text
 from tests.host.managers import CONFIG, make
 
 
@@ -135,6 +137,66 @@ def test_masks_hold_for_every_way_to_sample():
         seeds, positions = jnp.arange(40, dtype=jnp.uint32), jnp.arange(40, dtype=jnp.int32)
         tokens = sample(jnp.asarray(logits, jnp.float32), params, seeds, positions, jnp.asarray(masks.view(np.uint32)))
         assert allowed[np.arange(40), np.asarray(tokens)].all()
+
+
+def random_schema(random, depth=3):
+    """A JSON schema with most of the keywords that llguidance supports."""
+    low, nested = random.randint(-20, 20), lambda: random_schema(random, depth - 1)
+    kinds = [
+        lambda: dict(type="integer", minimum=low, maximum=low + random.randint(0, 300)),
+        lambda: dict(type="number", minimum=low, exclusiveMaximum=low + 0.5),
+        lambda: dict(type="string", minLength=random.randint(0, 3), maxLength=random.randint(3, 8)),
+        lambda: dict(type="string", pattern=random.choice(["^[a-c]{2}[0-9]*$", "x|yz", "^(ab)+$"])),
+        lambda: dict(type="string", format=random.choice(["date", "time", "uuid", "ipv4"])),
+        lambda: dict(enum=random.sample([None, True, 3, 2.5, "a", [1], dict(b="c")], random.randint(1, 4))),
+        lambda: dict(const=random.choice([0, "x y", [], dict(a=[None])])),
+        lambda: dict(type=random.sample(["null", "boolean"], random.randint(1, 2))),
+    ]
+    if depth:
+        names = random.sample(["a", "b", "x y", '"', "0"], random.randint(0, 4))
+        kinds += 2 * [
+            lambda: dict(
+                type="object",
+                properties={name: nested() for name in names},
+                required=random.sample(names, random.randint(0, len(names))),
+                additionalProperties=random.choice([False, dict(type="boolean")]),
+            ),
+            lambda: dict(type="array", items=nested(), minItems=random.randint(0, 2), maxItems=random.randint(2, 4)),
+            lambda: dict(type="array", prefixItems=[nested(), nested()], items=False, minItems=1),
+            lambda: dict(anyOf=[nested(), nested()]),
+        ]
+    schema = random.choice(kinds)()
+    if depth == 3 and random.random() < 0.2:
+        schema = {"$defs": dict(x=schema), "type": "array", "items": {"$ref": "#/$defs/x"}, "maxItems": 2}
+    return schema
+
+
+def random_text(grammar, rng):
+    """Draws tokens that the masks allow, and rather those that end something; None if there were too many."""
+    matcher, tokens = grammar.start(), []
+    while len(tokens) < 1000:
+        (mask,) = token_masks([(matcher, 0, ())], 1, VOCABULARY.size)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: VOCABULARY.size])
+        ends = [token for token in allowed if token == END or PIECES[token][0] in '}]",:']
+        token = int(rng.choice(ends if ends and rng.random() < 0.4 else allowed))
+        if token == END:
+            return text(tokens)
+        matcher.read([token])
+        assert not matcher.error
+        tokens.append(token)
+    return None
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_texts_of_schemas_are_valid(count):
+    random, rng, found = Random(count), np.random.default_rng(count), 0
+    for _ in range(count):
+        schema = random_schema(random)
+        words = random_text(VOCABULARY.json_schema(schema), rng)
+        if words is not None:
+            jsonschema.validate(json.loads(words), schema)
+            found += 1
+    assert found > 0.9 * count
 
 
 def test_mistakes_are_named():
