@@ -244,7 +244,7 @@ def draw_tokens(
 
 
 # The second half of a step whose masks come later than its launch; `logits_step` is the first.
-draw_step = jax.jit(sharded_rows(draw_tokens))
+draw_step: Any = jax.jit(sharded_rows(draw_tokens))
 
 
 def accepted_lengths(

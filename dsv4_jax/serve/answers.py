@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.engine import Candidate
+from dsv4_jax.engine.grammar import Grammar
 from dsv4_jax.engine.text import AnswerText, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
@@ -61,7 +62,8 @@ class Answer:
         self._samples = body.num_samples
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
-        self._stops, self._grammar = list(body.stop), None
+        self._stops = list(body.stop)
+        self._grammar: Grammar | None = None
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
