@@ -54,7 +54,7 @@ def update(
         # Rejected drafts are in the cache, and so are accepted ones behind the end; the last token is not.
         end, lengths[i] = int(lengths[i]), requests[i].num_tokens - 1
         scheduler.manager.rewind(requests[i].slot, end - int(lengths[i]))
-    metrics.prompt_tokens += int(numbers["num_tokens"][numbers["is_prefill"]].sum())
+    metrics.prompt_tokens += int((numbers["num_tokens"] - num_drafts)[numbers["is_prefill"]].sum())
     if (prefix := scheduler.prefix) is not None:
         block_tokens = scheduler.manager.schema.block_tokens
         for i in np.flatnonzero(lengths // block_tokens > numbers["start"] // block_tokens).tolist():

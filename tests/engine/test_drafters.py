@@ -150,6 +150,15 @@ def test_prompt_lookup_guesses_what_followed_before():
         PromptLookup(2, 3)
 
 
+def test_drafts_are_no_prompt_tokens():
+    """Also behind the last token of a prompt, if it runs in a step of its own."""
+    engine = Engine(BIGRAM, make(), token_budget=12, drafter=PromptLookup())
+    engine.add([1, 2, 3] * 4 + [1], max_new_tokens=4)
+    while engine.busy:
+        engine.step()
+    assert engine.metrics.prompt_tokens == 13 and engine.metrics.drafted_tokens
+
+
 def test_accept_keeps_right_guesses_and_the_token_after_them():
     assert accept([], [5]) == [5]
     assert accept([5, 6, 7], [5, 6, 7, 8]) == [5, 6, 7, 8]
