@@ -12,6 +12,7 @@ import numpy as np
 import rich
 import tyro
 
+from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import SamplingParams, step_launch
 from dsv4_jax.engine import Engine
@@ -32,16 +33,22 @@ class NoModel:
         return jnp.broadcast_to(self.logits_row, (len(hidden), len(self.logits_row)))
 
 
-def measure(requests: int, steps: int, profile: bool, **options: Any) -> dict[str, float]:
+def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **options: Any) -> dict[str, float]:
     """Returns the median milliseconds a step of Python's thread, those in the call of the program, and the others."""
     config, length = read_config(packaged_checkpoint()), 4 + 3 * (steps + 10)
     sizes = dict(max_requests=requests, max_context=2 * length, block_tokens=128)
     manager = KVCacheManager(config, num_blocks=requests * -(-2 * length // 128), **sizes)
-    model = NoModel(jnp.zeros((4,)).at[1].set(1.0))
+    model, params = NoModel(jnp.zeros((config.vocab_size,)).at[1].set(1.0)), {}
+    if grammars:
+        from dsv4_jax.engine.grammar import Vocabulary
+
+        vocabulary = Vocabulary(read_tokenizer(packaged_checkpoint()), config.vocab_size, config.eos_token_id)
+        params = dict(grammar=vocabulary.compile(r"start: /(.|\n)*/"))
     engine = Engine(model, manager, token_budget=4 * requests, **options)
     for i in range(requests):
         sampling = SamplingParams(temperature=0.0, top_k=i % 3)
-        engine.add([i % 200, 2], max_new_tokens=length, seed=i, stop_tokens=[3] * (i % 2), sampling=sampling)
+        stop_tokens = config.eos_token_id if grammars else [3] * (i % 2)
+        engine.add([i % 200, 2], max_new_tokens=length, seed=i, stop_tokens=stop_tokens, sampling=sampling, **params)
     launch, calls, totals = step_launch.launch, [], []
 
     def timed_launch(program, *args, **options):
@@ -75,16 +82,19 @@ def measure(requests: int, steps: int, profile: bool, **options: Any) -> dict[st
     return {name: round(float(value), 3) for name, value in result.items()}
 
 
-def main(requests: tuple[int, ...] = (1, 32, 128, 256), steps: int = 100, profile: bool = False) -> None:
+def main(
+    requests: tuple[int, ...] = (1, 32, 128, 256), steps: int = 100, profile: bool = False, grammars: bool = False
+) -> None:
     """Prints milliseconds a step of the thread's CPU time: in all, in calls of the compiled step, and besides them.
 
     Args:
       requests: numbers of requests that decode at once.
       steps: number of measured steps.
       profile: also print a profile.
+      grammars: give every request a grammar, so that each step finds the masks of all.
     """
     for count in requests:
-        rich.print(count, measure(count, steps, profile))
+        rich.print(count, measure(count, steps, profile, grammars))
 
 
 if __name__ == "__main__":
