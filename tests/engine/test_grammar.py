@@ -4,6 +4,7 @@ import dataclasses
 import json
 from random import Random
 
+import chex
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
@@ -63,6 +64,15 @@ def test_overlap_changes_no_token(expected, options):
     engine = Engine(MODEL, make(), **dict(token_budget=24) | options)
     assert engine.config.overlap
     assert run(engine, top_logprobs=options.get("max_logprobs", 0)) == expected
+
+
+def test_threads_find_the_same_masks(monkeypatch):
+    masks = []
+    for cores in (2, 4):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        masks.append(token_masks([(JSON.start(), 2, ()), (DIGITS.start(), 0, ())], 4, VOCABULARY.size))
+    chex.assert_trees_all_equal(*masks)
+    assert (masks[0][[1, 3]] == 2**32 - 1).all() and len(np.unique(masks[0], axis=0)) == 3
 
 
 def test_drafts_change_no_token(expected):
