@@ -42,7 +42,8 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
     if grammars:
         from dsv4_jax.engine.grammar import Vocabulary
 
-        vocabulary = Vocabulary(read_tokenizer(packaged_checkpoint()), config.vocab_size, config.eos_token_id)
+        tokenizer: Any = read_tokenizer(packaged_checkpoint())
+        vocabulary = Vocabulary(tokenizer, config.vocab_size, config.eos_token_id)
         params = dict(grammar=vocabulary.compile(r"start: /(.|\n)*/"))
     engine = Engine(model, manager, token_budget=4 * requests, **options)
     for i in range(requests):
