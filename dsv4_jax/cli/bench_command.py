@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli import checks, options, startup
+from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.bench_options import (
     Benchmark,
     Calls,
@@ -248,7 +248,7 @@ class ServeBench(Benchmark):
         if self.config is not None and self.plot is not None:
             raise ValueError("--plot is for conversations: leave out --config")
         sizes = dict(requests=min(self.requests or (1,)), prompts=min(self.prompts or (1,)))
-        checks.check_at_least(1, **sizes, context=self.context, token_budget=self.token_budget)
+        option_checks.check_at_least(1, **sizes, context=self.context, token_budget=self.token_budget)
         if self.config is not None:
             startup.use_compilation_cache()
         super().run()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from dsv4_jax.cli import checks, options, startup
+from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
 
@@ -56,7 +56,7 @@ class Benchmark:
         for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
             values = given.get(name)
             for value in values if isinstance(values, tuple) else (values,):
-                checks.check_at_least(minimum, **{name: value})
+                option_checks.check_at_least(minimum, **{name: value})
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
         sizes, plot = options.mesh_sizes(given.get("mesh"), None, **parallel), given.get("plot")
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -66,7 +66,7 @@ class Benchmark:
         # A run takes minutes, so files that cannot be written are found before it.
         for option, path in (("json", self.out), ("plot", plot)):
             if path is not None:
-                checks.check_writable(option, path)
+                option_checks.check_writable(option, path)
         if trace := given.get("trace"):
             trace.mkdir(parents=True, exist_ok=True)
         if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:

@@ -8,8 +8,8 @@ from rich.console import Console
 from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.chat_command import ChatCommand
-from dsv4_jax.cli.checks import explain
 from dsv4_jax.cli.generate_command import GenerateCommand
+from dsv4_jax.cli.option_checks import explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
-from dsv4_jax.cli import checks, options, startup
+from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.sizes import readable_bytes
 
@@ -95,8 +95,8 @@ class GenerateCommand(RandomModelOptions):
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
-        checks.check_min_confidence(self.min_confidence, config)
-        checks.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
+        option_checks.check_min_confidence(self.min_confidence, config)
+        option_checks.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
         startup.notify(f"Starting JAX and reading {checkpoint} ...")
@@ -108,7 +108,7 @@ class GenerateCommand(RandomModelOptions):
         option, prompt = ("--prompt-ids", ids) if ids is not None else self._encode(tokenizer)
         # The last token is sampled, but never stored.
         total = len(prompt) + self.max_new_tokens - 1
-        checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
+        option_checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
         # The answers to one prompt share blocks, so they stay in one data-parallel group.
         manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
         manager.check_ids(prompt, option)
@@ -137,8 +137,8 @@ class GenerateCommand(RandomModelOptions):
     def _check(self) -> None:
         """Raises ValueError if an option is out of range or contradicts another one."""
         sizes = dict(max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
-        checks.check_at_least(1, **sizes)
-        checks.check_at_least(0, drafts=self.drafts)
+        option_checks.check_at_least(1, **sizes)
+        option_checks.check_at_least(0, drafts=self.drafts)
         check_temperature(self.temperature)
         check_top_k(self.top_k)
         check_top_p(self.top_p)

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli import checks, options
+from dsv4_jax.cli import option_checks, options
 from dsv4_jax.cli.expert_plan import expert_table, plan_experts
 from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, JsonFlag, MeshOption, optional
 from dsv4_jax.data import block_tokens
@@ -74,14 +74,14 @@ class PlanCommand:
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
         positive = dict(context=self.context, max_requests=self.max_requests, block_tokens=self.block_tokens)
-        checks.check_at_least(1, **positive, max_query_tokens=self.max_query_tokens)
-        checks.check_at_least(0, drafts=self.drafts)
+        option_checks.check_at_least(1, **positive, max_query_tokens=self.max_query_tokens)
+        option_checks.check_at_least(0, drafts=self.drafts)
         memory = parse_bytes(self.memory)
         weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
         if weights > memory:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
-        checks.check_context(config, self.context, "--context")
+        option_checks.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one, experts = self.schema(config, self.context), self._plan_experts(config, memory)
         weights = weights if experts is None else experts["weights_bytes"]

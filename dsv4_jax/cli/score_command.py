@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli import checks, options, startup
+from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import ModelOptions, optional
 
 
@@ -65,15 +65,15 @@ class ScoreCommand(ModelOptions):
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
-        checks.check_at_least(1, chunk=self.chunk, index_topk=self.index_topk)
-        checks.check_at_least(0, drafts=self.drafts, decode_from=self.decode_from)
+        option_checks.check_at_least(1, chunk=self.chunk, index_topk=self.index_topk)
+        option_checks.check_at_least(0, drafts=self.drafts, decode_from=self.decode_from)
         if self.drafts and self.window_only:
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         if (self.ids is None) == (self.text is None):
             raise ValueError("give --ids or --text, one of them")
-        checks.check_file("ids", self.ids)
-        checks.check_file("text", self.text)
-        checks.check_writable("out", self.out)
+        option_checks.check_file("ids", self.ids)
+        option_checks.check_file("text", self.text)
+        option_checks.check_writable("out", self.out)
         checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
             config = dataclasses.replace(config, index_topk=self.index_topk)
@@ -90,7 +90,7 @@ class ScoreCommand(ModelOptions):
         prefill = total if self.decode_from is None else self.decode_from
         if prefill > total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        checks.check_context(config, total, "--text" if self.ids is None else "--ids")
+        option_checks.check_context(config, total, "--text" if self.ids is None else "--ids")
         manager = self.make_manager(config, rows, total, self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 

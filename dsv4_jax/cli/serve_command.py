@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dsv4_jax.cli import checks, options, startup
+from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_divisible
@@ -135,9 +135,9 @@ class ServeCommand(RandomModelOptions):
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
         steps = self.num_scheduler_steps
         positive = dict(max_requests=self.max_requests, token_budget=self.token_budget, context=self.context)
-        checks.check_at_least(1, **positive, num_scheduler_steps=steps)
-        checks.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
-        checks.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
+        option_checks.check_at_least(1, **positive, num_scheduler_steps=steps)
+        option_checks.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
+        option_checks.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if steps > 1 and (self.drafts or self.batch_invariant):
             raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch-invariant")
         if self.drafter == "model" and not self.drafts:
@@ -168,7 +168,7 @@ class ServeCommand(RandomModelOptions):
 
     def _check_model(self, config: "DSV4Config") -> int:
         """Checks the options that depend on the model's configuration, and returns the length of the context."""
-        checks.check_min_confidence(self.min_confidence, config)
+        option_checks.check_min_confidence(self.min_confidence, config)
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
