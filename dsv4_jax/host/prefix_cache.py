@@ -404,13 +404,13 @@ class PrefixCache(Summarized):
             for _ in range(count):
                 nodes.append(node := oldest())
                 self._tree.remove(node)
-        self._metrics.evicted_blocks += count
-        if self._stored is not None and self.get_cache is not None:
-            # Nothing has overwritten the blocks yet. Earlier ones of a prefix come first, without which it is lost.
-            self._stored.save_blocks(nodes[::-1], self.get_cache)
-        for node in nodes:
-            if node.snapshot is not None:
-                self._drop_snapshot(node)
+            self._metrics.evicted_blocks += count
+            if self._stored is not None and self.get_cache is not None:
+                # Nothing has overwritten the blocks yet. Earlier ones of a prefix come first, without which it is lost.
+                self._stored.save_blocks(nodes[::-1], self.get_cache)
+            for node in nodes:
+                if node.snapshot is not None:
+                    self._drop_snapshot(node)
         return count
 
     def _cache_block(self, parent, digest, block):
