@@ -33,7 +33,8 @@ def test_a_step_without_them_has_no_more_to_do():
     def expected(model, cache, batch, rows, sampling, seeds):
         at = jnp.maximum(rows, 0)
         hidden, cache = model(cache, batch)
-        logits, slots = model.logits(hidden[at]), jnp.maximum(batch.slots[at], 0)
+        logits, at = model.logits(hidden[at]), jnp.maximum(rows, 0)
+        slots = jnp.maximum(batch.slots[at], 0)
         tokens = sample(logits, sampling[slots], seeds[slots], batch.positions[at] + 1)
         logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
         cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, rows, tokens))

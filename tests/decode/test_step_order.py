@@ -174,6 +174,7 @@ def test_prefixes_are_cached_after_their_step():
 def test_programs_stay_as_they_are():
     """Records are no part of the pytrees: one trace, the same program text, nothing kept when the arrays are gone."""
     manager = make()
+    gc.collect()  # what earlier tests left
     slot, cache, known = manager.admit(), manager.init_cache(), len(step_order._caches._records)
     batch = manager.prepare_forward({slot: [4]})
     copies = jax.tree.map(jnp.copy, (cache, batch))
