@@ -170,8 +170,9 @@ def test_mistakes_are_explained(refused, options, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["--n-best", "--beams"])
-def test_several_answers_the_best_first(run, with_text, option):
-    options = [*with_text, option, "3", "--ignore-eos", *(["--temperature", "1"] if option == "--n-best" else [])]
+def test_several_answers_the_best_first(run, layer_of_each_kind, option):
+    options = ["--checkpoint", layer_of_each_kind, "--max-new-tokens", "12", "--ignore-eos", option, "3"]
+    options += ["--temperature", "1"] if option == "--n-best" else []
     report = json.loads(run("generate", *options, "--json"))
     found = report["candidates"]
     assert len({tuple(one["tokens"]) for one in found}) == 3 and report["tokens"] == found[0]["tokens"]
