@@ -40,7 +40,7 @@ SHARING = ("tests/decode/", "tests/engine/")  # folders whose files share a mode
 
 def pytest_report_header(config):
     if not config.option.markexpr or config.option.markexpr == "not gpu and not slow":
-        return "all tests take 16 to 38 minutes on two cores; -m quick selects the short ones"
+        return "all tests take 13 to 30 minutes on two cores; -m quick selects the short ones"
 
 
 @pytest.hookimpl(tryfirst=True)
