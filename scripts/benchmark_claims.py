@@ -6,22 +6,22 @@ from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
-# Files whose format is not that of `dsv4-jax bench ops`, `step`, `layer`, `model` or `prefill`.
-_OTHER_FORMATS = ("peers_h200", "cache_cost", "serve", "serve_load", "server_memory", "drafts", "h200_all_reduce")
 
 
 def wrong_claims(folder: Path = ROOT / "benchmarks", card: Path | None = None) -> list[str]:
     """Returns the claims that the files in a folder, or the packaged model's card, contradict."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     claims = _head_claims(files) | _peer_claims(files["peers_h200"]) | _sum_claims(files["h200_all_reduce"])
-    claims |= _cache_claims(files["cache_cost"]) | _draft_claims(files["drafts"], card)
+    claims |= _cache_claims(files["cache_cost"])
+    claims |= _draft_claims(files["drafts"], card) | _dspark_claims(files["drafts_dspark"])
     claims |= _serve_claims(files["serve"]) | _load_claims(files["serve_load"])
     return [claim for claim, holds in claims.items() if not holds]
 
 
 def _head_claims(files: dict[str, Any]) -> dict[str, bool]:
     keys = ("device", "jax", "commit", "clock", "shapes", "cache_format")
-    runs = {name: run for name, run in files.items() if name not in _OTHER_FORMATS}
+    # Those of `dsv4-jax bench ops`, `step`, `layer`, `model` and `prefill`; other files have formats of their own.
+    runs = {name: run for name, run in files.items() if name[:5] in ("h100_", "h200_") and name != "h200_all_reduce"}
     return {
         f"{name}: a run has results, and names {', '.join(keys)}": all(run.get(key) for key in keys)
         and bool(run.get("loops") or run.get("results"))
@@ -84,6 +84,14 @@ def _draft_claims(run: dict[str, Any], card: Path | None) -> dict[str, bool]:
         claims[f"drafts: {name} accepts more than a third"] = min(row["acceptance"]) > 0.35
         claims[f"drafts: the model's card has {name}"] = f"{row['mean_accepted']:.2f}" in text
     return claims
+
+
+def _dspark_claims(run: dict[str, Any]) -> dict[str, bool]:
+    rows = {f"{sampling}_{k}": run[f"{sampling}_{k}"] for sampling in ("greedy", "temperature_1") for k in range(1, 6)}
+    return {
+        f"DSpark's drafts: {name} changes no token": row["tokens"] >= 10_000 and row["differing_tokens"] == 0
+        for name, row in rows.items()
+    }
 
 
 def _serve_claims(run: dict[str, Any]) -> dict[str, bool]:
