@@ -1,4 +1,4 @@
-"""Measures the acceptance of a multi-token-prediction block's drafts: `python scripts/draft_acceptance.py --help`."""
+"""Measures the acceptance of the drafts of a model's own layers: `python scripts/draft_acceptance.py --help`."""
 
 import dataclasses
 import json
@@ -13,15 +13,13 @@ import tyro
 from dsv4_jax import DSV4Config, KVCacheManager, SamplingParams, load_checkpoint
 from dsv4_jax.data import packaged_checkpoint
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.engine import Engine, MTPDrafter, Request, generate
-
-
-DRAFTS = 3
+from dsv4_jax.engine import Engine, Request, generate
+from dsv4_jax.engine.drafters import DeviceDrafter
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftAcceptance:
-    """Continues excerpts of held-out text with 0 to 3 drafts a step, and counts the accepted drafts.
+    """Continues prompts with every number of drafts a step, and counts the accepted drafts.
 
     All steps run in one program, so the tokens with drafts must be those without. Prints one JSON object, and rows for
     the model's card.
@@ -30,16 +28,16 @@ class DraftAcceptance:
       python scripts/draft_acceptance.py --text kjv/usr/lib/bible.data
 
     Attributes:
-      text: text of train_tiny.py.
-      checkpoint: folder of a model with the block. Default: the packaged one.
-      requests: number of excerpts, which are continued as one batch.
-      prompt: number of bytes in an excerpt.
-      tokens: number of tokens to generate for each excerpt.
+      text: text of train_tiny.py, from whose held-out part prompts are taken. Default: prompts of random token ids.
+      checkpoint: folder of a model with an MTP block or with DSpark layers. Default: the packaged one, with MTP.
+      requests: number of prompts, which are continued as one batch.
+      prompt: number of tokens in a prompt.
+      tokens: number of tokens to generate for each prompt.
       speed_tokens: number of tokens of a request that is timed alone, in the loop on the device; 0 = none.
       out: also write the JSON to this file.
     """
 
-    text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     requests: int = 16
     prompt: int = 256
@@ -49,23 +47,23 @@ class DraftAcceptance:
 
     def run(self) -> dict[str, Any]:
         """Measures, prints and returns the report."""
-        held_out = kjv.split(kjv.read_books(self.text))["held_out"]
-        starts = np.linspace(0, len(held_out) - self.prompt, self.requests).astype(int)
-        prompts = [np.append(kjv.BOS, held_out[at : at + self.prompt - 1]) for at in starts]
         checkpoint = self.checkpoint or packaged_checkpoint()
-        model = CompiledModel(load_checkpoint(checkpoint, DSV4Config.from_hf(checkpoint, mtp=True)))
+        config = DSV4Config.from_hf(checkpoint, mtp=True)
+        prompts, most = self._prompts(config), config.dspark.block_size if config.dspark else 3
+        model = CompiledModel(load_checkpoint(checkpoint, config))
         report: dict[str, Any] = dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
         engine = Engine(
             model,
-            self._manager(model),
-            token_budget=self.requests * (1 + DRAFTS),
-            drafter=MTPDrafter(),
+            self._manager(model, most),
+            token_budget=self.requests * (1 + most),
+            drafter=DeviceDrafter.of(config),
+            draft_tokens=most,
             batch_invariant=True,
         )
         for name, sampling in dict(greedy=SamplingParams(), temperature_1=SamplingParams(temperature=1.0)).items():
             plain = self._generate(engine, prompts, sampling, 0)
             total = sum(len(request.generated) for request in plain)
-            for drafts in range(1, 1 + DRAFTS):
+            for drafts in range(1, 1 + most):
                 requests = self._generate(engine, prompts, sampling, drafts)
                 pairs = zip(plain, requests, strict=True)
                 same = sum(int(np.equal(a.generated, b.generated).sum()) for a, b in pairs)
@@ -74,14 +72,21 @@ class DraftAcceptance:
                 )
                 print(f"{name}, {drafts} drafts: {report[f'{name}_{drafts}']}", flush=True)
         if self.speed_tokens:
-            report["tokens_per_second"] = self._speed(model, prompts[0])
+            report["tokens_per_second"] = self._speed(model, prompts[0], most)
         print(json.dumps(report))
-        print(_table(report))
+        print(_table(report, most))
         if self.out is not None:
             self.out.write_text(json.dumps(report, indent=1) + "\n")
         return report
 
-    def _manager(self, model: CompiledModel, requests: int | None = None) -> KVCacheManager:
+    def _prompts(self, config: DSV4Config) -> list[np.ndarray]:
+        if self.text is None:
+            return list(np.random.default_rng(0).integers(config.vocab_size, size=(self.requests, self.prompt)))
+        held_out = kjv.split(kjv.read_books(self.text))["held_out"]
+        starts = np.linspace(0, len(held_out) - self.prompt, self.requests).astype(int)
+        return [np.append(kjv.BOS, held_out[at : at + self.prompt - 1]) for at in starts]
+
+    def _manager(self, model: CompiledModel, drafts: int, requests: int | None = None) -> KVCacheManager:
         requests, context = requests or self.requests, self.prompt + max(self.tokens, self.speed_tokens)
         blocks = requests * (1 + context // 128)
         return KVCacheManager(
@@ -89,7 +94,7 @@ class DraftAcceptance:
             num_blocks=blocks,
             max_requests=requests,
             max_context=128 * (1 + context // 128),
-            max_query_tokens=1 + DRAFTS,
+            max_query_tokens=1 + drafts,
         )
 
     def _generate(
@@ -103,14 +108,14 @@ class DraftAcceptance:
                     raise output.request.error
         return requests
 
-    def _speed(self, model: CompiledModel, prompt: np.ndarray) -> dict[str, float]:
+    def _speed(self, model: CompiledModel, prompt: np.ndarray, most: int) -> dict[str, float]:
         """Returns the tokens a second of one greedy request by number of drafts, the best of three runs."""
         rates: dict[str, float] = {}
         for turn in range(4):
-            for drafts in range(1 + DRAFTS):
+            for drafts in range(1 + most):
                 options = dict(max_new_tokens=self.speed_tokens, chunk=self.prompt, drafts=drafts)
                 begin = time.perf_counter()
-                generate(model, self._manager(model, 1), [prompt.tolist()], **options)
+                generate(model, self._manager(model, most, 1), [prompt.tolist()], **options)
                 rate = self.speed_tokens / (time.perf_counter() - begin)
                 if turn:  # the first compiles
                     rates[str(drafts)] = max(rates.get(str(drafts), 0.0), round(rate, 1))
@@ -125,10 +130,10 @@ def _summary(requests: list[Request], drafts: int) -> dict[str, Any]:
     return dict(mean_accepted=round(float(accepted.mean()), 4), acceptance=shares)
 
 
-def _table(report: dict[str, Any]) -> str:
+def _table(report: dict[str, Any], most: int) -> str:
     lines = ["| drafts a step | accepted, greedy | accepted, temperature 1 | tokens/s |", "| --- | --- | --- | --- |"]
     rates = report.get("tokens_per_second", {})
-    for drafts in range(1 + DRAFTS):
+    for drafts in range(1 + most):
         means = [report[f"{name}_{drafts}"]["mean_accepted"] if drafts else "" for name in ("greedy", "temperature_1")]
         cells = [f"{mean:.2f}" if drafts else "" for mean in means]
         lines.append(f"| {drafts} | {cells[0]} | {cells[1]} | {rates.get(str(drafts), '')} |")
