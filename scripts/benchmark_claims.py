@@ -20,7 +20,7 @@ def wrong_claims(folder: Path = ROOT / "benchmarks", card: Path | None = None) -
 
 def _head_claims(files: dict[str, Any]) -> dict[str, bool]:
     keys = ("device", "jax", "commit", "clock", "shapes", "cache_format")
-    # Those of `dsv4-jax bench ops`, `step`, `layer`, `model` and `prefill`; other files have formats of their own.
+    # `dsv4-jax bench ops`, `step`, `layer`, `model` and `prefill` write these; other files have formats of their own.
     runs = {name: run for name, run in files.items() if name[:5] in ("h100_", "h200_") and name != "h200_all_reduce"}
     return {
         f"{name}: a run has results, and names {', '.join(keys)}": all(run.get(key) for key in keys)

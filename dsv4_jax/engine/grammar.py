@@ -81,7 +81,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """What may follow on the tokens that a request has drawn.
+    """Finds the tokens that may follow on those that a request has drawn.
 
     Attributes:
       num_tokens: number of tokens that it has read.
