@@ -12,18 +12,18 @@ from dsv4_jax.bench.serving import Workload
 def test_serves_without_and_with_the_prefix_cache(run, one_layer, monkeypatch, tmp_path):
     monkeypatch.setattr("dsv4_jax.bench.serving.packaged_checkpoint", lambda: one_layer)
     table, picture = tmp_path / "serve.json", tmp_path / "serve.png"
-    sizes = ["--conversations", 2, "--turns", 2, "--drafts", 2]
+    sizes = ["--conversations", 3, "--turns", 2, "--drafts", 2]
     out = run("bench", "serve", *sizes, "--json", table, "--plot", picture)
-    assert "2 conversations of 2 turns" in out and "the same" in out
+    assert "3 conversations of 2 turns" in out and "the same" in out
     report = json.loads(table.read_text())
-    assert report["workload"] == dict(conversations=2, turns=2, drafts=2, seed=0)
+    assert report["workload"] == dict(conversations=3, turns=2, drafts=2, seed=0)
     cold, cached = report["results"]
     assert cold["prompt_tokens_run"] == cold["prompt_tokens_sent"] == cached["prompt_tokens_sent"]
     # Second turns find at least the two full blocks of their system prompts.
-    assert cached["prompt_tokens_run"] <= cold["prompt_tokens_run"] - 2 * 256
+    assert cached["prompt_tokens_run"] <= cold["prompt_tokens_run"] - 3 * 256
     assert cold["hit_rate"] == 0 < cached["hit_rate"] < 1
     for row in (cold, cached):
-        assert row["requests"] == len(row["first_tokens"]) == 4 and row["same_tokens"]
+        assert row["requests"] == len(row["first_tokens"]) == 6 and row["same_tokens"]
         assert row["compilations_later"] == 0 < row["compilations"] <= 7
         assert 0 < row["generated_tokens"] < row["generated_tokens_per_second"] * row["seconds"] * 1.01
         assert 0 <= row["acceptance"] <= 1

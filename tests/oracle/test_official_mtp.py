@@ -322,13 +322,13 @@ def test_drafts_keep_the_models_distribution(compiled, golden):
     # Many at once, and prompts so short that a step reads all of theirs.
     engine, prompt, options = engine_of(compiled, requests=16), golden["ids"][0, :7], dict(max_new_tokens=3)
     draws = [
-        engine.add(prompt, seed=i, sampling=SamplingParams(temperature=1.0, top_k=4), **options) for i in range(1000)
+        engine.add(prompt, seed=i, sampling=SamplingParams(temperature=1.0, top_k=4), **options) for i in range(1500)
     ]
     finish(engine)
     assert engine.metrics.acceptance > 0.05
     firsts = np.bincount([request.generated[0] for request in draws], minlength=160)
     chi = freedom = 0
-    for first in np.flatnonzero(firsts > 130):
+    for first in np.flatnonzero(firsts > 200):
         ids = np.append(prompt, first)
         after = logits_after(compiled.module, ids)
         best = np.argsort(after)[-4:]
@@ -375,7 +375,7 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
 
 @pytest.mark.slow
 def test_drawn_tokens_are_the_same_by_every_road(model, golden):
-    """A stop in one row, prompts of unequal lengths; with 1 and 3 drafts in the loop on the device, and streamed."""
+    """A stop in one row, prompts of unequal lengths; with 1 to 3 drafts in the loop on the device, and streamed."""
     long, short = golden["greedy_prompt"].tolist()
     prompts, options = (
         [long, short[:5]],
@@ -384,7 +384,7 @@ def test_drawn_tokens_are_the_same_by_every_road(model, golden):
     free = generate(model, manager_of(model, K), prompts, **options)
     stop = next(token for token in free[0][5:] if token not in free[1])
     want = [free[0][: free[0].index(stop) + 1], free[1]]
-    for drafts in (1, K):
+    for drafts in range(1, 1 + K):
         assert generate(model, manager_of(model, K), prompts, drafts=drafts, stop_tokens=(stop,), **options) == want
     streamed = [[], []]
     for i, token in stream(model, manager_of(model, K), prompts, drafts=K, stop_tokens=(stop,), **options):

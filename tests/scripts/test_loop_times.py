@@ -7,7 +7,7 @@ from loop_times import main
 
 def test_times_and_reports(tmp_path, capsys):
     report = tmp_path / "report.json"
-    sizes = ["--calls", "1", "--passes", "2", "--report", str(report)]
+    sizes = ["--calls", "2", "--passes", "2", "--report", str(report)]
     main(["--names", "append", "indexer", "--only", "append_swa T=1", "topk", *sizes])
     found = json.loads(report.read_text())
     # One case whose calls update a state, and one whose calls have results.

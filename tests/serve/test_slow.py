@@ -29,14 +29,14 @@ def server(serve_again):
 def test_clients_come_and_go(server, bytes_model, make_manager, tokenizer):
     from server_load import Load, alone, count_wrong, drive
 
-    load = Load(requests=36, concurrency=16, prompt_tokens=(8, 100), new_tokens=(6, 50), seed=1)
+    load = Load(requests=60, concurrency=24, prompt_tokens=(8, 100), new_tokens=(6, 50), seed=1)
     got = asyncio.run(drive(server.connect, "tiny", load))
-    assert count_wrong(load, got["texts"], alone(bytes_model[0], make_manager(), tokenizer, load, 16)) == 0
-    assert 15 < len(got["first_token"]) == sum(request["leaves"] is None for request in load.make()) < 32
+    assert count_wrong(load, got["texts"], alone(bytes_model[0], make_manager(), tokenizer, load, 24)) == 0
+    assert 30 < len(got["first_token"]) == sum(request["leaves"] is None for request in load.make()) < 50
     while server.engine.unfinished:
         time.sleep(0.01)
     metrics, manager = server.engine.metrics, server.engine.engine.manager
-    assert metrics.failed == 0 and metrics.cancelled > 3 and metrics.waits > 0 and metrics.preemptions > 0
+    assert metrics.failed == 0 and metrics.cancelled > 5 and metrics.waits > 0 and metrics.preemptions > 0
     assert (manager.free_slots, manager.free_blocks) == (SLOTS, 14 - metrics.prefix.blocks)
 
 
@@ -121,7 +121,7 @@ def exchange(server, request):
 def test_mutated_requests_are_refused_with_a_message(server, monkeypatch):
     monkeypatch.setattr(app, "_BODY_SECONDS", 0.2)  # some bodies never end
     rng, statuses = np.random.default_rng(0), {}
-    for number in range(1000):
+    for number in range(2000):
         request = mutated(rng)
         status, body = exchange(server, request)
         statuses[status] = statuses.get(status, 0) + 1
@@ -129,7 +129,7 @@ def test_mutated_requests_are_refused_with_a_message(server, monkeypatch):
         assert b"Traceback" not in body and len(body) > 10, (number, request)
         if status != 200 and body != b"Invalid HTTP request received.":
             assert json.loads(body)["error"]["message"], (number, request)
-    assert statuses[400] > 500 and {404, 408, 413, 415} <= statuses.keys()
+    assert statuses[400] > 1000 and {404, 408, 413, 415} <= statuses.keys()
     answer = server.client.completions.create(model="tiny", prompt="In", max_tokens=3, seed=0)
     assert answer.usage.total_tokens >= 4
     assert server.engine.metrics.failed == 0
