@@ -13,7 +13,7 @@ def wrong_claims(folder: Path = ROOT / "benchmarks", card: Path | None = None) -
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     claims = _head_claims(files) | _peer_claims(files["peers_h200"]) | _sum_claims(files["h200_all_reduce"])
     claims |= _cache_claims(files["cache_cost"])
-    claims |= _draft_claims(files["drafts"], card) | _dspark_claims(files["drafts_dspark"])
+    claims |= _draft_claims(files["drafts"], card) | _same_tokens("DSpark's drafts", files["drafts_dspark"], 5)
     claims |= _serve_claims(files["serve"]) | _load_claims(files["serve_load"])
     return [claim for claim, holds in claims.items() if not holds]
 
@@ -77,21 +77,24 @@ def _cache_claims(run: dict[str, Any]) -> dict[str, bool]:
 
 def _draft_claims(run: dict[str, Any], card: Path | None) -> dict[str, bool]:
     text = (card or ROOT / "dsv4_jax" / "data" / "king_james" / "README.md").read_text()
-    claims = {}
-    for name in (f"{sampling}_{count}" for sampling in ("greedy", "temperature_1") for count in (1, 2, 3)):
+    claims = _same_tokens("drafts", run, 3)
+    for name in _draft_rows(3):
         row = run[name]
-        claims[f"drafts: {name} changes no token"] = row["tokens"] >= 10_000 and row["differing_tokens"] == 0
         claims[f"drafts: {name} accepts more than a third"] = min(row["acceptance"]) > 0.35
         claims[f"drafts: the model's card has {name}"] = f"{row['mean_accepted']:.2f}" in text
     return claims
 
 
-def _dspark_claims(run: dict[str, Any]) -> dict[str, bool]:
-    rows = {f"{sampling}_{k}": run[f"{sampling}_{k}"] for sampling in ("greedy", "temperature_1") for k in range(1, 6)}
+def _same_tokens(kind: str, run: dict[str, Any], most: int) -> dict[str, bool]:
+    """Claims that no number of drafts up to `most` changes one of 10,000 tokens."""
     return {
-        f"DSpark's drafts: {name} changes no token": row["tokens"] >= 10_000 and row["differing_tokens"] == 0
-        for name, row in rows.items()
+        f"{kind}: {name} changes no token": run[name]["tokens"] >= 10_000 and run[name]["differing_tokens"] == 0
+        for name in _draft_rows(most)
     }
+
+
+def _draft_rows(most: int) -> list[str]:
+    return [f"{sampling}_{count}" for sampling in ("greedy", "temperature_1") for count in range(1, 1 + most)]
 
 
 def _serve_claims(run: dict[str, Any]) -> dict[str, bool]:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import kjv
 import numpy as np
 import tyro
@@ -51,7 +52,8 @@ class DraftAcceptance:
         config = DSV4Config.from_hf(checkpoint, mtp=True)
         prompts, most = self._prompts(config), config.dspark.block_size if config.dspark else 3
         model = CompiledModel(load_checkpoint(checkpoint, config))
-        report: dict[str, Any] = dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
+        report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
+        report |= dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
         engine = Engine(
             model,
             self._manager(model, most),
