@@ -162,32 +162,33 @@ class Answer:
             for choice in self.choices:
                 yield choice, *choice.take(Update(choice.index, finish_reason="length"))
             return
-        deadline = self._start + self._service.options.request_seconds
-        metrics = self._service.metrics
-        while any(choice.finish_reason is None for choice in self.choices):
-            try:
-                update = await asyncio.wait_for(self._generation.next_update(), deadline - time.monotonic())
-            except TimeoutError:
-                seconds = f"{self._service.options.request_seconds:g} seconds"
-                raise APIError(504, f"the answer was not complete after {seconds}", code="timeout") from None
-            choice = self.choices[update.index]
-            if choice.finish_reason is not None:
-                continue
-            if update.finish_reason in ("error", "cancelled"):
-                raise _as_api_error(update.error)
-            if not self._limit:  # the request ran for its prompt only
-                update = dataclasses.replace(update, tokens=(), logprobs=(), top=None, finish_reason="length")
-            now = time.monotonic()
-            if choice.num_generated:
-                for _ in update.tokens:
-                    metrics.token_seconds.observe((now - choice.last_seconds) / len(update.tokens))
-            elif update.tokens:
-                metrics.first_token_seconds.observe(now - self._start)
-            choice.last_seconds = now
-            text, tokens = await run_off_loop(len(update.prompt_logprobs), choice.take, update)
-            if choice.finish_reason is not None and update.finish_reason is None:
-                self._generation.cancel(choice.index)
-            yield choice, text, tokens
+        limit, metrics = self._service.options.request_seconds, self._service.metrics
+        lift_limit = self._generation.expire_after(self._start + limit - time.monotonic())
+        try:
+            while any(choice.finish_reason is None for choice in self.choices):
+                update = await self._generation.next_update()
+                if update is None:
+                    raise APIError(504, f"the answer was not complete after {limit:g} seconds", code="timeout")
+                choice = self.choices[update.index]
+                if choice.finish_reason is not None:
+                    continue
+                if update.finish_reason in ("error", "cancelled"):
+                    raise _as_api_error(update.error)
+                if not self._limit:  # the request ran for its prompt only
+                    update = dataclasses.replace(update, tokens=(), logprobs=(), top=None, finish_reason="length")
+                now = time.monotonic()
+                if choice.num_generated:
+                    for _ in update.tokens:
+                        metrics.token_seconds.observe((now - choice.last_seconds) / len(update.tokens))
+                elif update.tokens:
+                    metrics.first_token_seconds.observe(now - self._start)
+                choice.last_seconds = now
+                text, tokens = await run_off_loop(len(update.prompt_logprobs), choice.take, update)
+                if choice.finish_reason is not None and update.finish_reason is None:
+                    self._generation.cancel(choice.index)
+                yield choice, text, tokens
+        finally:
+            lift_limit()
 
     def _check(self, ids: Sequence[int], name: str) -> np.ndarray:
         try:

@@ -1,6 +1,7 @@
 """An engine in its own thread, for callers in an event loop."""
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import logging
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from dsv4_jax.decode.sampling import TopLogprobs
@@ -48,6 +50,19 @@ class Update:
     finish_reason: Literal["stop", "length", "cancelled", "error"] | None = None
     error: Exception | None = None
 
+    def merged(self, later: "Update") -> "Update":
+        """Returns this update and the same request's next one as one."""
+        tops = [top for top in (self.top, later.top) if top is not None]
+        top = jax.tree.map(lambda *parts: np.concatenate(parts), *tops) if tops else None
+        return dataclasses.replace(
+            later,
+            tokens=[*self.tokens, *later.tokens],
+            logprobs=[*self.logprobs, *later.logprobs],
+            top=top,
+            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            prompt_top=later.prompt_top if self.prompt_top is None else self.prompt_top,
+        )
+
 
 class Generation:
     """Requests that were submitted together, and a queue of their updates."""
@@ -55,11 +70,40 @@ class Generation:
     def __init__(self, engine: "AsyncEngine", adds: Sequence[Callable[[], Request]], n: int):
         """Made by `AsyncEngine.submit`. `adds` has a function for each request that adds it to the engine."""
         self._engine, self._adds, self._n = engine, adds, n
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._updates: collections.deque[Update] = collections.deque()
+        self._has_news, self._is_expired = asyncio.Event(), False
 
-    async def next_update(self) -> Update:
-        """Waits for the next update of any request. The last update of a request has a `finish_reason`."""
-        return await self._updates.get()
+    def expire_after(self, seconds: float) -> Callable[[], None]:
+        """Limits the time of all updates, and returns a function that lifts the limit."""
+        # One timer for all updates: `asyncio.wait_for` would make one for each.
+        return asyncio.get_running_loop().call_later(seconds, self._expire).cancel
+
+    async def next_update(self) -> Update | None:
+        """Waits for the next update of any request. The last update of a request has a `finish_reason`.
+
+        Tokens that have come since the last call are one update, so that slow callers do not delay the engine. Returns
+        None once the time limit is over.
+        """
+        await self._has_news.wait()
+        if self._is_expired:
+            return None
+        update = self._updates.popleft()
+        if not self._updates:
+            self._has_news.clear()
+        return update
+
+    def _put(self, update: Update) -> None:
+        """Adds an update, or merges it with one of the same request that waits."""
+        self._has_news.set()
+        for i, earlier in enumerate(self._updates):
+            if earlier.index == update.index and update.finish_reason not in ("cancelled", "error"):
+                self._updates[i] = earlier.merged(update)
+                return
+        self._updates.append(update)
+
+    def _expire(self) -> None:
+        self._is_expired = True
+        self._has_news.set()
 
     def cancel(self, *indices: int) -> None:
         """Cancels some requests, by default all, and returns at once. Finished requests are unchanged."""
@@ -242,7 +286,7 @@ class AsyncEngine:
                 index,
                 tokens=output.tokens,
                 logprobs=request.logprobs_from(request.prompt_length + first),
-                top=request.top_logprobs[first:],
+                top=request.top_logprobs[first:] if request.params.top_logprobs else None,
                 prompt_logprobs=request.prompt_logprobs if not first else (),
                 prompt_top=request.prompt_top_logprobs if not first else None,
                 cached_tokens=request.cached_tokens,
@@ -265,4 +309,4 @@ class AsyncEngine:
         """Queues the updates; runs in the event loop."""
         for generation, update in updates:
             self.unfinished -= update.finish_reason is not None
-            generation._updates.put_nowait(update)
+            generation._put(update)

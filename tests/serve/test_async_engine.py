@@ -1,0 +1,58 @@
+"""Updates on their way from the engine's thread to answers."""
+
+import asyncio
+import unittest.mock
+
+import chex
+import numpy as np
+import pytest
+
+from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.serve.async_engine import Generation, Update
+
+
+def some_top(*ids):
+    return TopLogprobs(np.array(ids, np.int32)[:, None], -np.ones((len(ids), 1), np.float32))
+
+
+def generation():
+    return Generation(unittest.mock.Mock(), [unittest.mock.Mock()] * 2, 2)
+
+
+def test_tokens_that_wait_are_one_update():
+    async def take():
+        updates = generation()
+        updates._put(Update(0, [5], [-0.5], some_top(5), prompt_logprobs=[-1.0], prompt_top=some_top(1)))
+        updates._put(Update(1, [7], [-0.7]))
+        updates._put(Update(0, [6, 8], [-0.6, -0.8], some_top(6, 9), cached_tokens=3, finish_reason="length"))
+        return await updates.next_update(), await updates.next_update(), updates._has_news.is_set()
+
+    first, second, has_news = asyncio.run(take())
+    assert (first.tokens, first.logprobs, first.finish_reason) == ([5, 6, 8], [-0.5, -0.6, -0.8], "length")
+    assert (first.prompt_logprobs, first.cached_tokens, second.tokens) == ([-1.0], 3, [7])
+    chex.assert_trees_all_equal((first.top, first.prompt_top), (some_top(5, 6, 9), some_top(1)))
+    assert not has_news
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+def test_tokens_before_a_failure_come_first(reason):
+    async def take():
+        updates = generation()
+        updates._put(Update(0, [5], [-0.5]))
+        updates._put(Update(0, finish_reason=reason))
+        return await updates.next_update(), await updates.next_update()
+
+    first, last = asyncio.run(take())
+    assert (first.tokens, first.finish_reason, last.tokens, last.finish_reason) == ([5], None, (), reason)
+
+
+def test_the_time_limit_ends_the_wait():
+    async def take():
+        updates = generation()
+        lift = updates.expire_after(0.01)
+        lift()
+        lifted = await asyncio.wait_for(asyncio.sleep(0.05, updates._is_expired), 1)
+        updates.expire_after(0.01)
+        return lifted, await asyncio.wait_for(updates.next_update(), 5)
+
+    assert asyncio.run(take()) == (False, None)
