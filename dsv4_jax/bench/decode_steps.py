@@ -25,7 +25,7 @@ from dsv4_jax.checkpoint.random_weights import select_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.expert_pages import PROGRAM_BYTES, ExpertMemory
+from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import fuse_projections, shardings
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
@@ -301,7 +301,8 @@ def _expert_memory(config, kv_format, options):
         return ExpertMemory(options.expert_memory)
     batches, contexts = options.cases(config, "gpu")
     schema = CacheSchema(config, **_sizes(max(batches), max(contexts), kv_format, options))
-    return ExpertMemory(reserved_bytes=PROGRAM_BYTES + _cache_bytes(schema, None))
+    tokens = max(batches) * (1 + options.drafts)
+    return ExpertMemory(reserved_bytes=program_bytes(tokens) + _cache_bytes(schema, None))
 
 
 def _cache_bytes(schema, mesh):

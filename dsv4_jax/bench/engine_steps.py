@@ -20,7 +20,7 @@ from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import DeviceDrafter, Engine
-from dsv4_jax.expert_pages import PROGRAM_BYTES, ExpertMemory
+from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from dsv4_jax.host import KVCacheManager
 
 
@@ -51,8 +51,14 @@ class EngineOptions:
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that a measurement generates for a request."""
-        return (1 + self.drafts) * (2 * WARM_UP + 2 * self.steps) + 4 * LOOP_STEPS
+        """The most tokens that a measurement generates for a request, the first while others read their prompts."""
+        prompts = -(-max(self.requests) * self.context // self.token_budget)
+        return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + (WARM_UP + 3) * LOOP_STEPS
+
+    @property
+    def max_step_tokens(self) -> int:
+        """The number of tokens of the largest step."""
+        return max(self.token_budget, max(self.requests) * (1 + self.drafts))
 
     @property
     def max_context(self) -> int:
@@ -71,9 +77,10 @@ def run(config: DSV4Config, options: EngineOptions, report: dict[str, Any]) -> I
     """Measures prompts and then decode steps, prints and yields the results.
 
     A "prompt" row has the time until the first token of a prompt that runs alone. A "decode" row has the mean time of
-    `Engine.step` while all requests decode, that of a step of the on-device loop beside it, and the milliseconds a step
-    that the host spends in each function, callees included, under Python's profiler. What holds for all results is
-    added to the report. Raises ValueError if the sizes do not fit the model, the mesh or the GPU.
+    `Engine.step` while all requests decode, that of a step of the on-device loop beside it (without the engine's
+    bookkeeping), and the milliseconds a step that the host spends in each function, callees included, under Python's
+    profiler. What holds for all results is added to the report. Raises ValueError if the sizes do not fit the model,
+    the mesh or the GPU.
     """
     count = options.layers or config.num_hidden_layers
     if count > config.num_hidden_layers:
@@ -140,13 +147,15 @@ class _Case:
         return result | dict(host_milliseconds=host)
 
     def _loop_milliseconds(self):
-        """Measures a step of the on-device loop, for the same number of requests in the same cache."""
+        """Measures a step of the on-device loop alone, for the same number of requests in the same cache."""
         engine = self._engine(self.engine.cache, num_scheduler_steps=LOOP_STEPS)
         self._start(engine)
-        engine.step()  # compiles
-        seconds = _seconds(engine, 2)
-        engine.close()
-        return 1e3 * seconds / 2 / LOOP_STEPS
+        runner, cache, seconds = engine._runner, engine.cache, 0.0
+        for _ in range(2):  # the first compiles
+            begin = time.perf_counter()
+            _, cache = runner.run_steps(cache, dict.fromkeys(engine.running, LOOP_STEPS))
+            seconds = time.perf_counter() - begin
+        return 1e3 * seconds / LOOP_STEPS
 
     def _engine(self, cache=None, **config):
         drafts, budget = self.options.drafts, self.options.token_budget
@@ -198,7 +207,7 @@ def _expert_memory(config, options):
     if options.expert_memory != "auto":
         return ExpertMemory(options.expert_memory)
     schema = CacheSchema(config, **options.manager_options(max(options.requests)))
-    return ExpertMemory(reserved_bytes=PROGRAM_BYTES + schema.memory_bytes())
+    return ExpertMemory(reserved_bytes=program_bytes(options.max_step_tokens) + schema.memory_bytes())
 
 
 def choose_config(config: DSV4Config, name: str, report: dict[str, Any]) -> DSV4Config:

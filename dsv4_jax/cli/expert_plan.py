@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SKEWS = 0.0, 1.0
 TOKENS = 1, 8, 32
+STEP_TOKENS = 256  # of the largest step of `generate` and `serve` by default
 
 
 def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
 
     from dsv4_jax.bench.cases import tree_bytes
     from dsv4_jax.checkpoint.random_weights import as_released
-    from dsv4_jax.expert_pages import PROGRAM_BYTES, TokenCost
+    from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
     from dsv4_jax.nn import DeepseekV4ForCausalLM
     from dsv4_jax.nn.layers import ABSTRACT
@@ -41,14 +42,15 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     experts, expert = config.n_routed_experts, sum(math.prod(shape[1:]) for shape in first)
     each, codes = len(layers) * expert, len(layers) * experts * expert
     whole = tree_bytes(nnx.state(model))
-    room = memory - (whole - codes) - PROGRAM_BYTES - cache_bytes
+    programs = program_bytes(STEP_TOKENS)
+    room = memory - (whole - codes) - programs - cache_bytes
     room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
     on_device = min(experts, max(room, 0) // each)
-    taken = whole - codes + on_device * each + PROGRAM_BYTES
+    taken = whole - codes + on_device * each + programs
     if taken > memory:
         raise ValueError(
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(taken)}: weights, of which "
-            f"{readable_bytes(on_device * each)} experts, and {readable_bytes(PROGRAM_BYTES)} for programs"
+            f"{readable_bytes(on_device * each)} experts, and {readable_bytes(programs)} for programs"
         )
     unread = tree_bytes(nnx.state(model.mtp)) + tree_bytes(nnx.state(model.model.embed_tokens))
     other = whole - unread - sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in model.model.layers)

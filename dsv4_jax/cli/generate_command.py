@@ -113,7 +113,8 @@ class GenerateCommand(RandomModelOptions):
         manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
-        model = self.load_model(checkpoint, manager.schema, progress=progress)
+        step_tokens = max(self.chunk, self._answers * (1 + self.drafts))
+        model = self.load_model(checkpoint, manager.schema, step_tokens=step_tokens, progress=progress)
         device = jax.devices()[0].device_kind
         startup.notify(startup.compiling_for(device))
 

@@ -128,11 +128,13 @@ class ModelOptions:
         """The devices of --mesh; None for the default device."""
         return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
 
-    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "CompiledModel":
+    def load_model(
+        self, checkpoint: Path, schema: "CacheSchema", *, step_tokens: int = 8192, progress: bool = False
+    ) -> "CompiledModel":
         """Loads a checkpoint, and logs the tensors of a user's own one that are not used.
 
         Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere. With
-        --expert-memory auto, experts leave room for a cache of this schema.
+        --expert-memory auto, experts leave room for a cache of this schema, and for steps of `step_tokens` tokens.
         """
         import jax
         import jax.numpy as jnp
@@ -140,7 +142,7 @@ class ModelOptions:
         from dsv4_jax.checkpoint import load_checkpoint
         from dsv4_jax.decode import CompiledModel
 
-        experts = self._expert_memory(schema)
+        experts = self._expert_memory(schema, step_tokens)
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         if checkpoint != packaged_checkpoint():
             show_log()
@@ -148,16 +150,17 @@ class ModelOptions:
         options |= dict(dtype=jnp.dtype(self.dtype), weights="quantized" if stay else self.weights)
         return CompiledModel(load_checkpoint(checkpoint, schema.config, expert_memory=experts, **options), experts)
 
-    def _expert_memory(self, schema: "CacheSchema") -> "ExpertMemory | None":
+    def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
             return None
         import jax
 
-        from dsv4_jax.expert_pages import PROGRAM_BYTES, CudaMemory, ExpertMemory
+        from dsv4_jax.expert_pages import CudaMemory, ExpertMemory, program_bytes
 
         given: dict[str, Any] = dict(memory=CudaMemory(jax.devices()[0]), placement_file=self.expert_placement)
         if size == "auto":
-            return ExpertMemory(reserved_bytes=PROGRAM_BYTES + schema.memory_bytes(), **given)
+            reserved_bytes = program_bytes(step_tokens) + schema.memory_bytes()
+            return ExpertMemory(reserved_bytes=reserved_bytes, **given)
         return ExpertMemory(size, **given)
 
     def cache_options(self, config: "DSV4Config") -> dict[str, Any]:
@@ -230,17 +233,19 @@ class RandomModelOptions(ModelOptions):
         folder = packaged_checkpoint().parent / "none" if self.random_weights in PRESETS else Path()
         return folder / self.random_weights, config
 
-    def load_model(self, checkpoint: Path, schema: "CacheSchema", *, progress: bool = False) -> "CompiledModel":
+    def load_model(
+        self, checkpoint: Path, schema: "CacheSchema", *, step_tokens: int = 8192, progress: bool = False
+    ) -> "CompiledModel":
         """Loads the model, or makes one with random weights, as `open_model` was told."""
         if self.random_weights is None:
-            return super().load_model(checkpoint, schema, progress=progress)
+            return super().load_model(checkpoint, schema, step_tokens=step_tokens, progress=progress)
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint.random_weights import random_model
         from dsv4_jax.decode import CompiledModel
 
         show_log()
-        experts = self._expert_memory(schema)
+        experts = self._expert_memory(schema, step_tokens)
         options: dict[str, Any] = dict(expert_parallel=self.expert_parallel, expert_memory=experts, skew=self.skew)
         return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
 

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager, PrefixCache
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
+# The thread that sends events hands Python's lock over after this time. With Python's default, 5 ms, the GPU waits.
+_SWITCH_SECONDS = 5e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ class ServeCommand(RandomModelOptions):
     context: Annotated[int | None, optional("TOKENS")] = None
     memory: Annotated[str | None, optional("SIZE")] = None
     token_budget: Annotated[int | None, optional("TOKENS")] = None
-    drafts: int = 2
+    drafts: int = 0
     drafter: Literal["prompt", "model"] = "prompt"
     min_confidence: options.MinConfidence = 0.0
     num_scheduler_steps: int = 1
@@ -110,6 +113,7 @@ class ServeCommand(RandomModelOptions):
         context = self._check_model(config)
         folder = checkpoint.parent if checkpoint.is_file() else checkpoint
         name = self.model_name or folder.resolve().name
+        sys.setswitchinterval(_SWITCH_SECONDS)
         with _listen(self.host, self.port) as listener:
             from dsv4_jax.checkpoint import read_tokenizer
             from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
@@ -198,7 +202,7 @@ class ServeCommand(RandomModelOptions):
             drafter = DeviceDrafter.of(config, self.min_confidence)
             drafter.options(manager.schema, self.drafts)  # before the weights are read
         return Engine(
-            self.load_model(checkpoint, manager.schema),
+            self.load_model(checkpoint, manager.schema, step_tokens=self._step_tokens),
             manager,
             token_budget=self._step_tokens,
             drafter=drafter if self.drafts else None,

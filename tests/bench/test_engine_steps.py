@@ -34,7 +34,7 @@ def test_experts_leave_room_for_the_largest_cache():
         EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto"),
     )
     reserved = engine_steps._expert_memory(config, options).reserved_bytes
-    assert reserved > engine_steps.PROGRAM_BYTES + 8 * 512
+    assert reserved > engine_steps.program_bytes(options.token_budget) + 8 * 512
 
 
 def test_experts_in_host_memory(monkeypatch):

@@ -26,7 +26,7 @@ from tests.paths import DATA
         (["--api-key", ""], "the API key must be one or more printable ASCII characters without spaces"),
         (["--port", "70000"], "--port 70000 must be from 0 to 65535"),
         (["--drafts", "-1"], "--drafts -1 must be at least 0"),
-        (["--num-scheduler-steps", "4"], "--num-scheduler-steps 4 needs --drafts 0, and no --batch-invariant"),
+        (["--num-scheduler-steps", "4", "--drafts", "2"], "--num-scheduler-steps 4 needs --drafts 0, and no"),
         (["--mesh", "2"], "mesh '2' must be AXIS=DEVICES"),
         (["--mesh", "model=4"], "model=4 does not divide o_groups=2, vocab_size=258"),
         (["--mesh", "data=2", "--max-requests", "3"], "mesh axis data=2 does not divide --max-requests 3"),
@@ -59,7 +59,7 @@ def test_mistakes_are_told_at_once():
         "--checkpoint nowhere": "cannot read the configuration nowhere",
         "--drafts -1": "--drafts -1 must be at least 0",
         "--max-requests 0": "--max-requests 0 must be at least 1",
-        "--num-scheduler-steps 4": "needs --drafts 0",
+        "--num-scheduler-steps 4 --drafts 2": "needs --drafts 0",
         "--drafter model --drafts 0": "--drafter model needs --drafts of at least 1",
         "--min-confidence 0.5": "--min-confidence 0.5 needs drafts of a model with DSpark's layers",
         "--min-confidence 2": "--min-confidence 2.0 must be from 0 to 1",
@@ -107,7 +107,7 @@ def test_batch_invariant_decode_steps_are_no_larger_than_others():
 def test_the_models_own_layers_draft(monkeypatch, untyped):
     made: dict[str, Any] = {}
     monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
-    monkeypatch.setattr(ServeCommand, "load_model", lambda *_: None)
+    monkeypatch.setattr(ServeCommand, "load_model", lambda *_, **options: None)
     folder, model = DATA / "official_dspark", dict(cache_format="plain", drafter="model", min_confidence=0.5)
     config = DSV4Config.from_hf(folder, mtp=True)
     ServeCommand(**model, drafts=5)._engine(folder, config, 64, "")
@@ -120,7 +120,7 @@ def test_the_models_own_layers_draft(monkeypatch, untyped):
 def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
     made: dict[str, Any] = {}
     monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
-    monkeypatch.setattr(ServeCommand, "load_model", lambda *_: None)
+    monkeypatch.setattr(ServeCommand, "load_model", lambda *_, **options: None)
     folder, model = DATA / "official_dspark", dict(cache_format="plain", prefix_dir=tmp_path / "a")
     config = DSV4Config.from_hf(folder)
     ServeCommand(**model)._engine(folder, config, 64, "")
