@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,18 +16,28 @@ import tyro
 
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.checkpoint.save import release_tensors, write_release
+from dsv4_jax.cli.options import expert_bytes
 from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader
 
 
-def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int = 2, report: Path | None = None) -> None:
+def load_rate(
+    folder: Path,
+    layers: int = 3,
+    mesh: str = "model=1",
+    expert_memory: str | None = None,
+    times: int = 2,
+    report: Path | None = None,
+) -> None:
     """Writes the first layers of V4-Flash, embedding and head with random values to a folder, and loads them.
 
     Args:
       folder: folder for the files, removed afterwards; in /dev/shm their pages are in memory.
       layers: number of layers, 3.6 GB each; all 43 are 156 GB.
       mesh: devices to shard the model over.
+      expert_memory: how much of one GPU the experts may take, such as 10GB; the others lie in host memory.
       times: number of times that it is loaded.
       report: JSON file to write the numbers to.
     """
@@ -39,21 +50,27 @@ def load_rate(folder: Path, layers: int = 3, mesh: str = "model=1", times: int =
     try:
         write_release(config, folder, random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
+        experts = expert_bytes(expert_memory, None)  # before JAX starts
         devices, loads = make_mesh(parse_mesh(mesh)), []
         for _ in range(times):
             start = time.perf_counter()
             with PeakMemory() as memory:
-                model = load_checkpoint(folder, config, weights="quantized", mesh=devices)
+                where: dict[str, Any] = dict(mesh=devices)
+                if experts is not None:
+                    where = dict(expert_memory=ExpertMemory(None if experts == "auto" else experts))
+                model = load_checkpoint(folder, config, weights="quantized", **where)
+                jax.block_until_ready(model)
             seconds = time.perf_counter() - start
             loads.append(dict(seconds=seconds, rate=size / seconds, host_bytes=memory.peak))
             print(
-                f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / 1e9 / seconds:.2f} GB/s onto {mesh}, "
-                f"with {memory.peak / 1e9:.2f} GB of host memory beside the files' pages",
+                f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / 1e9 / seconds:.2f} GB/s "
+                f"onto {expert_memory or mesh}, with {memory.peak / 1e9:.2f} GB of host memory beside the files' pages",
                 flush=True,
             )
             jax.tree.map(lambda x: x.delete(), model)
         if report is not None:
             found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, mesh=mesh, bytes=size, loads=loads)
+            found |= dict(expert_memory=expert_memory) if expert_memory else {}
             report.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
