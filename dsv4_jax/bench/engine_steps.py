@@ -27,7 +27,7 @@ from dsv4_jax.host import KVCacheManager
 WARM_UP = 4  # steps before the first measured one
 LOOP_STEPS = 16
 HOST_SHARE = 0.01  # functions of the host that take less than this share of a step are not reported
-_ROOMS = "engine", "host", "decode"  # whose functions are reported
+_ROOMS = "engine", "host", "decode", "expert_pages"  # whose functions are reported
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

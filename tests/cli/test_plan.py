@@ -188,5 +188,5 @@ def test_experts_in_host_memory(run, refused):
     assert "leave out --weights and --mesh" in refused(*given, "--expert-memory", "auto", "--weights", "1GB")
     assert "is too little for" in refused(*given, "--expert-memory", "80GB")
     assert "is too little for" in refused(
-        "plan", "--config", "v4_flash", "--memory", "20GB", *given[5:], "--expert-memory", "auto"
+        "plan", "--config", "v4_flash", "--memory", "15GB", *given[5:], "--expert-memory", "auto"
     )
