@@ -26,7 +26,10 @@ from tests.paths import DATA
         (["--api-key", ""], "the API key must be one or more printable ASCII characters without spaces"),
         (["--port", "70000"], "--port 70000 must be from 0 to 65535"),
         (["--drafts", "-1"], "--drafts -1 must be at least 0"),
-        (["--num-scheduler-steps", "4", "--drafts", "2"], "--num-scheduler-steps 4 needs --drafts 0, and no"),
+        (
+            ["--num-scheduler-steps", "4", "--drafts", "2"],
+            "--num-scheduler-steps 4 needs --drafts 0, and no --batch-invariant",
+        ),
         (["--mesh", "2"], "mesh '2' must be AXIS=DEVICES"),
         (["--mesh", "model=4"], "model=4 does not divide o_groups=2, vocab_size=258"),
         (["--mesh", "data=2", "--max-requests", "3"], "mesh axis data=2 does not divide --max-requests 3"),
