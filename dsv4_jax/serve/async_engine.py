@@ -4,6 +4,7 @@ import asyncio
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -18,6 +19,9 @@ from dsv4_jax.engine import Engine, Request
 
 
 _log = logging.getLogger("dsv4_jax.serve")
+# Sending an event takes 0.1 ms of Python's lock, of which the engine needs half of a short step. So at most 4 events are
+# sent in a millisecond, and tokens that come meanwhile are sent together: with 32 fast streams, those of 8 ms.
+_EVENTS_AT_ONCE, _SECONDS_PER_EVENT = 4, 2.5e-4
 
 
 class QueueFullError(RuntimeError):
@@ -138,6 +142,10 @@ class AsyncEngine:
         self._followers: dict[tuple[Generation, int], list[int]] = {}
         self._updates: list[tuple[Generation, Update]] = []
         self._stopping = False
+        # The event loop's: updates of each request that wait, and the timer that hands the first ones over.
+        self._delivered: dict[tuple[Generation, int], list[Update]] = {}
+        self._next_handover = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
 
     @property
@@ -303,10 +311,24 @@ class AsyncEngine:
     def _deliver(self):
         updates, self._updates = self._updates, []
         if updates and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hand_over, updates)
+            self._loop.call_soon_threadsafe(self._schedule_handover, updates)
 
-    def _hand_over(self, updates):
-        """Queues the updates; runs in the event loop."""
+    # --- The methods below run in the event loop's thread. ---
+
+    def _schedule_handover(self, updates):
+        """Keeps updates until it is their turn."""
         for generation, update in updates:
-            self.unfinished -= update.finish_reason is not None
-            generation._put(update)
+            self._delivered.setdefault((generation, update.index), []).append(update)
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._next_handover, self._hand_over)
+
+    def _hand_over(self):
+        """Queues all updates of the requests that have waited for longest."""
+        requests = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
+        for request in requests:
+            for update in self._delivered.pop(request):
+                self.unfinished -= update.finish_reason is not None
+                request[0]._put(update)
+        # Timers are up to a millisecond late, which the next one makes up for.
+        self._next_handover = max(self._next_handover + len(requests) * _SECONDS_PER_EVENT, self._loop.time())
+        self._timer = self._loop.call_at(self._next_handover, self._hand_over) if self._delivered else None

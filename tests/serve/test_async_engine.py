@@ -1,6 +1,7 @@
 """Updates on their way from the engine's thread to answers."""
 
 import asyncio
+import time
 import unittest.mock
 
 import chex
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.engine import Engine
+from dsv4_jax.serve import AsyncEngine, async_engine
 from dsv4_jax.serve.async_engine import Generation, Update
 
 
@@ -57,3 +60,27 @@ def test_the_time_limit_ends_the_wait():
         return was_expired, await asyncio.wait_for(updates.next_update(), 5)
 
     assert asyncio.run(take()) == (False, None)
+
+
+def test_fast_streams_get_several_tokens_in_an_event(monkeypatch):
+    monkeypatch.setattr(async_engine, "_SECONDS_PER_EVENT", 0.02)
+
+    async def take():
+        engine = unittest.mock.MagicMock(spec=Engine, manager=unittest.mock.MagicMock(), metrics=None)
+        engine.manager.schema.max_requests = 10
+        engine = AsyncEngine(engine, max_waiting=0)
+        engine._loop, engine.unfinished, updates = asyncio.get_running_loop(), 10, generation()
+        # Of ten requests, the first eight get their token at once after a pause, and the others with the next one.
+        engine._schedule_handover([(updates, Update(i, [i], [-0.5])) for i in range(10)])
+        found, begin = [await updates.next_update() for _ in range(8)], time.monotonic()
+        last = [(updates, Update(i, [11], [-0.7], finish_reason="stop")) for i in range(10)]
+        engine._schedule_handover(last[8:])
+        found += [await updates.next_update() for _ in range(2)]
+        seconds, unfinished = time.monotonic() - begin, engine.unfinished
+        engine._schedule_handover(last[:8])
+        return [*found, *[await updates.next_update() for _ in range(8)]], seconds, unfinished, engine.unfinished
+
+    found, seconds, *unfinished = asyncio.run(take())
+    assert [update.tokens for update in found] == [*([i] for i in range(8)), [8, 11], [9, 11], *[[11]] * 8]
+    assert [update.finish_reason for update in found] == [None] * 8 + ["stop"] * 10
+    assert 0.05 < seconds < 5 and unfinished == [8, 0]
