@@ -15,7 +15,7 @@ import tyro
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, SamplingParams
-from dsv4_jax.engine import Engine, PromptLookup, Request
+from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup, Request
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
@@ -100,7 +100,9 @@ def compare(left: list[tuple[str, list[int]]], right: list[tuple[str, list[int]]
 def main(
     tokens: int = 100_000, slots: int = 16, batch_invariant: bool = True, seed: int = 0, out: Path | None = None
 ) -> None:
-    """Serves the same requests three times with the packaged model: with overlap, without it, and with drafts.
+    """Serves the same requests with the packaged model: with overlap, without it, and with drafts of host and device.
+
+    Drafts of the device overlap, too.
 
     Args:
       tokens: number of new tokens, about.
@@ -109,11 +111,13 @@ def main(
       seed: seed of the requests.
       out: also write the report to this file.
     """
-    config, model = read_config(packaged_checkpoint()), CompiledModel(load_checkpoint(packaged_checkpoint()))
+    config = read_config(packaged_checkpoint(), mtp=True)
+    model = CompiledModel(load_checkpoint(packaged_checkpoint(), config))
     load = Load(seed, (4, 300), (1, 160), config.vocab_size).make(tokens, TEXT.read_bytes())
     results: dict[str, Any] = {}
     report: dict[str, Any] = dict(batch_invariant=batch_invariant, slots=slots)
     engines: dict[str, Any] = dict(overlap={}, waits=dict(overlap=False), drafts=dict(drafter=PromptLookup()))
+    engines |= {"drafts of the device": dict(drafter=MTPDrafter())}
     # The same number of tokens with drafts and without: programs of other sizes differ in the last bits of sums.
     budget = dict(token_budget=3 * slots + 32, batch_invariant=batch_invariant)
     for name, options in engines.items():
@@ -131,8 +135,9 @@ def main(
         rich.print(name, report[name])
     report["overlap and waits"] = compare(results["overlap"], results["waits"])
     plain = {f"request {i}" for i, params in enumerate(load) if "cancel" not in params}
-    one, other = ([row for row in results[name] if row[0] in plain] for name in ("overlap", "drafts"))
-    report["overlap and drafts"] = compare(one, other)
+    for drafts in list(engines)[2:]:
+        one, other = ([row for row in results[name] if row[0] in plain] for name in ("overlap", drafts))
+        report[f"overlap and {drafts}"] = compare(one, other)
     rich.print(report)
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n")

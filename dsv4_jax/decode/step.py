@@ -86,17 +86,20 @@ class StepOutput:
       top_logprobs: TopLogprobs [n, k] in the places of `tokens`; None if not asked for.
       draft_tokens: [slots, drafts] int32, drafts of the next tokens, then -1, undefined for slots that drew no token;
         None without drafts on the device.
+      last_tokens: [slots] int32, the token drawn after the last accepted one, undefined for slots that drew none; None
+        without drafts on the device.
     """
 
     tokens: Any
     logprobs: Any
     top_logprobs: TopLogprobs | None = None
     draft_tokens: Any = None
+    last_tokens: Any = None
 
     def __getitem__(self, rows: slice) -> "StepOutput":
-        """Returns the output of some rows; `draft_tokens` stays that of all slots."""
+        """Returns the output of some rows; `draft_tokens` and `last_tokens` stay those of all slots."""
         top = None if self.top_logprobs is None else self.top_logprobs[rows]
-        return StepOutput(self.tokens[rows], self.logprobs[rows], top, self.draft_tokens)
+        return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
 
 @jax.tree_util.register_dataclass
@@ -105,17 +108,28 @@ class EarlierTokens:
     """Tokens that an earlier step drew and this step runs, without a visit to the host.
 
     Attributes:
-      tokens: [m] int32, `StepOutput.tokens` of the earlier step.
+      tokens: [m] int32, `StepOutput.tokens` of the earlier step. If that made K drafts: the pair of its `last_tokens`
+        and `draft_tokens`, which count as [slots * (1 + K)] with the drafts of a slot behind its token.
       indices: [T] int32, the entry of `tokens` that takes the place of each token of the batch; -1 = none.
     """
 
     tokens: Any
     indices: Any
 
-    def fill(self, batch: Batch) -> Batch:
-        """Returns the batch with these tokens in their places."""
-        drawn = self.tokens[jnp.maximum(self.indices, 0)]
-        return dataclasses.replace(batch, token_ids=jnp.where(self.indices >= 0, drawn, batch.token_ids))
+    def fill(self, batch: Batch, lengths: Int[Array, "slots"]) -> Batch:
+        """Returns the batch with these tokens in their places, which depend on how many drafts were accepted.
+
+        `lengths` are those of the cache before the step.
+        """
+        tokens, positions, is_earlier = self.tokens, batch.positions, self.indices >= 0
+        if isinstance(tokens, tuple):
+            last, drafts = tokens
+            tokens = jnp.concatenate([last[:, None], drafts], axis=1)
+            begin = lengths[jnp.maximum(batch.slots, 0)]
+            positions = jnp.where(is_earlier, begin + self.indices % tokens.shape[1], positions)
+        drawn = tokens.reshape(-1)[jnp.maximum(self.indices, 0)]
+        ids = jnp.where(is_earlier, drawn, batch.token_ids)
+        return dataclasses.replace(batch, token_ids=ids, positions=positions)
 
 
 @compiled_step
@@ -137,7 +151,7 @@ def logits_step(
     Raises:
       RuntimeError, ValueError: as for `decode_step`.
     """
-    hidden, cache = run_model(model, cache, batch if earlier is None else earlier.fill(batch))
+    hidden, cache = run_model(model, cache, batch if earlier is None else earlier.fill(batch, cache.lengths))
     return model.logits(hidden[jnp.maximum(logits_indices, 0)]), cache
 
 
@@ -198,7 +212,7 @@ def sample_tokens(
     drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
     """Does what `sample_step` does, inside a traced function."""
-    batch = batch if earlier is None else earlier.fill(batch)
+    batch = batch if earlier is None else earlier.fill(batch, cache.lengths)
     num_slots = cache.lengths.shape[0]
     indices = last_token_indices(batch, num_slots) if logits_indices is None else logits_indices
     seeds = jnp.zeros((num_slots,), jnp.uint32) if seeds is None else seeds
@@ -219,7 +233,7 @@ def sample_tokens(
     row = jnp.maximum(last, 0)
     last_tokens = one_token_batch(tokens[row], jnp.where(last >= 0, batch.positions[at[row]], -1))
     draft_tokens, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, drafts=options)
-    return dataclasses.replace(output, draft_tokens=draft_tokens), cache
+    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens[row]), cache
 
 
 def draw_tokens(

@@ -38,8 +38,9 @@ class Engine(Summarized):
     where it fits, to the one with its longest prefix, or else to the one with the most free slots.
 
     While a step's tokens are on their way to the host, the next step runs already (`EngineConfig.overlap`). It takes
-    the newest tokens from the device. Requests that end by their length are not in it; one that turns out to have ended
-    by a stop token has run one token in vain. A step that has to preempt a request waits, since it needs the tokens.
+    the newest tokens, and drafts that the device made, from the device. Requests that end by their length are not in
+    it; one that turns out to have ended by a stop token has run one token in vain. A step that has to preempt a request
+    waits, since it needs the tokens, and so does one with drafts under a grammar.
 
     If a step raises, the engine stays usable: the requests that ran are queued again and continue from the tokens they
     have. Not thread-safe.
@@ -298,9 +299,9 @@ class Engine(Summarized):
             if launched is not None:
                 if self.config.overlap:
                     self._launched = self._launch_ahead(launched, decode)
-                self._read(launched)
+                self._read(launched, self._launched)
                 if self._launched is not None:
-                    self._launched = self._runner.draw(self._launched)
+                    self._launched = self._runner.draw(self._launched).with_known_tokens()
         self._metrics.count_use(self.manager)
         if self._experts is not None:
             self._experts.between_steps(scheduler.cache.expert_counts)
@@ -335,6 +336,8 @@ class Engine(Summarized):
         """Launches the step behind one that is not read. Returns None if there is none, or if it has to wait."""
         scheduler = self._scheduler
         scheduler.current = launched.schedule.requests
+        if self.config.draft_tokens and any(request.matcher is not None for request in scheduler.running):
+            return None  # the masks depend on the drafts
         scheduler.take_snapshots(launched)
         scheduler.admit()
         try:
@@ -343,13 +346,14 @@ class Engine(Summarized):
             return None
         return self._launch(schedule, launched) if schedule.requests else None
 
-    def _read(self, launched: LaunchedStep) -> None:
-        """Waits for a step's output and gives each request its tokens."""
+    def _read(self, launched: LaunchedStep, follower: LaunchedStep | None) -> None:
+        """Waits for a step's output and gives each request its tokens. The `follower` was launched meanwhile."""
         scheduler, scheduler.current = self._scheduler, launched.schedule.requests
         output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill
-        update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots)
+        ahead = None if follower is None else follower.schedule
+        update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots, ahead)
 
     def _execute_steps(self, counts: dict[Request, int]) -> bool:
         """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""

@@ -25,8 +25,9 @@ class EngineConfig:
       num_scheduler_steps: number of decode steps that a call of `step` runs on the device without the host, while all
         requests decode and none waits. Their tokens come together. Excludes drafts and `batch_invariant`.
       overlap: whether a call of `step` launches the next step before it reads the tokens of its own, so that the device
-        does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter, since the
-        positions of a step depend on the drafts that the step before accepted, and with `num_scheduler_steps` above 1.
+        does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter on the host, which
+        needs the tokens; with `min_confidence`, by which the number of drafts varies; and with `num_scheduler_steps`
+        above 1.
       structured_output: whether `warm_up` also compiles the programs of steps with grammars. If not, the first step
         that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
     """
@@ -67,7 +68,8 @@ class EngineConfig:
         steps, batch_invariant = check_whole("num_scheduler_steps", self.num_scheduler_steps, 1), self.batch_invariant
         if steps > 1 and (drafter is not None or batch_invariant):
             raise ValueError(f"num_scheduler_steps={steps} must be 1 with a drafter, or {batch_invariant=}")
-        return dataclasses.replace(config, overlap=self.overlap and drafter is None and steps == 1)
+        is_ready = drafter is None or (isinstance(drafter, DeviceDrafter) and not drafter.min_confidence)
+        return dataclasses.replace(config, overlap=self.overlap and is_ready and steps == 1)
 
     def decode_size(self, slots: int) -> int:
         """Returns the number of tokens of a decode step of `slots` requests: their last tokens and drafts."""

@@ -39,7 +39,9 @@ class StepRunner:
         self._model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations
-        none = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
+        slots, count = manager.schema.max_requests, device_drafts.count
+        rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
+        none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.requests.put(none, "tokens")
         self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
 
@@ -53,17 +55,18 @@ class StepRunner:
     ) -> tuple[LaunchedStep, KVCache]:
         """Prepares a batch and launches its step, without waiting for it; the cache is donated.
 
-        A `source` of the schedule is a row of the step `after`. With `overlap`, `draw` draws the tokens of a step with
-        grammars later: the masks depend on the tokens of the step `after`, which the host has not read.
+        A `source` of the schedule is a token of the step `after`. With `overlap`, `draw` draws the tokens of a step
+        with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
+        drafts of the device it does not, since no step with grammars is launched ahead then.
         """
         config, table, numbers = self._config, self._manager.requests, schedule.numbers
         slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
         sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
         layout = find_layout(table, slots, counts, *sizes)
         batch = prepare_forward(table, slots, counts, np.concatenate(schedule.tokens), layout)
-        fields = slots, num_rows, layout.first + counts - num_rows, numbers["source"], layout.first
+        fields = slots, num_rows, layout.first + counts - num_rows, numbers["source"], layout.first, counts
         shard_sizes = table.slots_per_shard, table.num_shards, len(batch.slots), self.decode_size
-        first_rows, logits_indices, sources = _output_rows(*(field.tobytes() for field in fields), *shard_sizes)
+        first_rows, logits_indices, sources = _output_rows(tuple(x.tobytes() for x in fields), *shard_sizes)
         arrays = dict(logits_indices=logits_indices, sources=sources) | self._sampling(schedule.requests)
         if config.max_logprobs:
             arrays |= self._logprob_arrays(schedule, first_rows)
@@ -75,7 +78,7 @@ class StepRunner:
         launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
         wants_top = bool(arrays.get("wants_top", False))
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
-        if has_grammars and config.overlap:
+        if has_grammars and config.overlap and not self._device_drafts.count:
             logits, cache = self._model.logits_step(cache, batch, rows, earlier)
             draw = functools.partial(self._draw, logits, batch, rows, *drawing)
             return dataclasses.replace(launched, draw=draw, wants_top=wants_top), cache
@@ -99,7 +102,8 @@ class StepRunner:
 
     def _with_output(self, launched, output, wants_top):
         """Returns the step with its output, which begins its way to the host."""
-        tokens = output.tokens
+        tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
+        output = dataclasses.replace(output, last_tokens=None)
         if not wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
         return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
@@ -190,24 +194,23 @@ class StepRunner:
 
 
 @functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
-def _output_rows(slots, num_rows, first_tokens, sources, first, slots_per_shard, num_shards, num_tokens, decode_size):
+def _output_rows(fields, slots_per_shard, num_shards, num_tokens, decode_size):
     """Places the rows of a step's output.
 
     Args:
-      slots, num_rows: [n] the slot and the number of rows of each request.
-      first_tokens: [n] index of the token that its first row follows.
-      sources, first: [n] the row of the step before that has its first token, or -1, and the index of that token.
+      fields: bytes of integers [n] for each request: its slot, its number of rows, the index of the token that its
+        first row follows, the index of its first token among those of the step before (or -1) and in the batch, and its
+        number of tokens.
       slots_per_shard, num_shards, num_tokens, decode_size: slots, shards, tokens in all, and rows of a shard.
 
     Returns:
       ([n] the first row of each request, `logits_indices`, `EarlierTokens.indices`).
     """
-    fields = (np.frombuffer(field, int) for field in (slots, num_rows, first_tokens, sources, first))
-    slots, num_rows, first_tokens, sources, first = fields
+    slots, num_rows, first_tokens, sources, first, counts = (np.frombuffer(field, int) for field in fields)
     first_rows = first_indices(slots // slots_per_shard, num_rows, num_shards, decode_size)
     logits_indices, earlier = (np.full((n,), -1, np.int32) for n in (num_shards * decode_size, num_tokens))
-    # Indices of tokens and of rows of output are those within their shard.
+    # Indices of tokens, in the batch and among those of the step before, are those within their shard.
     logits_indices[indices(first_rows, num_rows)] = indices(first_tokens, num_rows) % (num_tokens // num_shards)
     drawn = sources >= 0
-    earlier[first[drawn]] = sources[drawn] % decode_size
+    earlier[indices(first[drawn], counts[drawn])] = indices(sources[drawn] % decode_size, counts[drawn])
     return first_rows, logits_indices, earlier

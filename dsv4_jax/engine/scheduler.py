@@ -68,10 +68,12 @@ class Scheduler:
         """Queues copies of a request. Those for which there is room run at once.
 
         Full blocks are shared. The bytes of children without room wait in host memory, as after preemption. If a step
-        that was launched already runs the request's last token, the children run it again, to draw with their seeds.
+        that was launched already runs the request's last token, the children run it again, to draw with their seeds. If
+        it also runs drafts, they read all tokens again: it may have overwritten what the last one needs.
         """
         offloaded, slots, slot = request.offloaded, [], request.slot
-        if slot >= 0 and (length := min(self.manager.length(slot), len(request.tokens) - 1)):
+        length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
+        if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
             table = self.manager.requests
             room = min(len(children), len(table.free_slots(table.shard(slot))))
             if room < len(children):
@@ -170,13 +172,18 @@ class Scheduler:
         slots = np.array([request.slot for request in running], int)
         known = np.array([request.num_tokens for request in running], int)
         most = np.array([request.max_tokens for request in running], int)
-        sources = (np.full((num_slots,), -1) if in_flight is None else in_flight.newest_tokens(num_slots))[slots]
-        known = known + (sources >= 0)
+        sources, drawn = np.full((num_slots,), -1), np.zeros((num_slots,), int)
+        if in_flight is not None:
+            sources, drawn = in_flight.newest_tokens(num_slots, self.config.draft_tokens or 0)
+        sources, drawn = sources[slots], drawn[slots]
+        # The most drafts that may be needed; those behind the end of a request are not counted as accepted.
+        least, known = known + (sources >= 0), known + drawn
+        room = np.minimum(most - least - 1, self.manager.schema.max_context - known)
         unread = known - table.states.numbers["length"][slots]
         decodes = (unread == 1) & (known < most) & decode
         requests = [*itertools.compress(running, decodes.tolist())]
         fields = dict(slot=slots[decodes], start=known[decodes] - 1, source=sources[decodes])
-        schedule = self._schedule_decode(requests, fields, in_flight is not None)
+        schedule = self._schedule_decode(requests, fields, room[decodes], in_flight is not None)
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
             schedule += self._schedule_prefill(readers, schedule, decode)
@@ -248,23 +255,25 @@ class Scheduler:
             slot = self.manager.admit(request.tokens, **room)
         return slot
 
-    def _schedule_decode(self, requests, fields, is_in_flight):
+    def _schedule_decode(self, requests, fields, room, is_in_flight):
         """Schedules the last tokens of requests with their drafts.
 
         `fields` are those of `Schedule` that are known; the step before, which has the tokens of a `source`, may not
-        have been read. Raises CacheFullError if blocks are missing while such a step is in flight.
+        have been read. A request takes up to `room` drafts. Raises CacheFullError if blocks are missing while such a
+        step is in flight.
         """
         slots, sources, counts = fields["slot"], fields["source"], np.ones((len(requests),), int)
-        drafts = [self._draft(request) for request in requests] if self.config.draft_tokens else []
-        if drafts:
-            counts += [len(ids) for ids in drafts]
+        drafts = []
+        if self.config.draft_tokens:
+            drafts = [self._draft(*args) for args in zip(requests, room.tolist(), (sources >= 0).tolist(), strict=True)]
+            counts += np.array([len(ids) for ids in drafts], int)
         for i in np.flatnonzero(self.manager.requests.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
         tokens, is_prefill = [UNKNOWN] * len(requests), sources < 0
         for i in np.flatnonzero(is_prefill).tolist():
             tokens[i], is_prefill[i] = requests[i].tokens[-1:], not requests[i].num_generated
-            if counts[i] > 1:
-                tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
+        for i in np.flatnonzero(counts > 1).tolist():
+            tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
         fields |= dict(num_tokens=counts, num_drafts=counts - 1, is_prefill=is_prefill)
         schedule = Schedule.of(requests, tokens, **fields)
         # Others were preempted meanwhile, or their drafters failed.
@@ -287,11 +296,11 @@ class Scheduler:
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return 0
 
-    def _draft(self, request):
-        """Returns [n] int32 drafts, no more than a step may verify. Ends the request if its drafter fails."""
-        count = min(request.params.draft_tokens or 0, request.remaining - 1)
+    def _draft(self, request, room, is_in_flight):
+        """Returns up to `room` drafts, zeros if only the device knows them. Ends a request whose drafter fails."""
+        count = min(request.params.draft_tokens or 0, room)
         if self.drafter is None or not count:
-            return request.device_drafts[:count]
+            return np.zeros((count,), np.int32) if is_in_flight else request.device_drafts[:count]
         try:
             drafts = self.drafter.draft(request.tokens, count)
             if len(drafts) > count:

@@ -32,7 +32,8 @@ class Schedule:
         num_tokens: number of these tokens.
         num_drafts: number of drafts at their end.
         num_scored: number of known tokens to be scored; they follow the last of these tokens but one.
-        source: the row of the previous step's output with the only token, if the host does not know it yet; else -1.
+        source: the index among `LaunchedStep.tokens` of the step before of the first of these tokens, if the host does
+          not know them yet; else -1. Their start is then the greatest possible one.
         samples: whether a token is drawn after the last one.
         is_prefill: whether they are prompt tokens or read again after a restart, rather than the last drawn token.
     """
@@ -62,6 +63,16 @@ class Schedule:
         numbers = np.concatenate([self.numbers, other.numbers])
         return Schedule(self.requests + other.requests, [*self.tokens, *other.tokens], numbers)
 
+    def with_known_tokens(self) -> "Schedule":
+        """Returns the schedule with the tokens of unfinished requests once the step before has been read."""
+        tokens, numbers = list(self.tokens), self.numbers.copy()
+        for i in np.flatnonzero(numbers["source"] >= 0).tolist():
+            if (request := self.requests[i]).finish_reason is None:
+                numbers["start"][i] = request.num_tokens - 1
+                drafts = request.device_drafts[: numbers["num_drafts"][i]]
+                tokens[i] = np.concatenate([request.tokens[-1:], drafts])
+        return Schedule(self.requests, tokens, numbers)
+
     @property
     def num_rows(self) -> np.ndarray:
         """The [n] rows of output: scored tokens, verified drafts, and the token that is drawn."""
@@ -83,7 +94,7 @@ class LaunchedStep:
       first_rows: [n] the first row of the output that belongs to each request.
       num_tokens: number of tokens of its program.
       prefill: whether it ran the program of `token_budget` tokens.
-      tokens: [n] int32, the tokens that it draws, for the step behind it.
+      tokens: the tokens that it draws, for the step behind it, as in `EarlierTokens`.
       draw: function of the masks of tokens that may be drawn, which returns the output, until the tokens are drawn.
       wants_top: whether that output's likeliest tokens are wanted.
       snapshots: {request: its rows at a block boundary, for the prefix cache}, taken before a later step was launched.
@@ -99,14 +110,31 @@ class LaunchedStep:
     wants_top: bool = False
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
+    def with_known_tokens(self) -> "LaunchedStep":
+        """Returns the step with the drafts that it runs, if any, once the step before has been read."""
+        if self.output is None or self.output.draft_tokens is None:
+            return self
+        return dataclasses.replace(self, schedule=self.schedule.with_known_tokens())
+
     @property
     def is_in_vain(self) -> bool:
         """Whether all of its requests have ended since."""
         return all(request.finish_reason is not None for request in self.schedule.requests)
 
-    def newest_tokens(self, num_slots: int) -> np.ndarray:
-        """Returns [num_slots] the row of the output with the token that an unfinished request draws; -1 = none."""
-        schedule, newest = self.schedule, np.full((num_slots,), -1)
+    def newest_tokens(self, num_slots: int, device_drafts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Says which tokens unfinished requests get, by slot.
+
+        Args:
+          num_slots: number of slots.
+          device_drafts: number of drafts that the step makes for each.
+
+        Returns:
+          [num_slots] the index of the newest token among `tokens`, -1 = none, and [num_slots] the most tokens drawn.
+        """
+        schedule, newest, counts = self.schedule, np.full((num_slots,), -1), np.zeros((num_slots,), int)
         draws = np.array([request.finish_reason is None for request in schedule.requests]) & schedule.numbers["samples"]
-        newest[schedule.numbers["slot"][draws]] = (self.first_rows + schedule.num_rows - 1)[draws]
-        return newest
+        slots = schedule.numbers["slot"][draws]
+        rows = (self.first_rows + schedule.num_rows - 1)[draws]
+        newest[slots] = slots * (1 + device_drafts) if device_drafts else rows
+        counts[slots] = 1 + schedule.numbers["num_drafts"][draws]
+        return newest, counts

@@ -19,6 +19,7 @@ def update(
     first_rows: np.ndarray,
     output: StepOutput,
     snapshots: Mapping[Request, Any] | None = None,
+    follower: Schedule | None = None,
 ) -> None:
     """Gives requests the accepted tokens of a step, forgets rejected drafts, and finishes requests that are done.
 
@@ -28,6 +29,7 @@ def update(
       first_rows: [n] the first row of the output that belongs to each request.
       output: the step's output, on the host.
       snapshots: requests' rows at their last block boundary, for the prefix cache, if a later step was launched.
+      follower: the schedule of that step.
     """
     _fail_not_finite(scheduler, schedule, first_rows, output)
     kept = np.array([request.finish_reason is None for request in schedule.requests], bool)
@@ -48,12 +50,13 @@ def update(
             end = begin + len(tokens)
             pending.setdefault(request, request.num_tokens)
             metrics.generated_tokens += request.extend(tokens, logprobs[begin:end], drafts, tops and tops[begin:end])
+    followed = set() if follower is None else follower.select(follower.numbers["source"] >= 0).requests
     for i in np.flatnonzero(num_drafts).tolist():
         metrics.drafted_tokens += int(num_drafts[i])
-        metrics.accepted_tokens += len(new[i]) - 1
+        metrics.accepted_tokens += requests[i].accepted[-1]
         # Rejected drafts are in the cache, and so are accepted ones behind the end; the last token is not.
         end, lengths[i] = int(lengths[i]), requests[i].num_tokens - 1
-        scheduler.manager.rewind(requests[i].slot, end - int(lengths[i]))
+        scheduler.manager.rewind(requests[i].slot, end - int(lengths[i]), is_followed=requests[i] in followed)
     metrics.prompt_tokens += int((numbers["num_tokens"] - num_drafts)[numbers["is_prefill"]].sum())
     if (prefix := scheduler.prefix) is not None:
         block_tokens = scheduler.manager.schema.block_tokens

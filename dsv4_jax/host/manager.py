@@ -295,7 +295,7 @@ class KVCacheManager(Summarized):
         (numbers,) = extended(self.requests.states.numbers[[slot]], np.array([num_tokens]), self.schema)
         step_order.commit(self.requests, slot, state.with_numbers(numbers))
 
-    def rewind(self, slot: int, num_tokens: int) -> None:
+    def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
 
         The rings keep `max_query_tokens - 1` spare rows, so a request can go back that far from its greatest length
@@ -303,6 +303,12 @@ class KVCacheManager(Summarized):
 
         The tokens of batches that were prepared and did not run, for instance after an exception, can be taken back
         however many they are, as long as the cache that should have run them is the newest. Prepare them again then.
+
+        Args:
+          slot: slot of the request.
+          num_tokens: number of tokens.
+          is_followed: whether they are the last ones of the batch before the newest, whose tokens took their places on
+            the device (see `EarlierTokens`).
 
         Raises:
           ValueError: the slot is not admitted, the number is negative or reaches further back than the rings, or the
@@ -313,6 +319,8 @@ class KVCacheManager(Summarized):
             raise ValueError(f"{num_tokens=} must not be negative")
         length, held = state.length - num_tokens, step_order.device_state(self.requests, slot)
         base = held if length <= held.length else state
+        if is_followed:  # the newest batch began, and overwrote rows, so many tokens earlier
+            base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
         if length < base.min_length:
             spare, not_run = self.schema.max_query_tokens - 1, state.length - held.length
             raise ValueError(

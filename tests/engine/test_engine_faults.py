@@ -4,12 +4,16 @@ A formula stands in for the model, so that a step takes milliseconds; the cache 
 """
 
 import copy
+import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax.decode import CompiledModel, StepOutput
-from dsv4_jax.engine import Engine
+from dsv4_jax.decode.step import accepted_lengths, last_accepted
+from dsv4_jax.engine import Engine, MTPDrafter
 from dsv4_jax.host import PrefixCache
 from dsv4_jax.host.step_order import record_step
 from tests.host.faults import ENGINE, HOST, Fault, Inject, consistent
@@ -31,6 +35,30 @@ def formula_step(model, cache, batch, rows, sampling, seeds, options, earlier, *
     return StepOutput(tokens, np.zeros(len(rows), np.float32)), cache
 
 
+@jax.jit
+def drafting_step(cache, batch, rows, seeds, earlier):
+    """What a step does to lengths and drafts. Drafts are right for requests with seed 0, wrong for the others."""
+    batch = earlier.fill(batch, cache.lengths)
+    cache, at = cache.begin_step(batch), jnp.maximum(rows, 0)
+    seeds = seeds.astype(jnp.int32)
+    tokens = token_after(batch.positions[at], seeds[jnp.maximum(batch.slots[at], 0)])
+    last = jnp.maximum(last_accepted(batch, rows, tokens, len(seeds)), 0)
+    cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, rows, tokens))
+    drafts = token_after(batch.positions[at[last]][:, None] + jnp.arange(1, 3)[None, :], 0)
+    output = StepOutput(tokens, jnp.zeros(len(rows)), None, drafts, tokens[last])
+    is_newest = (earlier.indices >= 0) & (earlier.indices % 3 == 0)
+    right = batch.token_ids == token_after(batch.positions - 1, seeds[jnp.maximum(batch.slots, 0)])
+    return output, cache, jnp.all(right | ~is_newest)
+
+
+def formula_step_with_drafts(model, cache, batch, rows, sampling, seeds, options, earlier, *, drafts):
+    assert drafts.count == 2
+    output, new, is_right = drafting_step(cache, batch, rows, seeds, earlier)
+    assert is_right
+    record_step(cache, batch, new)
+    return output, new
+
+
 class Guess:
     """Right for requests with seed 0, wrong for the others."""
 
@@ -39,10 +67,11 @@ class Guess:
 
 
 class Life:
-    """An engine, its requests and what it told of them; with drafts, or with a step that runs ahead."""
+    """An engine, its requests and what it told of them; with drafts, or with a step that runs ahead, or both."""
 
     def __init__(self, drafter=None):
-        self.manager = make(num_blocks=6, max_requests=3)
+        config = dataclasses.replace(CONFIG, num_nextn_predict_layers=int(isinstance(drafter, MTPDrafter)))
+        self.manager = make(config, num_blocks=6, max_requests=3)
         self.prefix = PrefixCache(self.manager, key="")
         nothing = CompiledModel({})
         self.engine = Engine(nothing, self.manager, token_budget=30, drafter=drafter, prefix=self.prefix)
@@ -124,8 +153,9 @@ def situations(drafter=None):
 @pytest.fixture(scope="module")
 def lives():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledModel, "sample_step", formula_step)
-        kinds = {"drafts": Guess(), "ahead": None}
+        patch.setattr(CompiledModel, "sample_step", lambda *args, drafts: steps[drafts.count > 0](*args, drafts=drafts))
+        steps = formula_step, formula_step_with_drafts
+        kinds = {"drafts": Guess(), "ahead": None, "drafts ahead": MTPDrafter()}
         yield {kind: {name: (life, act) for name, life, act in situations(kinds[kind])} for kind in kinds}
 
 
@@ -141,8 +171,11 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
         ("ahead", ENGINE, 13, False),
         ("ahead", HOST, 47, False),
         ("drafts", ENGINE, 17, False),
+        ("drafts ahead", ENGINE, 19, False),
         pytest.param("ahead", ENGINE, 1, False, marks=pytest.mark.slow),
         pytest.param("drafts", ENGINE, 23, True, marks=pytest.mark.slow),
+        pytest.param("drafts ahead", ENGINE, 2, False, marks=pytest.mark.slow),
+        pytest.param("drafts ahead", HOST, 53, False, marks=pytest.mark.slow),
         pytest.param("drafts", HOST, 11, False, marks=pytest.mark.slow),
     ],
     ids=lambda value: {ENGINE: "engine", HOST: "host"}.get(value, str(value)) if isinstance(value, tuple) else None,

@@ -1,13 +1,18 @@
 """A step that is launched before the one ahead of it is read changes no token."""
 
+import jax.numpy as jnp
 import pytest
 from overlap_tokens import Load, compare, serve
 
-from dsv4_jax.engine import Engine, PromptLookup
-from dsv4_jax.host import PrefixCache
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.decode import CompiledModel
+from dsv4_jax.engine import DeviceDrafter, Engine, PromptLookup
+from dsv4_jax.host import KVCacheManager, PrefixCache
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.engine.test_engine import PROMPTS, add
 from tests.host.managers import make as make_bigram_manager
+from tests.paths import DATA
 
 
 TEXT = bytes(range(256)) * 3
@@ -58,3 +63,64 @@ def test_a_copy_starts_before_a_token_of_a_step_ahead_only(small, roomy):
 def test_drafts_on_the_host_and_several_steps_do_not_overlap():
     for options in (dict(drafter=PromptLookup()), dict(num_scheduler_steps=2)):
         assert not Engine(BIGRAM, make_bigram_manager(), token_budget=24, **options).config.overlap
+
+
+def serve_with_copies(engine, load, most):
+    """Runs a load; returns for each request (it, whether it was cancelled, parameters of one that draws the same)."""
+    queue, found, plans = load[::-1], [], {}
+    while queue or engine.busy:
+        while queue and len(engine.running) + len(engine.waiting) < most:
+            params = dict(queue.pop())
+            plan = {what: params.pop(what) for what in ("fork", "cancel") if what in params}
+            request = engine.add(**params)
+            plans[request] = plan
+            found.append([request, False, params])
+        for request in [output.request for output in engine.step()]:
+            assert request.error is None
+            for what in ("fork", "cancel"):
+                if request.finish_reason is not None or len(request.generated) < plans[request].get(what, 1 << 30):
+                    continue
+                del plans[request][what]
+                entry = next(entry for entry in found if entry[0] is request)
+                if what == "cancel":
+                    engine.cancel(request)
+                    entry[1] = True
+                    continue
+                known = dict(prompt=request.tokens.tolist(), max_new_tokens=request.remaining)
+                for seed in (101, 102):
+                    (child,) = engine.fork(request, [seed])
+                    plans[child] = {}
+                    found.append([child, False, entry[2] | known | dict(seed=seed)])
+    return found
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])
+@pytest.mark.parametrize("name", ["official_mtp", "official_dspark"])
+def test_drafts_of_the_device_change_no_token(name, prefix):
+    """A step runs drafts that the host has not seen, behind tokens whose positions it does not know."""
+    config = DSV4Config.from_hf(DATA / name, mtp=True)
+    model = CompiledModel(load_checkpoint(DATA / name, config, dtype=jnp.float32))
+
+    def engine_of(num_blocks, **options):
+        sizes = dict(num_blocks=num_blocks, max_context=96, max_requests=4, block_tokens=16, max_query_tokens=4)
+        manager = KVCacheManager(config, kv_format="plain", dtype=jnp.float32, **sizes)
+        cached = PrefixCache(manager, key="") if prefix else None
+        options |= dict(prefix=cached, batch_invariant=True, token_budget=20)
+        return Engine(model, manager, drafter=DeviceDrafter.of(config), **options)
+
+    ahead, waits = engine_of(8), engine_of(40, overlap=False)
+    assert ahead.config.overlap and not waits.config.overlap
+    found = serve_with_copies(ahead, Load(2, (1, 40), (1, 40), config.vocab_size).make(400, TEXT), most=6)
+    wanted = [waits.add(**params, draft_tokens=0) for _, _, params in found]
+    while waits.busy:
+        waits.step()
+    tokens = 0
+    for (request, is_cancelled, params), want in zip(found, wanted, strict=True):
+        generated = request.tokens[len(params["prompt"]) :].tolist()
+        assert generated == want.generated[: len(generated) if is_cancelled else None]
+        tokens += len(generated)
+    metrics, manager = ahead.metrics, ahead.manager
+    assert tokens > 200 and metrics.cancelled
+    assert 0 < metrics.acceptance < 1 and metrics.drafted_tokens > 200
+    assert metrics.prefix.hits if prefix else metrics.preemptions
+    assert manager.free_slots == 4 and manager.free_blocks == 8 - (metrics.prefix.blocks if prefix else 0)
