@@ -302,7 +302,7 @@ def _expert_memory(config, kv_format, options):
     batches, contexts = options.cases(config, "gpu")
     schema = CacheSchema(config, **_sizes(max(batches), max(contexts), kv_format, options))
     tokens = max(batches) * (1 + options.drafts)
-    return ExpertMemory(reserved_bytes=program_bytes(tokens) + _cache_bytes(schema, None))
+    return ExpertMemory(reserved_bytes=program_bytes(tokens, config) + _cache_bytes(schema, None))
 
 
 def _cache_bytes(schema, mesh):

@@ -207,7 +207,7 @@ def _expert_memory(config, options):
     if options.expert_memory != "auto":
         return ExpertMemory(options.expert_memory)
     schema = CacheSchema(config, **options.manager_options(max(options.requests)))
-    return ExpertMemory(reserved_bytes=program_bytes(options.max_step_tokens) + schema.memory_bytes())
+    return ExpertMemory(reserved_bytes=program_bytes(options.max_step_tokens, config) + schema.memory_bytes())
 
 
 def choose_config(config: DSV4Config, name: str, report: dict[str, Any]) -> DSV4Config:

@@ -42,7 +42,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     experts, expert = config.n_routed_experts, sum(math.prod(shape[1:]) for shape in first)
     each, codes = len(layers) * expert, len(layers) * experts * expert
     whole = tree_bytes(nnx.state(model))
-    programs = program_bytes(STEP_TOKENS)
+    programs = program_bytes(STEP_TOKENS, config)
     room = memory - (whole - codes) - programs - cache_bytes
     room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
     on_device = min(experts, max(room, 0) // each)

@@ -159,7 +159,7 @@ class ModelOptions:
 
         given: dict[str, Any] = dict(memory=CudaMemory(jax.devices()[0]), placement_file=self.expert_placement)
         if size == "auto":
-            reserved_bytes = program_bytes(step_tokens) + schema.memory_bytes()
+            reserved_bytes = program_bytes(step_tokens, schema.config) + schema.memory_bytes()
             return ExpertMemory(reserved_bytes=reserved_bytes, **given)
         return ExpertMemory(size, **given)
 

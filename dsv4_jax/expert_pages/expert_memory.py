@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, UInt8
 
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.migration import ExpertMigration
 from dsv4_jax.expert_pages.paged_experts import THREADS, ExpertPages
@@ -24,15 +25,17 @@ CODES_PER_SCALE = 16
 _log = logging.getLogger(__name__)
 
 
-def program_bytes(tokens: int = 8192) -> int:
+def program_bytes(tokens: int = 8192, config: DSV4Config | None = None) -> int:
     """Returns the bytes of the GPU that programs take: temporary buffers, CUDA graphs and code.
 
     V4-Flash on an H200 took 0.2 GB for decode steps of one request, and 4.2 GB with prompts of 8,192 tokens.
 
     Args:
       tokens: number of tokens of the largest step.
+      config: the model's configuration. For draft layers, XLA tries out products with a bfloat16 copy of the head.
     """
-    return (1 << 30) + (tokens << 19)
+    head = 2 * config.vocab_size * config.hidden_size if config and config.num_nextn_predict_layers else 0
+    return (1 << 30) + (tokens << 19) + head
 
 
 @dataclasses.dataclass

@@ -35,6 +35,9 @@ def test_experts_leave_room_for_the_largest_cache():
     )
     reserved = engine_steps._expert_memory(config, options).reserved_bytes
     assert reserved > engine_steps.program_bytes(options.token_budget) + 8 * 512
+    drafting = read_config(packaged_checkpoint(), mtp=True)
+    head = 2 * config.vocab_size * config.hidden_size
+    assert engine_steps.program_bytes(9, drafting) == engine_steps.program_bytes(9, config) + head
 
 
 def test_experts_in_host_memory(monkeypatch):
