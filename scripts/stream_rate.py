@@ -1,4 +1,4 @@
-"""Measures the time of a token of streams that a server answers at once, with a client that takes little time itself."""
+"""Measures the time of a token in streams that a server answers at once, with a client that takes little time."""
 
 import asyncio
 import json
@@ -24,7 +24,9 @@ async def read_stream(url: urllib.parse.SplitResult, body: dict[str, Any]) -> tu
     writer.write(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
     status = await reader.readline()
     if b" 200 " not in status:
-        raise SystemExit(f"{status.decode().strip()}: {(await reader.read()).decode()}")
+        answer = (await reader.read()).decode()
+        writer.close()
+        raise SystemExit(f"{status.decode().strip()}: {answer.partition('\r\n\r\n')[2]}")
     # Lines of the body's chunked encoding and of the head are skipped; a line is parsed only if it is the last one.
     first, last, events, usage = 0.0, 0.0, 0, b""
     async for line in reader:

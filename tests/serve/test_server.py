@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import socket
+import sys
 import threading
 import time
 
@@ -15,8 +16,11 @@ from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import generate
 from dsv4_jax.host import PrefixFiles
 from dsv4_jax.serve import answers
+from tests.paths import DATA
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
 
+
+sys.path.insert(0, str(DATA.parents[1] / "scripts"))
 
 WARM = dict(temperature=0.9, top_p=0.95)
 PROMPT = "In the beginning God created the heaven and the earth."
@@ -52,6 +56,15 @@ def is_free(server):
     manager = engine.manager
     free = manager.free_slots == SLOTS and manager.free_blocks == BLOCKS - engine.prefix.metrics.blocks
     return server.engine.unfinished == 0 and free and not server.engine._running and not server.engine._followers
+
+
+def test_the_rate_of_streams(server):
+    from stream_rate import measure
+
+    found = asyncio.run(measure(server.url, SLOTS, 5, 20))
+    assert 0 < found["milliseconds"] <= found["slowest"] and found["first"] > 0 and 0 < found["events"] <= 1
+    with pytest.raises(SystemExit, match=r"400 .*prompt of 5 tokens and 9999 new ones"):
+        asyncio.run(measure(server.url, 1, 5, 9999))
 
 
 def test_sixteen_clients_get_what_generate_gives(server, expected):
