@@ -50,7 +50,9 @@ def update(
             end = begin + len(tokens)
             pending.setdefault(request, request.num_tokens)
             metrics.generated_tokens += request.extend(tokens, logprobs[begin:end], drafts, tops and tops[begin:end])
-    followed = set() if follower is None else follower.select(follower.numbers["source"] >= 0).requests
+    followed: set[Request] = set()
+    if follower is not None and num_drafts.any():
+        followed = {follower.requests[i] for i in np.flatnonzero(follower.numbers["source"] >= 0).tolist()}
     for i in np.flatnonzero(num_drafts).tolist():
         metrics.drafted_tokens += int(num_drafts[i])
         metrics.accepted_tokens += requests[i].accepted[-1]

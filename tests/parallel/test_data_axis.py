@@ -1,19 +1,21 @@
 """Requests that are cut over the "data" axis: the tokens and bytes of one device, in parts with their own slots."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
 import pytest
 
-from dsv4_jax.decode import forward
-from dsv4_jax.engine import Engine, beam_search, generate
+from dsv4_jax.decode import SamplingParams, forward
+from dsv4_jax.engine import Engine, MTPDrafter, beam_search, generate
 from dsv4_jax.host import CacheFullError, PrefixCache
 from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.parallel.sharded_step import sharded_step
-from tests.decode.bigram import MODEL as BIGRAM
+from tests.decode.bigram import MODEL as BIGRAM, DraftingBigram
 from tests.engine.grammars import END, VOCABULARY, text
-from tests.host.managers import BLOCK, ids, make
+from tests.host.managers import BLOCK, CONFIG, ids, make
 from tests.ops.pools import same_bytes
 from tests.parallel.conftest import PROMPTS, run_engine
 
@@ -21,8 +23,8 @@ from tests.parallel.conftest import PROMPTS, run_engine
 HALVES = {"data": 2}
 
 
-def bigram_on(mesh):
-    return jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+def bigram_on(mesh, model=BIGRAM):
+    return jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
 
 
 def held(cache, slot, first_block=0):
@@ -135,6 +137,24 @@ def test_an_engine_fills_all_parts_and_preempts_within_one():
         tokens.append([request.generated for request in requests])
         assert manager.free_blocks + prefix.metrics.blocks == blocks and manager.free_slots == 6
     assert tokens[0] == tokens[1] and text(tokens[0][4]).isdigit()
+
+
+def test_steps_run_ahead_of_drafts_in_each_part():
+    """The tokens and drafts of a step behind one that is not read come from the device's own part."""
+    config, mesh = dataclasses.replace(CONFIG, num_nextn_predict_layers=1), make_mesh(HALVES)
+    drafting, options = DraftingBigram(BIGRAM.table), dict(token_budget=24, drafter=MTPDrafter())
+    tokens = []
+    for model, parts, overlap in ((drafting, None, False), (bigram_on(mesh, drafting), mesh, True)):
+        engine = Engine(model, make(config, num_blocks=40, mesh=parts), overlap=overlap, **options)
+        requests = [
+            engine.add(range(n, 2 * n), max_new_tokens=20 + n, seed=n, sampling=SamplingParams(1.0))
+            for n in (4, 13, 9, 30, 7)
+        ]
+        while engine.busy:
+            engine.step()
+        assert engine.config.overlap == overlap and 0.1 < engine.metrics.acceptance < 0.9
+        tokens.append([request.generated for request in requests])
+    assert tokens[0] == tokens[1]
 
 
 def test_generate_in_one_loop():
