@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
-from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, SamplingParams
+from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, EarlierTokens, SamplingParams
 from dsv4_jax.decode.step import last_logits, sample_tokens
 from dsv4_jax.engine import DeviceDrafter, Engine
 from dsv4_jax.host import KVCacheManager
@@ -41,7 +41,7 @@ def small_config(drafts):
 
 
 def arguments(requests=8, fused=False, drafts=0):
-    """(model, cache, batch, and what is needed to draw) of shapes alone, cache rows as released."""
+    """(model, cache, batch, and what is needed to draw and to run ahead) of shapes alone, cache rows as released."""
     config = small_config(drafts)
     model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, fused=fused)))
     sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4", max_query_tokens=1 + drafts)
@@ -55,7 +55,8 @@ def arguments(requests=8, fused=False, drafts=0):
     sampling = jax.eval_shape(
         lambda: jax.tree.map(jnp.asarray, BatchedSamplingParams.of([SamplingParams()] * requests))
     )
-    drawing = tokens, sampling, jax.ShapeDtypeStruct((requests,), jnp.uint32)
+    earlier = EarlierTokens((slots, ints(requests, drafts)), tokens)
+    drawing = tokens, sampling, jax.ShapeDtypeStruct((requests,), jnp.uint32), None, earlier
     return model, cache, batch, *(drawing if drafts else ())
 
 
