@@ -64,8 +64,8 @@ class ServeCommand(RandomModelOptions):
       token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
         longer. Default: 256; with --batch-invariant that of a decode step, --max-requests times (1 + --drafts).
       drafts: number of tokens that may be drafted for a request in a step; 0 = no speculative decoding.
-      drafter: prompt looks drafts up in the request's own text; model runs the model's draft layers, which a checkpoint
-        must have: a multi-token-prediction block or DSpark's layers.
+      drafter: prompt looks drafts up in the request's own text, for which each step waits for the one before; model
+        runs the model's draft layers, which a checkpoint must have: a multi-token-prediction block or DSpark's layers.
       num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
         tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
