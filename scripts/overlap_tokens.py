@@ -6,7 +6,7 @@ Requests come and go, share prefixes, stop, are cancelled, forked and preempted,
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import rich
@@ -57,43 +57,63 @@ class Load:
         return requests
 
 
-def serve(engine: Engine, load: list[dict[str, Any]], most: int) -> list[tuple[str, list[int]]]:
-    """Runs the requests, at most `most` at a time; returns (name, tokens) of each request and of its copies.
+class Served(NamedTuple):
+    """A request that ran, or a copy of one.
+
+    Attributes:
+      name: "request 3", or "request 3, copy 1".
+      request: the request.
+      alone: parameters of `Engine.add` for one that draws the same tokens; its prompt has those that a copy began with.
+    """
+
+    name: str
+    request: Request
+    alone: dict[str, Any]
+
+
+def serve(engine: Engine, load: list[dict[str, Any]], most: int) -> list[Served]:
+    """Runs the requests, at most `most` at a time; returns them and their copies by name.
 
     A request is forked or cancelled when it has got a given number of tokens.
     """
-    requests: dict[str, Request] = {}
-    plans: dict[Request, dict[str, Any]] = {}
+    served: list[Served] = []
+    plans: dict[Request, tuple[dict[str, int], Served]] = {}
     queue = list(enumerate(load))[::-1]
     while queue or engine.busy:
         while queue and len(engine.running) + len(engine.waiting) < most:
             number, params = queue.pop()
             plan = {what: params[what] for what in ("fork", "cancel") if what in params}
-            request = engine.add(**{name: value for name, value in params.items() if name not in plan})
-            requests[f"request {number}"], plans[request] = request, dict(plan, name=f"request {number}")
+            alone = {name: value for name, value in params.items() if name not in plan}
+            served.append(Served(f"request {number}", engine.add(**alone), alone))
+            plans[served[-1].request] = plan, served[-1]
         for output in engine.step():
-            request, plan = output.request, plans.get(output.request, {})
+            request = output.request
             if request.error is not None:
                 raise request.error
+            if request not in plans:  # a copy
+                continue
+            plan, parent = plans[request]
             for what in ("fork", "cancel"):
                 if request.finish_reason is None and len(request.generated) >= plan.get(what, 1 << 30):
                     del plan[what]
                     if what == "cancel":
                         engine.cancel(request)
                         continue
-                    for i, child in enumerate(engine.fork(request, [101, 102])):
-                        requests[f"{plan['name']}, copy {i}"] = child
-    return sorted((name, request.generated) for name, request in requests.items())
+                    known = dict(prompt=request.tokens.tolist(), max_new_tokens=request.remaining)
+                    for i, child in enumerate(engine.fork(request, seeds := [101, 102])):
+                        alone = parent.alone | known | dict(seed=seeds[i])
+                        served.append(Served(f"{parent.name}, copy {i}", child, alone))
+    return sorted(served, key=lambda one: one.name)
 
 
-def compare(left: list[tuple[str, list[int]]], right: list[tuple[str, list[int]]]) -> dict[str, Any]:
+def compare(left: list[Served], right: list[Served]) -> dict[str, Any]:
     """Counts equal and differing tokens; those behind the first difference of a text are its consequences."""
     differing, tokens = [], 0
-    for (name, one), (other_name, other) in zip(left, right, strict=True):
-        assert name == other_name
-        tokens += len(one)
-        if one != other:
-            differing.append(name)
+    for one, other in zip(left, right, strict=True):
+        assert one.name == other.name
+        tokens += len(one.request.generated)
+        if one.request.generated != other.request.generated:
+            differing.append(one.name)
     return dict(tokens=tokens, texts=len(left), differing_texts=differing)
 
 
@@ -136,7 +156,7 @@ def main(
     report["overlap and waits"] = compare(results["overlap"], results["waits"])
     plain = {f"request {i}" for i, params in enumerate(load) if "cancel" not in params}
     for drafts in list(engines)[2:]:
-        one, other = ([row for row in results[name] if row[0] in plain] for name in ("overlap", drafts))
+        one, other = ([row for row in results[name] if row.name in plain] for name in ("overlap", drafts))
         report[f"overlap and {drafts}"] = compare(one, other)
     rich.print(report)
     if out is not None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager, PrefixCache
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
-# The thread that sends events hands Python's lock over after this time. With Python's default, 5 ms, the GPU waits.
+# Bounds how long the engine waits for Python's lock while another thread computes. 32 streams did not need it: Python's
+# default, 5 ms, took as long (docs/notes/serving.md).
 _SWITCH_SECONDS = 5e-4
 
 

@@ -299,7 +299,7 @@ class Engine(Summarized):
             if launched is not None:
                 if self.config.overlap:
                     self._launched = self._launch_ahead(launched, decode)
-                self._read(launched, self._launched)
+                self._read(launched)
                 if self._launched is not None:
                     self._launched = self._runner.draw(self._launched).with_known_tokens()
         self._metrics.count_use(self.manager)
@@ -346,14 +346,14 @@ class Engine(Summarized):
             return None
         return self._launch(schedule, launched) if schedule.requests else None
 
-    def _read(self, launched: LaunchedStep, follower: LaunchedStep | None) -> None:
-        """Waits for a step's output and gives each request its tokens. The `follower` was launched meanwhile."""
+    def _read(self, launched: LaunchedStep) -> None:
+        """Waits for a step's output and gives each request its tokens."""
         scheduler, scheduler.current = self._scheduler, launched.schedule.requests
         output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill
-        ahead = None if follower is None else follower.schedule
-        update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots, ahead)
+        follower = None if self._launched is None else self._launched.schedule
+        update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots, follower)
 
     def _execute_steps(self, counts: dict[Request, int]) -> bool:
         """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""

@@ -57,7 +57,7 @@ class StepRunner:
 
         A `source` of the schedule is a token of the step `after`. With `overlap`, `draw` draws the tokens of a step
         with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
-        drafts of the device it does not, since no step with grammars is launched ahead then.
+        drafts of the device the masks are known: the engine launches no step ahead of requests with grammars.
         """
         config, table, numbers = self._config, self._manager.requests, schedule.numbers
         slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows

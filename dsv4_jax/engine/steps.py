@@ -63,16 +63,6 @@ class Schedule:
         numbers = np.concatenate([self.numbers, other.numbers])
         return Schedule(self.requests + other.requests, [*self.tokens, *other.tokens], numbers)
 
-    def with_known_tokens(self) -> "Schedule":
-        """Returns the schedule with the tokens of unfinished requests once the step before has been read."""
-        tokens, numbers = list(self.tokens), self.numbers.copy()
-        for i in np.flatnonzero(numbers["source"] >= 0).tolist():
-            if (request := self.requests[i]).finish_reason is None:
-                numbers["start"][i] = request.num_tokens - 1
-                drafts = request.device_drafts[: numbers["num_drafts"][i]]
-                tokens[i] = np.concatenate([request.tokens[-1:], drafts])
-        return Schedule(self.requests, tokens, numbers)
-
     @property
     def num_rows(self) -> np.ndarray:
         """The [n] rows of output: scored tokens, verified drafts, and the token that is drawn."""
@@ -111,10 +101,16 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Returns the step with the drafts that it runs, if any, once the step before has been read."""
+        """Returns the step with the drafts that it runs, if any, and their places, once the one before was read."""
         if self.output is None or self.output.draft_tokens is None:
             return self
-        return dataclasses.replace(self, schedule=self.schedule.with_known_tokens())
+        schedule, tokens, numbers = self.schedule, list(self.schedule.tokens), self.schedule.numbers.copy()
+        for i in np.flatnonzero(numbers["source"] >= 0).tolist():
+            if (request := schedule.requests[i]).finish_reason is None:
+                numbers["start"][i] = request.num_tokens - 1
+                drafts = request.device_drafts[: numbers["num_drafts"][i]]
+                tokens[i] = np.concatenate([request.tokens[-1:], drafts])
+        return dataclasses.replace(self, schedule=Schedule(schedule.requests, tokens, numbers))
 
     @property
     def is_in_vain(self) -> bool:

@@ -65,35 +65,6 @@ def test_drafts_on_the_host_and_several_steps_do_not_overlap():
         assert not Engine(BIGRAM, make_bigram_manager(), token_budget=24, **options).config.overlap
 
 
-def serve_with_copies(engine, load, most):
-    """Runs a load; returns for each request (it, whether it was cancelled, parameters of one that draws the same)."""
-    queue, found, plans = load[::-1], [], {}
-    while queue or engine.busy:
-        while queue and len(engine.running) + len(engine.waiting) < most:
-            params = dict(queue.pop())
-            plan = {what: params.pop(what) for what in ("fork", "cancel") if what in params}
-            request = engine.add(**params)
-            plans[request] = plan
-            found.append([request, False, params])
-        for request in [output.request for output in engine.step()]:
-            assert request.error is None
-            for what in ("fork", "cancel"):
-                if request.finish_reason is not None or len(request.generated) < plans[request].get(what, 1 << 30):
-                    continue
-                del plans[request][what]
-                entry = next(entry for entry in found if entry[0] is request)
-                if what == "cancel":
-                    engine.cancel(request)
-                    entry[1] = True
-                    continue
-                known = dict(prompt=request.tokens.tolist(), max_new_tokens=request.remaining)
-                for seed in (101, 102):
-                    (child,) = engine.fork(request, [seed])
-                    plans[child] = {}
-                    found.append([child, False, entry[2] | known | dict(seed=seed)])
-    return found
-
-
 @pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])
 @pytest.mark.parametrize("name", ["official_mtp", "official_dspark"])
 def test_drafts_of_the_device_change_no_token(name, prefix):
@@ -110,14 +81,14 @@ def test_drafts_of_the_device_change_no_token(name, prefix):
 
     ahead, waits = engine_of(8), engine_of(40, overlap=False)
     assert ahead.config.overlap and not waits.config.overlap
-    found = serve_with_copies(ahead, Load(2, (1, 40), (1, 40), config.vocab_size).make(400, TEXT), most=6)
-    wanted = [waits.add(**params, draft_tokens=0) for _, _, params in found]
+    found = serve(ahead, Load(2, (1, 40), (1, 40), config.vocab_size).make(400, TEXT), most=6)
+    wanted = [waits.add(**one.alone, draft_tokens=0) for one in found]
     while waits.busy:
         waits.step()
     tokens = 0
-    for (request, is_cancelled, params), want in zip(found, wanted, strict=True):
-        generated = request.tokens[len(params["prompt"]) :].tolist()
-        assert generated == want.generated[: len(generated) if is_cancelled else None]
+    for (_, request, alone), want in zip(found, wanted, strict=True):
+        generated = request.tokens[len(alone["prompt"]) :].tolist()
+        assert generated == want.generated[: len(generated) if request.finish_reason == "cancelled" else None]
         tokens += len(generated)
     metrics, manager = ahead.metrics, ahead.manager
     assert tokens > 200 and metrics.cancelled

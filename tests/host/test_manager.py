@@ -425,6 +425,25 @@ class TestRewind:
         with pytest.raises(ValueError, match="rewind num_tokens=3: it holds 19, its rings reach back to 17.*at most 2"):
             manager.rewind(slot, 3)
 
+    def test_of_a_batch_before_the_newest(self):
+        """Two refused drafts of three tokens; then those of the batch that was prepared behind them."""
+        manager = make(max_query_tokens=3)
+        slot = manager.admit()
+        for _ in range(3):
+            manager.prepare_forward({slot: ids(3)})
+        manager.rewind(slot, 2, is_followed=True)
+        # The device has rows up to position 6, the newest ones behind the first token of the batch before.
+        assert (manager.length(slot), manager.min_length(slot)) == (7, 5)
+        manager.rewind(slot, 2)
+        with pytest.raises(ValueError, match="it holds 5, its rings reach back to 5"):
+            manager.rewind(slot, 1)
+        other = manager.admit()
+        for _ in range(3):
+            manager.prepare_forward({other: ids(3)})
+        manager.rewind(other, 2)
+        with pytest.raises(ValueError, match="it holds 7, its rings reach back to 7"):
+            manager.rewind(other, 2)
+
     def test_never_below_nothing(self):
         manager = make(max_query_tokens=4)
         slot = manager.admit()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import shutil
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
-from tests.paths import PACKAGED
+from tests.paths import DATA, PACKAGED
 
+
+sys.path.insert(0, str(DATA.parents[1] / "scripts"))  # they import one another by bare names
 
 SLOTS, BLOCKS, CONTEXT = 4, 24, 256
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import socket
-import sys
 import threading
 import time
 
@@ -16,11 +15,8 @@ from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import generate
 from dsv4_jax.host import PrefixFiles
 from dsv4_jax.serve import answers
-from tests.paths import DATA
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
 
-
-sys.path.insert(0, str(DATA.parents[1] / "scripts"))
 
 WARM = dict(temperature=0.9, top_p=0.95)
 PROMPT = "In the beginning God created the heaven and the earth."

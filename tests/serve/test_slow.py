@@ -3,18 +3,14 @@
 import asyncio
 import json
 import socket
-import sys
 import time
 
 import numpy as np
 import pytest
 
 from dsv4_jax.serve import app
-from tests.paths import DATA
 from tests.serve.conftest import SLOTS
 
-
-sys.path.insert(0, str(DATA.parents[1] / "scripts"))  # they import one another by bare names
 
 pytestmark = pytest.mark.slow
 
