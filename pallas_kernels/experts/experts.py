@@ -8,9 +8,10 @@ range of either. The warpgroups have the roles of `skinny_gemm`, to which this k
     warpgroup   role        adds                                                     waits for              signals
     0..3        multiply    loads a group's inputs before its first tile             hidden tiles (down)
     4           load        nothing: weights of down arrive during the tiles before
-    5           epilogue    SwiGLU or the final store; sums up a token's pairs       groups_ready           hidden tiles
+    5           epilogue    SwiGLU or the final store; at last, a part of            groups_ready, terms    hidden tiles
+                            the sums over a token's pairs                                                   and terms
 
-Counters in global memory (`tile_counters`) count each group's hidden tiles, and the terms of each tile of the total.
+Counters in global memory (`tile_counters`) count each group's hidden tiles, and the terms of each tile of the sums.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
-from pallas_kernels.runtime.launch import interpreting, kernel
+from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -98,20 +99,20 @@ def experts(
     y = _run_maps(p, x, routing, operands, interpret)
     if not shared:
         return y[0].reshape(tokens, -1, depth)
-    return _total(y[0], y[1], selected, number) if interpret else y[-1]
+    return y[2] if len(y) > 2 else _total(y[0], y[1], selected, number)
 
 
 def _run_maps(p, x, routing, operands, interpret):
-    """Returns the outputs of down: the pairs', with a shared expert also the tokens', and then the total."""
+    """Returns the outputs of down: the pairs', and with a shared expert the tokens', in one launch also the sums."""
     rows = (p.pairs, p.tokens) if p.shared else (p.pairs,)
     hidden, y = (
         [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
         for widths in ((p.inner, p.shared), (p.depth, p.depth))
     )
-    if p.shared and not interpret:
-        y.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
     inputs = [x] * len(rows)
     if not interpret and runs_all_blocks_at_once():
+        if p.shared:
+            y.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
         return _launch(p, (hidden, y), inputs, routing, operands, interpret)[1]
     # Blocks that may run one after the other cannot wait for each other.
     for linear_map, out_type in (GATE_UP, hidden), (DOWN, y):
@@ -121,7 +122,7 @@ def _run_maps(p, x, routing, operands, interpret):
 
 
 def _total(terms, last, selected, experts):
-    """Returns what `tile_counters.reduce_if_last` writes over all tiles; the interpreter has no order of blocks."""
+    """Returns what `tile_counters.add_up_terms` writes in one launch."""
     here = (selected >= 0) & (selected < experts)
     terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
     total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
@@ -216,7 +217,6 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
         scratch_types=dict(
             tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
             factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
-            scratch_smem=plgpu.SMEM((4,), jnp.int32),
             groups_ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
             skinny=p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
         ),
@@ -230,7 +230,7 @@ def _by_map(p, outs, first):
     return [outs[:first], outs[first:]] if len(p.maps) > 1 else [outs]
 
 
-def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinny):
+def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
     *routing, inputs, (matrices, shared_matrices) = refs[:6]
     routing, outs = RoutedPairs(*routing), _by_map(p, refs[6:], len(inputs))
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
@@ -251,7 +251,7 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
         load_weights = functools.partial(pair_groups.load_weights, routing.weights, tables_smem[0], factors_smem)
         pl.when(warpgroup == EPILOGUE)(load_weights)
 
-    order, products = TileOrder(p, routing, outs[-1], scratch_smem), []
+    order, products = TileOrder(p, routing.counts), []
     for n, (i, (own, shared)) in enumerate(zip(p.maps, ranges, strict=True)):
         sources, tables = inputs if n == 0 else outs[0], (tables_smem[n], factors_smem)
         products.append(_routed_product(order, i, own, tables, sources[0], outs[n][0], matrices[i]))
@@ -259,30 +259,37 @@ def _body(p, *refs, tables_smem, factors_smem, scratch_smem, groups_ready, skinn
             products.append(_shared_product(order, i, shared, sources[1], outs[n][1], shared_matrices[i]))
     p.gemm.run(warpgroup, products, skinny)
 
+    if len(outs[-1]) > 2:
+
+        @pl.when(warpgroup == EPILOGUE)
+        def _():
+            terms, last, total = outs[-1]
+            arrays = total, terms, last, routing.selected, routing.counts
+            tile_counters.add_up_terms(*arrays, order.first_term, worker, workers, p.experts)
+
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
     """The dependencies between tiles of a launch, by counters in global memory."""
 
     problem: ExpertsProblem
-    routing: RoutedPairs
-    outs_gmem: Any  # outputs of the last map: terms of pairs, of the shared expert, and their total
-    scratch_smem: Any  # [4] int32
+    counts: Any  # see `RoutedPairs`
+
+    @property
+    def first_term(self) -> int:
+        """The number of the counter of the first tile's terms, behind those of groups and of the shared expert."""
+        return self.problem.groups + 1
 
     def wait_for_inputs(self, i: int, group: jax.Array, tiles: tuple[int, int]) -> None:
         """Waits until a group's `tiles` of gate_up are written, if map `i` of this launch reads them."""
         if i == DOWN and GATE_UP in self.problem.maps:
-            tile_counters.wait_for_tiles(self.routing.counts, group, tiles[GATE_UP])
+            tile_counters.wait_for_tiles(self.counts, group, tiles[GATE_UP])
 
     def tile_stored(self, i: int, group: jax.Array, tile: jax.Array) -> None:
-        """Signals a tile of map `i`. After the last term of a tile of the total, adds the terms up."""
-        p, counts = self.problem, self.routing.counts
-        if i == GATE_UP and DOWN in p.maps:
-            tile_counters.signal_tile(counts, group)
-        elif i == DOWN and p.shared and not interpreting():
-            terms, last, total = self.outs_gmem
-            arrays = total, terms, last, self.routing.selected, counts
-            tile_counters.reduce_if_last(*arrays, 2 + p.groups, tile, p.experts, self.scratch_smem)
+        """Signals a tile of map `i` if this launch waits for it."""
+        p = self.problem
+        if len(p.maps) > 1 and (i == GATE_UP or p.shared):
+            tile_counters.signal_tile(self.counts, group if i == GATE_UP else self.first_term + tile)
 
 
 def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):

@@ -17,20 +17,25 @@ from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
 
+# Waits until the counter at $0 is at least $1.
+_WAIT = """{ .reg .pred p; .reg .b32 r; waiting: ld.acquire.gpu.global.u32 r, [$0];
+    setp.lt.u32 p, r, $1; @p bra waiting; }"""
+
+
 @primitive
-def signal_tile(counts_gmem, group: jax.Array) -> None:
-    """Counts a tile of a group that this warpgroup has written to global memory."""
+def signal_tile(counts_gmem, number: jax.Array) -> None:
+    """Counts a tile that this warpgroup has written to global memory: adds 1 to `counts_gmem[1 + number]`."""
 
 
 @signal_tile.mosaic
-def _signal_tile_mosaic(counts_gmem, group):
-    def emit(counts_gmem, group):
+def _signal_tile_mosaic(counts_gmem, number):
+    def emit(counts_gmem, number):
         mgpu.utils.warpgroup_barrier()
         with ops.when(U32(mlir.thread()).equals(0)):
-            counter = _counter(counts_gmem, U32(mlir.scalar(group)) + 1)
+            counter = _counter(counts_gmem, U32(mlir.scalar(number)) + 1)
             mlir.ptx("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [$0], 1;", counter)
 
-    mlir.inline(emit, counts_gmem, group)
+    mlir.inline(emit, counts_gmem, number)
 
 
 @primitive
@@ -43,42 +48,35 @@ def _wait_for_tiles_mosaic(counts_gmem, group, tiles):
     def emit(counts_gmem, group):
         counter = _counter(counts_gmem, U32(mlir.scalar(group)) + 1)
         with ops.when(ops.lane().equals(0)):
-            code = """{ .reg .pred p; .reg .b32 r; waiting: ld.acquire.gpu.global.u32 r, [$0];
-                setp.lt.u32 p, r, $1; @p bra waiting; }"""
-            mlir.ptx(code, counter, mlir.i32(tiles))
+            mlir.ptx(_WAIT, counter, mlir.i32(tiles))
         mgpu.utils.warp_barrier()
 
     mlir.inline(emit, counts_gmem, group)
 
 
 @primitive
-def reduce_if_last(
-    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first: int, tile: jax.Array, experts: int, flag_smem
+def add_up_terms(
+    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, counter: int, worker, workers: int, experts: int
 ) -> None:
-    """Counts a term of 64 channels that this warpgroup has written; after the last term, adds them all up.
+    """Writes this block's part of `total_gmem` [T, D], waiting until its terms are written; one warpgroup runs it.
 
-    Each group of pairs has a term, and so has the shared expert. The warpgroup that writes the last one also writes
-    `total_gmem` [T, D]: the sum over a token's `terms_gmem` [P, D] in the order of its pairs, without those that
-    `selected_gmem` [P] gives no expert, then its term in `last_gmem` [T, D]. All three are bfloat16. The counter of the
-    channels is `counts_gmem[first + tile]`; `flag_smem` [4] int32 is this warpgroup's own.
+    Each value is the sum over a token's `terms_gmem` [P, D] in the order of its pairs, without those that
+    `selected_gmem` [P] gives no expert, then its term in `last_gmem` [T, D]. All three are bfloat16. The counters of
+    terms of 64 channels begin at `counts_gmem[1 + counter]`: each group of pairs has a term, and so has the last one.
     """
     # The interpreter has no order of blocks' reads and writes: `experts` adds terms up behind an interpreted launch.
 
 
-@reduce_if_last.mosaic
-def _reduce_if_last_mosaic(
-    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, first, tile, experts, flag_smem
+@add_up_terms.mosaic
+def _add_up_terms_mosaic(
+    total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, counter, worker, workers, experts
 ):
     (tokens, width), top_k = total_gmem.shape, terms_gmem.shape[0] // total_gmem.shape[0]
     words_per_tile = ROWS // 2
+    own_words = -(-tokens * width // (2 * workers))
 
-    def emit(total, terms, last, selected, counts, tile, flag):
-        thread, tile, flag = ops.thread() % mlir.THREADS, U32(mlir.scalar(tile)), ops.shared(flag)
-        mgpu.utils.warpgroup_barrier()
-        with ops.when(thread.equals(0)):
-            code = "fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 $0, [$1], 1; fence.acq_rel.gpu;"
-            ops.store(flag, U32(mlir.ptx(code, _counter(counts, tile + first), results=mlir.int_type())))
-        mgpu.utils.warpgroup_barrier()
+    def emit(total, terms, last, selected, counts, worker):
+        first, groups = U32(mlir.scalar(worker)) * own_words, ops.load_global(counts, U32(0))
 
         def address(ref, row, column):
             offset = arith.addi(arith.muli(mlir.to_i64(row.value), mlir.i64(width)), mlir.to_i64(column.value))
@@ -88,24 +86,26 @@ def _reduce_if_last_mosaic(
             code = "ld.relaxed.gpu.global.u32 $0, [$1];"
             return U32(mlir.ptx(code, address(ref, row, column), results=mlir.int_type()))
 
-        def store_sum(token, column):
+        def store_sum(word):
+            # Words of a tile of all tokens follow one another, so a block waits for few tiles.
+            tile, token = word // (tokens * words_per_tile), word // words_per_tile % tokens
+            column = tile * ROWS + (word % words_per_tile << 1)
             pairs = [token * top_k + j for j in range(top_k)]
-            loaded = [load(terms, pair, column) for pair in pairs]
             inside = [ops.load_global(selected, pair) < experts for pair in pairs]
+            mlir.ptx(_WAIT, _counter(counts, tile + (1 + counter)), (groups + 1).value)
+            loaded = [load(terms, pair, column) for pair in pairs]
             loaded = [here.where(word, 0) for here, word in zip(inside, loaded, strict=True)]
             values = map(words.unpack, [*loaded, load(last, token, column)])
             rounded = words.pack(*(functools.reduce(arith.addf, half) for half in zip(*values, strict=True)))
             mlir.ptx("st.global.u32 [$0], $1;", address(total, token, column), rounded.value)
 
-        # There is one more term than groups, so the last one found as many as there are groups.
-        with ops.when(ops.load(flag).equals(ops.load_global(counts, U32(0)))):
-            for start in range(0, tokens * words_per_tile, mlir.THREADS):
-                word = thread + start
-                token, column = word // words_per_tile, tile * ROWS + (word % words_per_tile << 1)
-                with ops.when(token < tokens):
-                    store_sum(token, column)
+        def visit(i):
+            with ops.when(first + i < tokens * width // 2):
+                store_sum(first + i)
 
-    mlir.inline(emit, total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, tile, flag_smem)
+        ops.for_each(own_words, visit)
+
+    mlir.inline(emit, total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, worker)
 
 
 def _counter(counts_gmem, index):
