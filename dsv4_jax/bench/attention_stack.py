@@ -28,6 +28,9 @@ from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
+DRAWS = 32  # steps in a row that have different tokens
+
+
 class AttentionLayer(nnx.Module):
     """`x + attention(norm(x))` of a layer, with random weights."""
 
@@ -154,10 +157,14 @@ class AttentionStack(DraftingStack):
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("tokens", "drafts"))
 @sharded_step
 def stack_step(
-    stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, tokens: int, drafts: int
+    stack: CompiledModel, cache: KVCache, batch: Batch, embeddings: Float[Array, "N D"], *, tokens: int, drafts: int
 ) -> tuple[Shaped[Array, "_ ..."], KVCache]:
-    """Runs a decode step of `tokens` tokens a request, then drafts `drafts` tokens of each. The cache is donated."""
+    """Runs a decode step of `tokens` tokens a request, then drafts `drafts` tokens of each. The cache is donated.
+
+    Tokens are those of `_draw_tokens`.
+    """
     layers = stack.module
+    x, batch = _draw_tokens(layers, batch, embeddings)
     y, cache = layers(x, cache, batch)
     return layers.draft(y, cache, batch, tokens, drafts) if drafts else (y, cache)
 
@@ -165,19 +172,32 @@ def stack_step(
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
 @sharded_step
 def stack_loop(
-    stack: CompiledModel, cache: KVCache, batch: Batch, x: Float[Array, "T D"], *, steps: int
+    stack: CompiledModel, cache: KVCache, batch: Batch, embeddings: Float[Array, "N D"], *, steps: int
 ) -> tuple[Float[Array, "T D"], KVCache]:
     """Runs `steps` decode steps without the host. The batch is prepared with `reserve=steps - 1`."""
     layers, cache = stack.module, cache.begin_step(batch)
+    x, _ = _draw_tokens(layers, batch, embeddings)
     batch = dataclasses.replace(batch, new_blocks=batch.new_blocks[:0], reset_slots=batch.reset_slots[:0])
 
     def step(i, carry):
         x, cache = carry
-        y, cache = layers(x, cache, dataclasses.replace(batch, positions=batch.positions + i))
+        _, drawn = _draw_tokens(layers, dataclasses.replace(batch, positions=batch.positions + i), embeddings)
+        y, cache = layers(x, cache, drawn)
         # Like the next token's embedding, the next input depends on this step and has the scale of the first input.
         return rms_normalize(y.astype(jnp.float32), 1e-6).astype(y.dtype), cache
 
     return lax.fori_loop(0, steps, step, (x, cache))
+
+
+def _draw_tokens(layers, batch, embeddings):
+    """Returns embeddings [T, hidden] of tokens that depend on the position, and the batch with these tokens.
+
+    `DRAWS` steps in a row have different ones, which select different experts.
+    """
+    count = batch.token_ids.shape[0]
+    rows = (batch.positions % DRAWS * count + batch.token_ids) % embeddings.shape[0]
+    ids = rows % layers.config.vocab_size
+    return embeddings.at[rows].get(mode="promise_in_bounds"), dataclasses.replace(batch, token_ids=ids)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -220,16 +240,18 @@ def _random_cache(schema):
 class StackDecoder:
     """Decodes `requests` requests of one length in a cache of its own.
 
-    A step has `tokens` tokens of each request, and drafts `drafts` more. After the first step, `step_text` is XLA's
-    text of the program, and `compile_seconds` the time to trace, lower and compile it.
+    A step has `tokens` tokens of each request, and drafts `drafts` more. Steps in a row have different tokens, which
+    select different experts, so a mean of `DRAWS` steps hardly depends on a draw. After the first step, `step_text` is
+    XLA's text of the program, and `compile_seconds` the time to trace, lower and compile it.
     """
 
     def __init__(self, stack: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
         self.stack, self.manager, self.requests, self.step_text = stack, manager, requests, ""
         self.tokens, self.drafts, self.num_shards = tokens, drafts, manager.requests.num_shards
         self.compile_seconds: dict[str, float] = {}
-        shape = requests * tokens, manager.schema.config.hidden_size
-        self._x = manager.requests.put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "tokens")
+        shape = DRAWS * requests * tokens, manager.schema.config.hidden_size
+        embeddings = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+        self._embeddings = manager.requests.put(embeddings, "tokens")
         self._cache: KVCache | None = None
         self._slots: list[int] = []
         self._step: Any = None  # the programs, compiled or loaded when they first run
@@ -250,8 +272,7 @@ class StackDecoder:
     def batch(self, reserve: int = 0) -> Batch:
         """Returns a batch of every request's tokens, with room for `reserve` more. Requests keep one token each."""
         size, vocab = self.requests // self.num_shards * self.tokens, self.manager.schema.config.vocab_size
-        # Spread over the vocabulary, so that hash layers choose different experts.
-        ids = {slot: [(7919 * (slot * self.tokens + i)) % vocab for i in range(self.tokens)] for slot in self._slots}
+        ids = {slot: [(slot * self.tokens + i) % vocab for i in range(self.tokens)] for slot in self._slots}
         batch = self.manager.prepare_forward(ids, reserve=reserve, prefill_size=size, decode_size=size)
         for slot in self._slots:
             self.manager.rewind(slot, self.tokens - 1)
@@ -259,7 +280,7 @@ class StackDecoder:
 
     def step(self, batch: Batch) -> Float[Array, "T D"]:
         """Runs one decode step and returns its output."""
-        args = self.stack, self._cache, batch, self._x
+        args = self.stack, self._cache, batch, self._embeddings
         if self._step is None:
             program = _program(stack_step, args, tokens=self.tokens, drafts=self.drafts)
             self._step, self.step_text = program.call, program.call.as_text() or ""
@@ -271,7 +292,7 @@ class StackDecoder:
         """Runs `steps` steps of one token on the device. Returns the last output. `batch` has `reserve=steps - 1`."""
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
-        args = self.stack, self._cache, batch, self._x
+        args = self.stack, self._cache, batch, self._embeddings
         if self._loop is None:
             self._loop = _program(stack_loop, args, steps=steps).call
         y, self._cache = self._loop(*args)

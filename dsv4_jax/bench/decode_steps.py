@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dsv4_jax.bench import timing
-from dsv4_jax.bench.attention_stack import AttentionStack, StackDecoder, floor_bytes
+from dsv4_jax.bench.attention_stack import DRAWS, AttentionStack, StackDecoder, floor_bytes
 from dsv4_jax.bench.cases import small_config, tree_bytes
 from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
@@ -32,7 +32,7 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
 
 
-STEPS = 32  # steps whose mean time is reported
+STEPS = DRAWS  # steps whose mean time is reported
 # Requests start this many tokens before the measured context, to end a measurement there.
 MARGIN = 4 * STEPS
 # Steps before the first measured one; XLA records its CUDA graphs in the second.
@@ -348,11 +348,11 @@ def _dispatch(decoder: StackDecoder) -> float:
 
 def _kernels(decoder: StackDecoder) -> dict[str, Any]:
     """Returns the times of the kernels of a step on one GPU."""
-    steps, devices = STEPS // 4, 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
+    devices = 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
     jax.block_until_ready(decoder.step(decoder.batch()))
 
     def run():
-        for _ in range(steps):
+        for _ in range(STEPS):
             jax.block_until_ready(decoder.step(decoder.batch()))
 
-    return kernel_report(timing.kernels(run), decoder.step_text, steps * devices)
+    return kernel_report(timing.kernels(run), decoder.step_text, STEPS * devices)

@@ -3,15 +3,17 @@
 import contextlib
 import dataclasses
 import json
+import types
 import unittest.mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from dsv4_jax.bench import decode_steps, plots, timing
-from dsv4_jax.bench.attention_stack import AttentionStack, DraftAttention, StackDecoder, random_cache
+from dsv4_jax.bench import attention_stack, decode_steps, plots, timing
+from dsv4_jax.bench.attention_stack import DRAWS, AttentionStack, DraftAttention, StackDecoder, random_cache
 from dsv4_jax.bench.cases import small_config, tree_bytes
 from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
@@ -90,12 +92,24 @@ def test_kernels_are_those_of_one_gpu(monkeypatch):
     """Two run 3 launches of 2 milliseconds each in a step."""
     manager = KVCacheManager(CONFIG, num_blocks=8, max_requests=1, max_context=256, mesh=make_mesh({"model": 2}))
     decoder = unittest.mock.MagicMock(StackDecoder, manager=manager, requests=1, tokens=1, drafts=0, step_text="")
-    found = [("ncclDevKernel_AllReduce", 2.0)] * (2 * 3 * STEPS // 4)
+    found = [("ncclDevKernel_AllReduce", 2.0)] * (2 * 3 * STEPS)
     monkeypatch.setattr(timing, "kernels", lambda calls: found)
     monkeypatch.setattr(decode_steps, "floor_bytes", lambda *_: 1000)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     row = StepCase(decoder, 256).profile(dict(milliseconds=7.0), 1e9, None)
     assert row["kernel_milliseconds"]["all_reduce"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
+
+
+def test_steps_in_a_row_have_different_tokens():
+    requests, embeddings = 2, jnp.arange(2 * DRAWS, dtype=jnp.float32)[:, None]
+    layers, own = types.SimpleNamespace(config=CONFIG), jnp.arange(requests)
+    drawn = []
+    for position in range(100, 100 + DRAWS):
+        batch = Batch(own, jnp.full(requests, position), own, own, own, prefill=False)
+        x, batch = attention_stack._draw_tokens(layers, batch, embeddings)
+        chex.assert_trees_all_equal(batch.token_ids, x[:, 0].astype(jnp.int32))
+        drawn += batch.token_ids.tolist()
+    assert sorted(drawn) == list(range(2 * DRAWS))
 
 
 def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
