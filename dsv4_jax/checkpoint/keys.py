@@ -16,9 +16,10 @@ from dsv4_jax.config import DSV4Config
 
 type Naming = Literal["release", "hybrid", "module"]
 
+EMBEDDING = "model.embed_tokens.weight"
 # (our path, which is also transformers', release name, shape)
 _TOP = (
-    ("model.embed_tokens.weight", "embed.weight", "vocab hidden"),
+    (EMBEDDING, "embed.weight", "vocab hidden"),
     ("model.norm.weight", "norm.weight", "hidden"),
     ("model.hc_head.hc_fn", "hc_head_fn", "hc hc*hidden"),
     ("model.hc_head.hc_base", "hc_head_base", "hc"),
@@ -170,7 +171,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
 
 def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
     """Yields the weights of a model whose head, if no tensor in `names` is it, is a copy of the embedding."""
-    (embedding,) = (weight.sources for weight in table if weight.path == "model.embed_tokens.weight")
+    (embedding,) = (weight.sources for weight in table if weight.path == EMBEDDING)
     for weight in table:
         absent = weight.path == "lm_head.weight" and weight.sources[0] not in names
         yield dataclasses.replace(weight, sources=embedding) if absent else weight

@@ -69,8 +69,8 @@ def load_checkpoint(
             `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
         expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
         fused: whether linear maps of one input share a matrix, see `nn.fuse_projections`.
-        expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU.
-            None = on the devices. Needs weights="quantized" and no mesh.
+        expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU;
+            the embedding lies in host memory then. None = on the devices. Needs weights="quantized" and no mesh.
         progress: whether to show a progress bar on standard error.
 
     Returns:
@@ -126,6 +126,8 @@ def load_checkpoint(
             if value is None:
                 value, problems = _converted(weight, pieces, dtypes[weight.path], config, where, staging)
                 bad += problems
+            if expert_memory is not None and weight.path == keys.EMBEDDING and isinstance(value, jax.Array):
+                value = expert_memory.place_on_host(value)
             if not bad:
                 values[weight.path] = value
     if bad:

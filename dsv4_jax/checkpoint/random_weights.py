@@ -90,7 +90,8 @@ def random_weights[Module: nnx.Module](
       config: configuration of the model.
       mesh: devices to shard the model over; None for the default one.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
-      expert_memory: where the routed experts lie, the most frequent ones on the GPU; None for the devices.
+      expert_memory: where the routed experts lie, the most frequent ones on the GPU; None for the devices. The
+        embedding, if there is one, lies in host memory then.
       skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
         layer. The routers' biases and tables are chosen so.
     """
@@ -117,7 +118,10 @@ def random_weights[Module: nnx.Module](
             frequencies[".".join(map(str, (*path[:-2], "experts")))] = shares
             return variable
         ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
-        return variable.replace(made(_normal, shape(value), value.dtype, float(ones)))
+        weight = made(_normal, shape(value), value.dtype, float(ones))
+        if expert_memory is not None and path[-2] == "embed_tokens":
+            weight = expert_memory.place_on_host(weight)
+        return variable.replace(weight)
 
     module = nnx.merge(graph, nnx.map_state(drawn, state))
     fuse_in_place(module)

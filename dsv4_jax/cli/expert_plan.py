@@ -24,8 +24,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     experts lie in host memory, or not with experts of the given size.
 
     Returns:
-      experts: number of experts of a layer; on_host: those in host memory; host_bytes; weights_bytes: bytes of the GPU
-        that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
+      experts: number of experts of a layer; on_host: those in host memory; host_bytes: their bytes; weights_bytes:
+        bytes of the GPU that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
     """
     from flax import nnx
 
@@ -41,7 +41,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     first = [matrix.get_value().codes.shape for matrix in (layers[0].gate_up_proj, layers[0].down_proj)]
     experts, expert = config.n_routed_experts, sum(math.prod(shape[1:]) for shape in first)
     each, codes = len(layers) * expert, len(layers) * experts * expert
-    whole = tree_bytes(nnx.state(model))
+    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # in host memory, too
+    whole = tree_bytes(nnx.state(model)) - embedding
     programs = program_bytes(STEP_TOKENS, config)
     room = memory - (whole - codes) - programs - cache_bytes
     room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
@@ -52,8 +53,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(taken)}: weights, of which "
             f"{readable_bytes(on_device * each)} experts, and {readable_bytes(programs)} for programs"
         )
-    unread = tree_bytes(nnx.state(model.mtp)) + tree_bytes(nnx.state(model.model.embed_tokens))
-    other = whole - unread - sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in model.model.layers)
+    drafting = tree_bytes(nnx.state(model.mtp))
+    other = whole - drafting - sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in model.model.layers)
     sizes = dict(layers=config.num_hidden_layers, experts=experts, chosen=config.num_experts_per_tok)
     cost = TokenCost(**sizes, expert_bytes=expert, other_bytes=other, read_rate=READ_RATES[gpu])
     on_host = experts - on_device

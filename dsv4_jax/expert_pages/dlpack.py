@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-from jaxtyping import Array, UInt8
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 
 class _Tensor(ctypes.Structure):
@@ -29,7 +31,8 @@ class _Tensor(ctypes.Structure):
     )
 
 
-_CUDA, _CPU, _UNSIGNED = 2, 1, 1
+_CUDA, _CPU = 2, 1
+_KINDS = dict(uint8=1, float32=2, bfloat16=4)
 # The objects that a tensor needs, by its address, until the array over it is gone.
 _owned: dict[int, tuple[Any, ...]] = {}
 
@@ -65,17 +68,19 @@ class _Exporter:
 
 
 def array_over(
-    address: int, shape: tuple[int, ...], device: jax.Device, free: Callable[[], None]
-) -> UInt8[Array, "..."]:
-    """Returns the uint8 array whose contiguous bytes begin at `address`, not committed to its device, as most arrays.
+    address: int, shape: tuple[int, ...], dtype: DTypeLike, device: jax.Device, free: Callable[[], None]
+) -> Array:
+    """Returns the array whose contiguous bytes begin at `address`, not committed to its device, as most arrays.
 
-    The device is the GPU, or a CPU in tests. `free` is called once, after the array and all programs that read it are
-    gone; never if this function raises.
+    It is uint8, float32 or bfloat16. The device is the GPU, or a CPU in tests. `free` is called once, after the array
+    and all programs that read it are gone; never if this function raises.
     """
+    dtype = jnp.dtype(dtype)
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))
     kind, number = (_CUDA, device.local_hardware_id) if device.platform == "gpu" else (_CPU, 0)
-    tensor = _Tensor(address, kind, number, len(shape), _UNSIGNED, 8, 1, sizes, strides, 0, None, _delete_pointer)
+    types = _KINDS[dtype.name], 8 * dtype.itemsize, 1
+    tensor = _Tensor(address, kind, number, len(shape), *types, sizes, strides, 0, None, _delete_pointer)
     _owned[ctypes.addressof(tensor)] = tensor, sizes, strides, free
     try:
         array = jax.dlpack.from_dlpack(_Exporter(tensor))

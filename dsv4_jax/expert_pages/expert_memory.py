@@ -16,7 +16,7 @@ from jaxtyping import Array, UInt8
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.migration import ExpertMigration
-from dsv4_jax.expert_pages.paged_experts import THREADS, ExpertPages
+from dsv4_jax.expert_pages.paged_experts import THREADS, ExpertPages, copy_to_host
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
@@ -94,18 +94,16 @@ class ExpertMemory:
         Raises ValueError if the GPU or the host has too little free memory, or the device is no such GPU, see
         `CudaMemory`.
         """
-        if self.memory is None:
-            self.memory = CudaMemory(jax.devices()[0])
-        experts = shapes[0][0]
+        memory, experts = self._opened_memory(), shapes[0][0]
         each = num_layers * sum(math.prod(shape[1:]) for shape in shapes)  # an expert in every layer
-        free = self.memory.free_bytes()
+        free = memory.free_bytes()
         scales = experts * each // CODES_PER_SCALE
         room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
         if self.device_bytes is not None and min(room, experts * each) > free:
             raise ValueError(f"experts may take {_gb(room)} of the GPU, of which {_gb(free)} are free. {_PREALLOCATED}")
         on_device = min(experts, max(room, 0) // each)
         on_host = experts - on_device
-        if on_host * each > (available := self.memory.free_host_bytes()):
+        if on_host * each > (available := memory.free_host_bytes()):
             raise ValueError(
                 f"{on_host} of {experts} experts a layer ({_gb(on_host * each)}) would have to lie in host memory, of "
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
@@ -142,6 +140,22 @@ class ExpertMemory:
             list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
         self.layers.setdefault(layer, []).append(pages)
         return pages.array
+
+    def place_on_host(self, x: Array) -> Array:
+        """Returns a copy of an array of the GPU whose bytes lie in host memory, where the GPU reads them.
+
+        It is for a weight of which a step reads little, such as the embedding: on the GPU, its place is worth more for
+        experts. The copy must not be donated.
+
+        Raises ValueError if the device is no such GPU, and MemoryError if the host is out of memory.
+        """
+        return copy_to_host(self._opened_memory(), x)
+
+    def _opened_memory(self):
+        """Returns `memory`, by default the first device's."""
+        if self.memory is None:
+            self.memory = CudaMemory(jax.devices()[0])
+        return self.memory
 
 
 _PREALLOCATED = (

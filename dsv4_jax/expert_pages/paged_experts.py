@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool
 
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.dlpack import array_over
@@ -59,36 +59,7 @@ class ExpertPages:
                 "bytes can lie in host memory"
             )
         self._memory = memory
-        total = self.nbytes * shape[0]
-        self._base = memory.reserve(total)
-        self.mappings: list[Mapping] = []
-        free = functools.partial(_free, memory, self._base, total, self.mappings)
-        try:
-            with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-                handles = [pool.submit(memory.create, self.nbytes, on_host=bool(host)) for host in on_host]
-            self._map(handles, on_host)
-            self.array = array_over(self._base, shape, device, free)
-        except BaseException:
-            free()
-            raise
-
-    def _map(self, futures, on_host):
-        """Maps every handle that was made, so that a failure of one leaves none without an owner."""
-        errors = []
-        for expert, (future, host) in enumerate(zip(futures, on_host, strict=True)):
-            if error := future.exception():
-                errors.append(error)
-                continue
-            address, handle, host = self._base + expert * self.nbytes, future.result(), bool(host)
-            try:
-                self._memory.map(address, self.nbytes, handle, for_cpu=host)
-            except BaseException as error:
-                self._memory.release(handle)
-                errors.append(error)
-            else:
-                self.mappings.append(Mapping(address, self.nbytes, handle, host, for_cpu=host))
-        if errors:
-            raise errors[0]
+        self.array, self.mappings = _array_of_pages(memory, self.nbytes, on_host, shape, np.uint8, device)
 
     @property
     def on_host(self) -> Bool[np.ndarray, "E"]:
@@ -114,6 +85,51 @@ class ExpertPages:
             ctypes.memmove(target, data.ctypes.data, nbytes)  # the CPU's own copies are six times as fast as the GPU's
         else:
             self._memory.copy(target, data.ctypes.data, nbytes)
+
+
+def copy_to_host(memory: CudaMemory, x: Array) -> Array:
+    """Returns a copy of an array of the GPU whose bytes lie in host memory, where the GPU reads them.
+
+    It must not be donated. Raises MemoryError if the host is out of memory. Nothing stays behind.
+    """
+    whole_pages = -(-x.nbytes // memory.page) * memory.page
+    copied, (mapping,) = _array_of_pages(memory, whole_pages, np.ones(1, bool), x.shape, x.dtype, x.device)
+    memory.copy(mapping.address, jax.block_until_ready(x).unsafe_buffer_pointer(), x.nbytes)
+    return copied
+
+
+def _array_of_pages(memory, nbytes, on_host, shape, dtype, device):
+    """Returns an array, and the mappings of `nbytes` each that hold its bytes, one after another."""
+    total, mappings = nbytes * len(on_host), []
+    base = memory.reserve(total)
+    free = functools.partial(_free, memory, base, total, mappings)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            handles = [pool.submit(memory.create, nbytes, on_host=bool(host)) for host in on_host]
+        _map(memory, base, nbytes, zip(handles, on_host, strict=True), mappings)
+        return array_over(base, shape, dtype, device, free), mappings
+    except BaseException:
+        free()
+        raise
+
+
+def _map(memory, base, nbytes, handles, mappings):
+    """Maps every handle that was made, so that a failure of one leaves none without an owner."""
+    errors = []
+    for number, (future, host) in enumerate(handles):
+        if error := future.exception():
+            errors.append(error)
+            continue
+        address, handle, host = base + number * nbytes, future.result(), bool(host)
+        try:
+            memory.map(address, nbytes, handle, for_cpu=host)
+        except BaseException as error:
+            memory.release(handle)
+            errors.append(error)
+        else:
+            mappings.append(Mapping(address, nbytes, handle, host, for_cpu=host))
+    if errors:
+        raise errors[0]
 
 
 def _free(memory, base, nbytes, mappings):

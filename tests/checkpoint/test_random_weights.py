@@ -14,7 +14,7 @@ from dsv4_jax.checkpoint import load_checkpoint, random_weights
 from dsv4_jax.checkpoint.random_weights import STD, random_model, selection_bias
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
-from tests.expert_pages.cpu_memory import CpuMemory
+from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
 CONFIG = read_config(packaged_checkpoint())
@@ -56,6 +56,8 @@ def test_a_model_without_a_checkpoint(monkeypatch):
     monkeypatch.setattr(memory, "plan", lambda *args: made.append("plan") or plan(*args))
     model = random_model(config, expert_memory=memory, skew=1.0)
     assert made[0] == "plan" and len(made) > 1
+    embedding = model.model.embed_tokens.weight[...]
+    assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + whole_pages(embedding.nbytes)
     names = [*(f"model.layers.{i}.mlp.experts" for i in range(3)), "mtp.0.mlp.experts"]
     assert list(memory.layers) == names and memory.frequencies.keys() == set(names)
     for name, pages in memory.layers.items():

@@ -89,3 +89,8 @@ class CpuMemory(CudaMemory):
     def is_empty(self):
         """Whether everything was given back."""
         return not (self.ranges or self.handles or self.mapped)
+
+
+def whole_pages(nbytes):
+    """The bytes of the pages that so many bytes take."""
+    return -(-nbytes // CpuMemory.page) * CpuMemory.page

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.expert_pages import CudaMemory, ExpertPages, Mover
+from dsv4_jax.expert_pages.paged_experts import copy_to_host
 from dsv4_jax.quant import QuantizedWeight
 
 
@@ -53,6 +54,14 @@ def step():
         return ops.experts(x, selected, weights, *matrices, limit=10.0)
 
     return step
+
+
+def test_a_table_in_host_memory_is_read_from_there(memory):
+    table, rows = jax.random.normal(jax.random.key(0), (1000, HIDDEN), jnp.bfloat16), jnp.array([0, 999, 7, 7])
+    expected, free = np.asarray(table[rows]), memory.free_bytes()
+    on_host = copy_to_host(memory, table)
+    assert memory.free_bytes() > free - table.nbytes
+    chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x, i: x[i])(on_host, rows)), expected)
 
 
 def test_kernels_compute_the_same_bits_before_and_after_moves(memory, codes, step):

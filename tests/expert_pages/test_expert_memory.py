@@ -1,6 +1,6 @@
 """The packaged model with its experts in pages: equal weights, wherever its experts lie."""
 
-from unittest import mock
+import gc
 
 import chex
 import jax
@@ -15,11 +15,11 @@ from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.host import KVCacheManager
-from tests.expert_pages.cpu_memory import CpuMemory
+from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
 CHECKPOINT = packaged_checkpoint()
-LAYERS, EXPERTS, EACH = 6, 8, 32768 + 16384
+LAYERS, EXPERTS, EACH, EMBEDDING = 6, 8, 32768 + 16384, 2 * 258 * 256
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def test_equal_weights_for_every_share(model, on_device):
     assert len(memory.layers) == LAYERS
     for pages in memory.layers.values():
         assert [matrix.on_host.sum() for matrix in pages] == [EXPERTS - on_device] * 2
+    assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + whole_pages(EMBEDDING)
 
 
 def test_random_weights_are_made_where_they_lie():
@@ -60,11 +61,14 @@ def test_frequent_experts_stay_on_the_gpu():
         assert np.flatnonzero(~memory.layers[layer][0].on_host).tolist() == on_device
 
 
-def test_a_machine_that_runs_out_of_memory_names_the_weight():
+@pytest.mark.parametrize(("room", "weight"), [(0, "model.embed_tokens"), (1, "model.layers.0.mlp.experts")])
+def test_a_machine_that_runs_out_of_memory_names_the_weight(room, weight, monkeypatch):
     memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
-    memory.memory.create = mock.Mock(side_effect=MemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"))
-    with pytest.raises(ValueError, match="does not fit: out of memory at model.layers.0.mlp.experts.*cuMemCreate"):
+    memory.memory.room[True] = room * whole_pages(EMBEDDING)
+    monkeypatch.setattr(memory.memory, "free_host_bytes", lambda: 1 << 40)
+    with pytest.raises(ValueError, match=f"does not fit: out of memory at {weight}.* no [0-9]+ bytes on the host"):
         load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=memory)
+    gc.collect()  # the error held the weights that were loaded
     assert memory.memory.is_empty()
 
 
@@ -112,7 +116,7 @@ def test_the_option_of_the_command_line(monkeypatch, model):
         memory = CpuMemory()
         monkeypatch.setattr("dsv4_jax.expert_pages.CudaMemory", lambda device: memory)  # noqa: B023
         loaded = ModelOptions(expert_memory=text).load_model(CHECKPOINT, schema)
-        assert sum(size for size, host in memory.handles.values() if host) == on_host * LAYERS * EACH
+        assert (1 << 40) - memory.room[True] == on_host * LAYERS * EACH + whole_pages(EMBEDDING)
         assert jax.tree.structure(loaded.module) == jax.tree.structure(model)
 
 

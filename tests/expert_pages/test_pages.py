@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.expert_pages import ExpertPages, Mover, dlpack
-from tests.expert_pages.cpu_memory import CpuMemory
+from dsv4_jax.expert_pages.paged_experts import copy_to_host
+from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
 EXPERTS, SHAPE = 6, (6, 4, 2048)
@@ -52,6 +53,18 @@ def test_memory_lives_as_long_as_the_array(memory, data):
     gc.collect()
     assert not memory.is_empty()
     chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x: x + jnp.uint8(1))(array)), data + np.uint8(1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float32, jnp.bfloat16])
+def test_a_copy_in_host_memory(memory, data, dtype):
+    x = jnp.asarray(data[:, :, 5:]).astype(dtype)
+    copied, room = copy_to_host(memory, x), (1 << 40) - whole_pages(x.nbytes)
+    assert memory.room == {False: 1 << 40, True: room}
+    chex.assert_trees_all_equal(jax.jit(jnp.copy)(copied), x)
+    with mock.patch.object(memory, "map", side_effect=RuntimeError("cuMemMap")), pytest.raises(RuntimeError):
+        copy_to_host(memory, x)
+    assert memory.room[True] == room
+    chex.assert_trees_all_equal(copied, x)
 
 
 def test_a_step_compiles_once(memory, data):
