@@ -61,8 +61,8 @@ def median_seconds(case: Case, implementation: str, state: Any, inputs: list[tup
 
 def copy_bandwidth() -> float:
     """Measures the bytes a second, read and written, of a copy of an array that is larger than any cache."""
-    # Twice 256 MiB: experts in pages leave little memory.
-    x = jnp.ones((1 << (26 if jax.default_backend() == "gpu" else 24),), jnp.float32)
+    # Twice 128 MiB: experts in pages leave little memory.
+    x = jnp.ones((1 << (25 if jax.default_backend() == "gpu" else 24),), jnp.float32)
     return 2 * x.nbytes / _median_of(jax.jit(jnp.negative), x)
 
 
@@ -147,7 +147,7 @@ def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
 @functools.cache
 def _evict() -> Callable[[], Any]:
     """Returns a function that fills the L2 cache with other data, in one kernel."""
-    x = jnp.zeros((1 << 26,), jnp.float32)
+    x = jnp.zeros((1 << 25,), jnp.float32)
     negative = jax.jit(jnp.negative)
     return lambda: negative(x).block_until_ready()
 

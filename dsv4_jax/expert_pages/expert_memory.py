@@ -35,7 +35,7 @@ def program_bytes(tokens: int = 8192, config: DSV4Config | None = None) -> int:
       config: the model's configuration. To choose a product of draft layers, XLA asks for as much as the bfloat16 head.
     """
     head = 2 * config.vocab_size * config.hidden_size if config and config.num_nextn_predict_layers else 0
-    return (1 << 30) + (tokens << 19) + head
+    return (1 << 29) + (tokens << 19) + head
 
 
 @dataclasses.dataclass
