@@ -100,6 +100,30 @@ def test_kernels_are_those_of_one_gpu(monkeypatch):
     assert row["kernel_milliseconds"]["all_reduce"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
 
 
+@pytest.mark.parametrize("call,expected", [(4.0, 5.0), (0.0, 5.0), (6.0, pytest.approx(6.0, rel=0.01))])
+def test_steps_in_a_row_leave_out_the_first_launch(monkeypatch, call, expected):
+    """A step takes the device 5 seconds and its launch the host `call`; the clock is a simulated one."""
+    now = device = 0.0
+
+    class Output:
+        def __init__(self, end):
+            self.end = end
+
+        def block_until_ready(self):
+            nonlocal now
+            now = max(now, self.end)
+
+    def step(_):
+        nonlocal now, device
+        now += call
+        device = max(now, device) + 5.0
+        return Output(device)
+
+    monkeypatch.setattr(decode_steps.time, "perf_counter", lambda: now)
+    decoder = unittest.mock.MagicMock(StackDecoder, step=step)
+    assert decode_steps._steps_in_a_row(decoder) == expected
+
+
 def test_steps_in_a_row_have_different_tokens():
     requests, embeddings = 2, jnp.arange(2 * DRAWS, dtype=jnp.float32)[:, None]
     layers, own = types.SimpleNamespace(config=CONFIG), jnp.arange(requests)
