@@ -159,6 +159,27 @@ def by_hand(model, between_steps):
     yield output.tokens[slot], jax.tree.map(np.asarray, cache)
 
 
+def test_experts_move_between_the_loops_of_an_engine(folder, plain):
+    def run(model):
+        engine = Engine(model, make_manager(), token_budget=64, num_scheduler_steps=4)
+        requests = [engine.add(prompt, max_new_tokens=17) for prompt in PROMPTS]
+        while engine.busy:
+            engine.step()
+            if model.expert_memory is not None:
+                model.expert_memory.migration.wait()
+        engine.close()
+        return [request.generated for request in requests], engine.metrics
+
+    model = load(folder, on_device=5)
+    move_always(model)
+    (wanted, before), (got, metrics) = run(plain), run(model)
+    assert got == wanted and metrics.steps == before.steps
+    # Each of two layers counts every token but a request's last, which no step runs.
+    ran = sum(len(prompt) + len(tokens) - 1 for prompt, tokens in zip(PROMPTS, got, strict=True))
+    assert metrics.experts.hits + metrics.experts.misses == 2 * CONFIG.num_experts_per_tok * ran
+    assert metrics.experts.swaps > 1
+
+
 def test_steps_by_hand_count_and_move_experts(folder, plain):
     steps = list(by_hand(plain, lambda cache: None))
     counts = [cache.expert_counts for _, cache in steps]
