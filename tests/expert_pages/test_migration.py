@@ -63,13 +63,15 @@ def move_always(model):
     return moves
 
 
-def make_engine(model):
-    return Engine(model, make_manager(), token_budget=16, drafter=MTPDrafter(), draft_tokens=2)
+def make_engine(model, **options):
+    """An engine with these options, by default one that drafts."""
+    options = options or dict(token_budget=16, drafter=MTPDrafter(), draft_tokens=2)
+    return Engine(model, make_manager(), **options)
 
 
-def run(model):
+def run(model, **options):
     """Returns tokens, log-probabilities and cache bytes of a run of an engine, and the engine's metrics."""
-    engine = make_engine(model)
+    engine = make_engine(model, **options)
     requests = [engine.add(prompt, max_new_tokens=8) for prompt in PROMPTS]
     while engine.busy:
         engine.step()
@@ -160,24 +162,15 @@ def by_hand(model, between_steps):
 
 
 def test_experts_move_between_the_loops_of_an_engine(folder, plain):
-    def run(model):
-        engine = Engine(model, make_manager(), token_budget=64, num_scheduler_steps=4)
-        requests = [engine.add(prompt, max_new_tokens=17) for prompt in PROMPTS]
-        while engine.busy:
-            engine.step()
-            if model.expert_memory is not None:
-                model.expert_memory.migration.wait()
-        engine.close()
-        return [request.generated for request in requests], engine.metrics
-
+    options = dict(token_budget=64, num_scheduler_steps=4)
     model = load(folder, on_device=5)
     move_always(model)
-    (wanted, before), (got, metrics) = run(plain), run(model)
-    assert got == wanted and metrics.steps == before.steps
+    (wanted, before), (got, metrics) = run(plain, **options), run(model, **options)
+    chex.assert_trees_all_equal(got, wanted)
+    assert metrics.steps == before.steps and metrics.experts.swaps > 1
     # Each of two layers counts every token but a request's last, which no step runs.
-    ran = sum(len(prompt) + len(tokens) - 1 for prompt, tokens in zip(PROMPTS, got, strict=True))
+    ran = sum(len(prompt) + len(tokens) - 1 for prompt, (tokens, _) in zip(PROMPTS, got[0], strict=True))
     assert metrics.experts.hits + metrics.experts.misses == 2 * CONFIG.num_experts_per_tok * ran
-    assert metrics.experts.swaps > 1
 
 
 def test_steps_by_hand_count_and_move_experts(folder, plain):
