@@ -328,8 +328,8 @@ def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOption
 def _steps_in_a_row(decoder: StackDecoder) -> float:
     """Measures seconds a step, with the host running ahead of the device as in a decode loop.
 
-    Begins at the end of a step behind which the next one is launched: a first launch takes as long as a step, and the
-    device is idle meanwhile.
+    Begins at the end of a step behind which the next one is launched, because the device is idle during the first
+    launch, which can take longer than a step.
     """
     first, y = (decoder.step(decoder.batch()) for _ in range(2))
     jax.block_until_ready(first)
