@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
@@ -158,15 +158,18 @@ class AttentionStack(DraftingStack):
 @sharded_step
 def stack_step(
     stack: CompiledModel, cache: KVCache, batch: Batch, embeddings: Float[Array, "N D"], *, tokens: int, drafts: int
-) -> tuple[Shaped[Array, "_ ..."], KVCache]:
+) -> tuple[Int[Array, "_"], KVCache]:
     """Runs a decode step of `tokens` tokens a request, then drafts `drafts` tokens of each. The cache is donated.
 
-    Tokens are those of `_draw_tokens`.
+    Tokens are those of `_draw_tokens`. The result is as small as the tokens that an engine's step draws: XLA would keep
+    activations in a result of their size, and update every kernel that takes them in the CUDA graph at each call.
     """
     layers = stack.module
     x, batch = _draw_tokens(layers, batch, embeddings)
     y, cache = layers(x, cache, batch)
-    return layers.draft(y, cache, batch, tokens, drafts) if drafts else (y, cache)
+    if drafts:
+        y, cache = layers.draft(y, cache, batch, tokens, drafts)
+    return jnp.argmax(y.reshape(y.shape[0], -1), axis=1), cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="steps")
@@ -278,8 +281,8 @@ class StackDecoder:
             self.manager.rewind(slot, self.tokens - 1)
         return batch
 
-    def step(self, batch: Batch) -> Float[Array, "T D"]:
-        """Runs one decode step and returns its output."""
+    def step(self, batch: Batch) -> Int[Array, "_"]:
+        """Runs one decode step and returns the result of `stack_step`."""
         args = self.stack, self._cache, batch, self._embeddings
         if self._step is None:
             program = _program(stack_step, args, tokens=self.tokens, drafts=self.drafts)

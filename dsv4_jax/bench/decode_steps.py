@@ -219,7 +219,12 @@ def _measure(config, kv_format, options, report, loop=True):
         cases[0].start(report)
         if jax.default_backend() == "gpu":
             cases[0].time(loop=False)  # a process launches its first steps slower
-        times = [case.time(loop=loop and case.decoder is cases[0].decoder) for case in _in_turn(cases, progress, bar)]
+        first = cases[0].decoder
+        sizes = first.requests, first.tokens  # whose loop is measured, too
+        times = [
+            case.time(loop and (case.decoder.requests, case.decoder.tokens) == sizes)
+            for case in _in_turn(cases, progress, bar)
+        ]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
         gigabytes = tree_bytes(nnx.state(layers)) / 1e9
         unit, lines = "Microseconds a layer" if options.whole else "Milliseconds a step", LiveTable(batch=5, tokens=6)
