@@ -13,7 +13,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from rich.console import Console
@@ -28,7 +27,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
-from dsv4_jax.nn.projections import fuse_in_place
+from dsv4_jax.nn.projections import ModuleFiller
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
@@ -92,7 +91,7 @@ def load_checkpoint(
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)
     param_dtype = None if stay else weights
-    abstract = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
+    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     stored = read_checkpoint(path)
     if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
@@ -101,24 +100,23 @@ def load_checkpoint(
     stored = {name: x for name, x in stored.items() if not is_draft_copy(name)}
     tensors, wrong_scales = join_scales(stored)
 
-    graph, state = nnx.split(abstract)
-    parameters = {_dotted(key): parameter for key, parameter in nnx.to_flat_state(state)}
+    filler = ModuleFiller(model, fused=fused)
     table = list(keys.weights(config, keys.detect_naming(config, stored)))
     if config.tie_word_embeddings:
         table = list(keys.tied(table, stored))
-    shapes = {key: parameter.shape for key, parameter in parameters.items()}
+    shapes = {key: parameter.shape for key, parameter in filler.parameters.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
-    dtypes = {key: np.dtype(parameter.dtype) for key, parameter in parameters.items()}
+    dtypes = {key: np.dtype(parameter.dtype) for key, parameter in filler.parameters.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
     if expert_memory is not None:
         # The experts come last and get the memory that the others leave.
         table.sort(key=lambda weight: weight.is_expert)
-    values, bad, staging = {}, [], Staging()
-    for weight in _with_bar(table, tensors, progress):
-        pieces, parameter = [tensors[source] for source in weight.sources], parameters[weight.path]
+    bad, staging = [], Staging()
+    for number, weight in enumerate(_with_bar(table, tensors, progress), 1):
+        pieces, parameter = [tensors[source] for source in weight.sources], filler.parameters[weight.path]
         where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
-        with _name_if_out_of_memory(path, weight, f"number {len(values) + 1} of {len(table)}", mesh):
+        with _name_if_out_of_memory(path, weight, f"number {number} of {len(table)}", mesh):
             memory = expert_memory if weight.is_expert else None
             if memory is not None and not memory.is_planned:
                 _log.info("%s", _plan(memory, table))
@@ -129,12 +127,9 @@ def load_checkpoint(
             if expert_memory is not None and weight.path == keys.EMBEDDING and isinstance(value, jax.Array):
                 value = expert_memory.place_on_host(value)
             if not bad:
-                values[weight.path] = value
+                filler.set(weight.path, value)
     if bad:
         raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
-    model = nnx.merge(graph, nnx.map_state(lambda key, old: old.replace(values.pop(_dotted(key))), state))
-    if fused:
-        fuse_in_place(model)
     return model
 
 
@@ -175,10 +170,6 @@ def _with_bar(
         for weight in table:
             yield weight
             bar.advance(task, sizes[weight.path])
-
-
-def _dotted(key: tuple[object, ...]) -> str:
-    return ".".join(map(str, key))
 
 
 def _stored(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import statistics
@@ -25,7 +24,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
 from dsv4_jax.nn.layers import ABSTRACT
-from dsv4_jax.nn.projections import fuse_in_place
+from dsv4_jax.nn.projections import ModuleFiller
 from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
 
@@ -95,12 +94,12 @@ def random_weights[Module: nnx.Module](
       skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
         layer. The routers' biases and tables are chosen so.
     """
-    graph, state = nnx.split(as_released(module, config, mesh, expert_parallel=expert_parallel))
-    numbers, frequencies = itertools.count(), {}
+    module = as_released(module, config, mesh, expert_parallel=expert_parallel)
+    filler, frequencies = ModuleFiller(module, fused=True), {}
 
-    def drawn(path, variable):
-        value, seed = variable.get_value(), np.uint32(next(numbers))
-        where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
+    def drawn(path, parameter, seed):
+        value, (*_, kind, name) = parameter.get_value(), path.split(".")
+        where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
 
         def made(make, *args):
             return _made(seed, make=make, args=args, where=where)
@@ -109,22 +108,19 @@ def random_weights[Module: nnx.Module](
             return struct.shape if where is None else where.shard_shape(struct.shape)
 
         if isinstance(value, QuantizedWeight):
-            if expert_memory is not None and path[-2] == "experts":
-                return variable  # made at last, in the memory that the others leave
             codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
-            return variable.replace(dataclasses.replace(value, codes=codes, scale=scale))
-        if path[-1] in SELECTS:
-            variable, shares = _with_skew(path, variable, config, skew, where)
-            frequencies[".".join(map(str, (*path[:-2], "experts")))] = shares
-            return variable
-        ones = str(path[-2]).endswith("norm") or path[-1] in ("scale", "hc_scale")
-        weight = made(_normal, shape(value), value.dtype, float(ones))
-        if expert_memory is not None and path[-2] == "embed_tokens":
-            weight = expert_memory.place_on_host(weight)
-        return variable.replace(weight)
+            return dataclasses.replace(value, codes=codes, scale=scale)
+        if name in SELECTS:
+            selects, frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = _selects(path, value, config, skew, where)
+            return selects
+        weight = made(_normal, shape(value), value.dtype, float(kind.endswith("norm") or name in ("scale", "hc_scale")))
+        is_embedding = expert_memory is not None and kind == "embed_tokens"
+        return expert_memory.place_on_host(weight) if is_embedding else weight
 
-    module = nnx.merge(graph, nnx.map_state(drawn, state))
-    fuse_in_place(module)
+    for number, path in enumerate(list(filler.parameters)):
+        # Experts in pages are made at last, in the memory that the others leave.
+        if expert_memory is None or ".mlp.experts." not in path:
+            filler.set(path, drawn(path, filler.parameters[path], np.uint32(number)))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
         _place_experts(module, expert_memory)
@@ -133,28 +129,24 @@ def random_weights[Module: nnx.Module](
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
     """Replaces the biases and tables of a module's routers by those of another skew, see `random_weights`."""
-    graph, state = nnx.split(module)
-
-    def replaced(path, variable):
-        if path[-1] not in SELECTS:
-            return variable
-        return _with_skew(path, variable, config, skew, variable.get_value().sharding)[0]
-
-    nnx.update(module, nnx.map_state(replaced, state))
+    for path, parameter in nnx.to_flat_state(nnx.state(module)):
+        if path[-1] in SELECTS:
+            old = parameter.get_value()
+            parameter.set_value(_selects(".".join(map(str, path)), old, config, skew, old.sharding)[0])
 
 
-def _with_skew(path, variable, config, skew, where):
-    """Returns a router's new bias or table, and the share of tokens that select each expert by it."""
-    experts, chosen, shape = config.n_routed_experts, config.num_experts_per_tok, variable.get_value().shape
+def _selects(path, value, config, skew, where):
+    """Returns a router's new bias or table in place of `value`, and the share of tokens that select each expert."""
+    experts, chosen, shape = config.n_routed_experts, config.num_experts_per_tok, value.shape
     shares = selection_shares(experts, chosen, skew)
-    seed = zlib.crc32(".".join(map(str, path)).encode())
+    seed = zlib.crc32(path.encode())
     ranks = np.random.default_rng(seed).permutation(experts)
     if shape == (experts,):
         # The routers' logits are sums of normed activations times weights.
         selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
     else:
         selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=shape)
-    return variable.replace(jax.device_put(selects, where)), shares[ranks]
+    return jax.device_put(selects, where), shares[ranks]
 
 
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:
@@ -194,7 +186,7 @@ def _place_experts(module, expert_memory):
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))
 def _made(seed, *, make, args, where):
     """Returns `make(key, *args)` with the key of a seed; with a sharding, each device's shard has a key of its own."""
-    key = jax.random.key(seed, impl="rbg")  # compiles the fastest, and dozens of shapes are drawn
+    key = jax.random.key(seed, impl="threefry2x32")  # takes no memory but the result's, which "rbg" does
     if where is None:
         return make(key, *args)
 
@@ -229,10 +221,7 @@ def _scales(key, shape):
 
 def _codes(key, shape, scales, kind):
     """Returns codes and scales of values about as large as those of `_normal`, without NaN."""
-    # One matrix at a time, because making random bits takes 16 times their memory.
-    *count, rows, columns = shape
-    keys = jax.random.split(key, math.prod(count))
-    codes = jax.lax.map(lambda key: jax.random.bits(key, (rows, columns), jnp.uint8), keys).reshape(shape)
+    codes = jax.random.bits(key, shape, jnp.uint8)
     scale = jax.random.bits(jax.random.fold_in(key, 0), scales, jnp.uint8)
     if kind == "FP8":
         return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + scale % 2
@@ -243,5 +232,5 @@ def _codes(key, shape, scales, kind):
 def _routes(seed, log_weights, *, shape) -> Int[Array, "V k"]:
     """Returns [tokens, k] distinct experts of each token, drawn with the weights."""
     # The largest of logarithms plus Gumbel noise are draws without replacement.
-    noise = jax.random.gumbel(jax.random.key(seed, impl="rbg"), (shape[0], len(log_weights)))
+    noise = jax.random.gumbel(jax.random.key(seed, impl="threefry2x32"), (shape[0], len(log_weights)))
     return jax.lax.top_k(log_weights[None, :] + noise, shape[1])[1].astype(jnp.int32)

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Hashable, Mapping
 
@@ -135,6 +136,36 @@ def fuse_in_place(module: nnx.Module) -> None:
     for _, linear in list(nnx.iter_modules(module)):
         if isinstance(linear, FusedLinear):
             linear.fuse()
+
+
+class ModuleFiller:
+    """Gives a module of shapes its arrays one by one, and fuses projections as soon as it has all maps of an input.
+
+    Then the next layer's arrays take the memory of the maps that were fused. Fusing all projections at last would leave
+    holes between arrays that stay: 0.9 GiB of a GPU for V4-Flash.
+
+    Attributes:
+      parameters: {path with dots: parameter that has no array yet}.
+    """
+
+    def __init__(self, module: nnx.Module, *, fused: bool):
+        """Begins with a module whose parameters have instances of `jax.ShapeDtypeStruct`. Fuses only if `fused`."""
+        self.parameters = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(module))}
+        gc.collect()  # Flax's states are in reference cycles, which would keep the maps of fused projections
+        self._projections: dict[str, tuple[FusedLinear, list[str]]] = {}  # by path of each of its maps
+        for path, linear in nnx.iter_modules(module) if fused else ():
+            if isinstance(linear, FusedLinear):
+                paths = [".".join(map(str, (*path, "weights", name))) for name in linear.names]
+                self._projections |= dict.fromkeys(paths, (linear, paths))
+
+    def set(self, path: str, value: Array | QuantizedWeight) -> None:
+        """Sets the parameter at a path, once."""
+        self.parameters.pop(path).set_value(value)
+        linear, paths = self._projections.get(path, (None, []))
+        if linear is not None and not self.parameters.keys() & set(paths):
+            linear.fuse()
+            # JAX frees the maps after this.
+            jax.block_until_ready([weight.get_value() for weight in linear.weights.values()])
 
 
 def parameter_readers(module: nnx.Module) -> dict[str, Callable[[], Array]]:

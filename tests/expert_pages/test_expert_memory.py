@@ -1,6 +1,7 @@
 """The packaged model with its experts in pages: equal weights, wherever its experts lie."""
 
 import gc
+import weakref
 
 import chex
 import jax
@@ -15,6 +16,7 @@ from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import FusedLinear, fuse_projections
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
@@ -48,6 +50,37 @@ def test_random_weights_are_made_where_they_lie():
     assert memory.host_bytes == 3 * LAYERS * EACH
     codes = np.asarray(stack.layers[1].mlp.experts.down_proj.get_value().codes)
     assert len(np.unique(codes)) == 256 and (codes[0] != codes[1]).any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda memory: load_checkpoint(CHECKPOINT, weights="quantized", fused=True, expert_memory=memory),
+        lambda memory: random_stack(read_config(CHECKPOINT), expert_memory=memory),
+    ],
+)
+def test_experts_get_the_memory_that_fused_projections_leave(monkeypatch, make):
+    memory, replaced = ExpertMemory(device_bytes=0, memory=CpuMemory()), []
+    fuse, plan = FusedLinear.fuse, memory.plan
+
+    def watch(linear):
+        before = jax.tree.leaves(linear)
+        fuse(linear)
+        kept = list(map(id, jax.tree.leaves(linear)))
+        replaced.extend(weakref.ref(x) for x in before if id(x) not in kept)
+
+    def check(*args):
+        assert len(replaced) > LAYERS and not any(array() is not None for array in replaced)
+        return plan(*args)
+
+    monkeypatch.setattr(FusedLinear, "fuse", watch)
+    monkeypatch.setattr(memory, "plan", check)
+    gc.disable()
+    try:
+        make(memory)
+    finally:
+        gc.enable()
+    assert memory.is_planned
 
 
 def test_frequent_experts_stay_on_the_gpu():
@@ -117,7 +150,7 @@ def test_the_option_of_the_command_line(monkeypatch, model):
         monkeypatch.setattr("dsv4_jax.expert_pages.CudaMemory", lambda device: memory)  # noqa: B023
         loaded = ModelOptions(expert_memory=text).load_model(CHECKPOINT, schema)
         assert (1 << 40) - memory.room[True] == on_host * LAYERS * EACH + whole_pages(EMBEDDING)
-        assert jax.tree.structure(loaded.module) == jax.tree.structure(model)
+        assert jax.tree.structure(loaded.module) == jax.tree.structure(fuse_projections(model))
 
 
 def test_the_file_of_the_command_line_is_checked_first(tmp_path):

@@ -9,18 +9,20 @@ from flax import nnx
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
 from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, fuse_projections
-from dsv4_jax.nn.projections import parameter_readers
+from dsv4_jax.nn.layers import ABSTRACT
+from dsv4_jax.nn.projections import ModuleFiller, parameter_readers
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA
 
 
 NAMES = "first", "second"
+SIZES = dict.fromkeys(NAMES, 4)
 
 
 def pair(*dtypes, out_dtypes=(None, None)):
     """Returns two maps of 8 channels to 4, each with a matrix of its own dtype."""
     options = dict(out_dtypes=dict(zip(NAMES, out_dtypes, strict=True)), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    maps = FusedLinear(8, dict.fromkeys(NAMES, 4), **options)
+    maps = FusedLinear(8, SIZES, **options)
     for name, dtype in zip(NAMES, dtypes, strict=True):
         maps.weights[name] = nnx.Param(maps.matrix(name).astype(dtype), axes=())
     return maps
@@ -91,6 +93,18 @@ def test_joining_moves_every_row_to_its_place(short_config):
         assert len(leaves) == len(jax.tree.leaves(plain)) - sum(n - 1 for each in counts for n in each)
     assert values(plain).keys() == before.keys()
     assert not any("+" in name for name in before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_maps_are_fused_as_soon_as_all_have_their_arrays(fused):
+    module = nnx.Dict({name: FusedLinear(8, SIZES, param_dtype=jnp.float32, rngs=ABSTRACT) for name in ("x", "y")})
+    filler, separate = ModuleFiller(module, fused=fused), (("first",), ("second",))
+    for value, name in enumerate(NAMES):
+        assert module.x.launches == separate
+        filler.set(f"x.weights.{name}", jnp.full((4, 8), value, jnp.float32))
+    assert module.x.launches == ((("first+second",),) if fused else separate) and module.y.launches == separate
+    chex.assert_trees_all_equal(module.x.matrix("second"), np.ones((4, 8), np.float32))
+    assert filler.parameters.keys() == {f"y.weights.{name}" for name in NAMES}
 
 
 def test_loaded_joined_and_saved_as_ever(tmp_path):
