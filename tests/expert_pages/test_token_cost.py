@@ -31,7 +31,7 @@ def test_the_experts_of_a_sketch(gpu, on_host, tokens, measured):
 
 
 @pytest.mark.parametrize(("on_host", "tokens", "measured", "rel"), [
-    (155, 1, 48.65, 0.05), (155, 8, 316.98, 0.05), (157, 1, 58.7, 0.2), (132, 1, 37.36, 0.2),
+    (155, 1, 48.65, 0.05), (155, 8, 316.98, 0.05), (157, 1, 58.7, 0.2), (130, 1, 39.45, 0.2),
 ])  # fmt: skip
 def test_steps_of_the_whole_model(on_host, tokens, measured, rel):
     """Within 5% of benchmarks/h100_one_gpu_model_flash_v4.json, whose rates these are, and 20% of others.
