@@ -112,13 +112,16 @@ class StepCase:
         report.setdefault("start", dict(process=round(timing.process_seconds(), 2), **self.decoder.compile_seconds))
 
     def time(self, loop: bool) -> dict[str, float]:
-        """Measures the milliseconds of a step, of its dispatch and, with `loop`, of a step of the on-device loop."""
+        """Measures the milliseconds of a step, of its dispatch and, with `loop`, of a step of the on-device loop.
+
+        The loop has one token a request, so that of steps with more is not measured.
+        """
         decoder = self.decoder
         decoder.start_requests(self.context - MARGIN)
         for _ in range(WARM_UP):
             jax.block_until_ready(decoder.step(decoder.batch()))
         times = dict(milliseconds=_steps_in_a_row(decoder), dispatch_milliseconds=_dispatch(decoder))
-        if loop:
+        if loop and decoder.tokens == 1:
             for _ in range(2):  # the first compiles
                 batch = decoder.batch(reserve=STEPS - 1)
                 begin = time.perf_counter()
@@ -219,12 +222,8 @@ def _measure(config, kv_format, options, report, loop=True):
         cases[0].start(report)
         if jax.default_backend() == "gpu":
             cases[0].time(loop=False)  # a process launches its first steps slower
-        first = cases[0].decoder
-        sizes = first.requests, first.tokens  # whose loop is measured, too
-        times = [
-            case.time(loop and (case.decoder.requests, case.decoder.tokens) == sizes)
-            for case in _in_turn(cases, progress, bar)
-        ]
+        requests = cases[0].decoder.requests  # whose loops are measured, too
+        times = [case.time(loop and case.decoder.requests == requests) for case in _in_turn(cases, progress, bar)]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
         gigabytes = tree_bytes(nnx.state(layers)) / 1e9
         unit, lines = "Microseconds a layer" if options.whole else "Milliseconds a step", LiveTable(batch=5, tokens=6)

@@ -164,7 +164,7 @@ class ModuleFiller:
         linear, paths = self._projections.get(path, (None, []))
         if linear is not None and not self.parameters.keys() & set(paths):
             linear.fuse()
-            # JAX frees the maps after this.
+            # So that the maps are freed before the next arrays take memory.
             jax.block_until_ready([weight.get_value() for weight in linear.weights.values()])
 
 
