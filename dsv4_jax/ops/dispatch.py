@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from dsv4_jax.quant import LayerSlice, layer_value
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
@@ -61,8 +62,9 @@ def dispatch(
     Args:
       op: the op's public name, for messages.
       implementation: None for the best one that takes the device and the arguments, or the name of exactly one.
-      args: pytrees of arrays. A kernel takes arrays of one device only, see `why_not_local`.
-      xla: the reference.
+      args: pytrees of arrays, in which a weight may be a `LayerSlice`. A kernel takes arrays of one device only, see
+        `why_not_local`.
+      xla: the reference, which gets the values of each `LayerSlice`.
       kernel: the kernel, with the additional argument `interpret`. Before anything is launched it raises
         NotImplementedError for what it does not take, and PreferXla where XLA is the better choice. A result that the
         reference returns as None has no gradient.
@@ -76,7 +78,7 @@ def dispatch(
     default = _default.value
     name = implementation or default or "mosaic_gpu"
     if name == "xla":
-        return xla(*args, **options)
+        return xla(*layer_value(args), **options)
     # Within use_implementation("mosaic_gpu") a program may be compiled for a GPU that is not here.
     ask = name == "mosaic_gpu" and (implementation is not None or default is None)
     unsupported = why_no_mosaic_gpu() if ask else None
@@ -92,7 +94,7 @@ def dispatch(
             if os.environ.get(REQUIRE_KERNELS, "0") not in ("", "0"):
                 raise NotImplementedError(f"{op} would run as 'xla', but {REQUIRE_KERNELS} is set: {error}") from error
             _report(op, str(error), logging.DEBUG if unsupported else logging.INFO)
-    return xla(*args, **options)
+    return xla(*layer_value(args), **options)
 
 
 def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +105,16 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
         return kernel(*args)
 
     def backward(args, cotangents):
-        values, pull = jax.vjp(reference, *args)
+        values, pull = jax.vjp(reference, *layer_value(args))
         present = functools.partial(jax.tree.map, is_leaf=lambda value: value is None)
-        return pull(present(lambda value, cotangent: None if value is None else cotangent, values, cotangents))
+        pulled = pull(present(lambda value, cotangent: None if value is None else cotangent, values, cotangents))
+        # A stack has no gradient: that of its layer is the gradient of the slice's value.
+        return jax.tree.map(
+            lambda arg, cotangent: LayerSlice(cotangent, None, None) if isinstance(arg, LayerSlice) else cotangent,
+            args,
+            pulled,
+            is_leaf=lambda arg: isinstance(arg, LayerSlice),
+        )
 
     call.defvjp(lambda *args: (kernel(*args), args), backward)
     return call

@@ -24,6 +24,7 @@ from dsv4_jax.quant.fp8 import (
     encode_fp8_block,
     encode_fp8_entry,
 )
+from dsv4_jax.quant.layer_slice import LayerSlice, layer_stacks, layer_value
 from dsv4_jax.quant.numerics import (
     e8m0_ceil,
     e8m0_reciprocal,
