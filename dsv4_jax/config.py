@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4_jax import config_json
-from dsv4_jax.config_json import CSA, CSA_RATE, HCA, LAYER_TYPES, SLIDING, check, check_integer, check_real, mlp_types
+from dsv4_jax.config_json import check, check_integer, check_real, mlp_types
 from dsv4_jax.layer_spec import LayerSpec, numbered
 
 
@@ -81,22 +81,20 @@ class DSparkConfig:
 class DSV4Config:
     """The configuration of a DeepSeek-V4 model; immutable and hashable (a static jit argument).
 
-    Fields are named as in config.json. `layer_types` holds one of `SLIDING`, `CSA`, `HCA` for each layer,
-    `mlp_layer_types` "hash_moe" or "moe". `compress_rate_csa` and `compress_rate_hca` are tokens per compressed entry;
-    `compress_rate_hca` is 0 when no layer is HCA. `rope_theta` (plain) serves sliding layers, `compress_rope_theta`
-    with `rope_scaling` (None = no YaRN) the compressed ones. `eos_token_id` is a tuple, empty if there is none.
-    `num_nextn_predict_layers` is 1 with layers that make drafts, and 0 without: the multi-token-prediction block, or
-    those that `dspark` describes. With `tie_word_embeddings` a checkpoint may leave out the head, which is loaded as a
-    copy of the embedding. `specs` are layers as data, for patterns that the types cannot express (see `small`); then
-    types and rates are not used.
+    Fields are named as in config.json. `specs` describes the attention of each layer, without those that make drafts,
+    and `mlp_layer_types` its MLP, "hash_moe" or "moe". `rope_theta` (plain) serves layers that have a window only,
+    `compress_rope_theta` with `rope_scaling` (None = no YaRN) the compressed ones. `eos_token_id` is a tuple, empty if
+    there is none. `num_nextn_predict_layers` is 1 with layers that make drafts, and 0 without: the
+    multi-token-prediction block, or those that `dspark` describes. With `tie_word_embeddings` a checkpoint may leave
+    out the head, which is loaded as a copy of the embedding.
 
     Raises:
+        TypeError: a layer is no LayerSpec, or a number in it is not whole.
         ValueError: a field has an impossible value; the message names the field and the value.
     """
 
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     head_dim: int
     qk_rope_head_dim: int
@@ -107,9 +105,7 @@ class DSV4Config:
     index_head_dim: int
     index_topk: int
     sliding_window: int
-    layer_types: tuple[str, ...]
-    compress_rate_csa: int
-    compress_rate_hca: int
+    specs: tuple[LayerSpec, ...] = dataclasses.field(hash=False)  # a hash of all takes 50 us, at every launch
     mlp_layer_types: tuple[str, ...]
     moe_intermediate_size: int
     n_routed_experts: int
@@ -131,15 +127,15 @@ class DSV4Config:
     num_nextn_predict_layers: int = 0
     tie_word_embeddings: bool = False
     dspark: DSparkConfig | None = None
-    specs: tuple[LayerSpec, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", numbered(self.specs))
         for name in (*config_json.INTEGERS, "qk_rope_head_dim"):
             check_integer(name, getattr(self, name))
         for name in (*config_json.REALS, "rope_theta", "compress_rope_theta"):
             check_real(name, getattr(self, name))
-        for name, known in dict(layer_types=LAYER_TYPES, mlp_layer_types=config_json.MLP_LAYER_TYPES).items():
-            config_json.check_names(name, getattr(self, name), known, self.num_hidden_layers)
+        known = config_json.MLP_LAYER_TYPES
+        config_json.check_names("mlp_layer_types", self.mlp_layer_types, known, self.num_hidden_layers)
         check(self.scoring_func == "sqrtsoftplus", f"scoring_func is {self.scoring_func!r}; known: 'sqrtsoftplus'.")
         rope = self.qk_rope_head_dim
         check(rope % 2 == 0, f"qk_rope_head_dim ({rope}) must be even: RoPE turns pairs.")
@@ -153,19 +149,6 @@ class DSV4Config:
         check(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; DeepSeek-V4 has 1.")
         plain, compressed = self.rope_theta, self.compress_rope_theta
         check(min(plain, compressed) > 1, f"rope_theta ({plain}), compress_rope_theta ({compressed}) must exceed 1.")
-        csa, hca = self.compress_rate_csa, self.compress_rate_hca
-        check(csa == CSA_RATE, f"compress_rate_csa is {csa}; CSA pools {CSA_RATE} tokens. {config_json.OTHER_RATES}")
-        if self.specs is not None:
-            count = len(self.specs)
-            check(
-                count == self.num_hidden_layers,
-                f"specs has {count} layers, num_hidden_layers {self.num_hidden_layers}.",
-            )
-            numbered(self.specs)
-        elif HCA in self.layer_types:
-            check(hca not in (0, 1, CSA_RATE), f"compress_rate_hca is {hca}; it must be above 1 and not {CSA_RATE}.")
-        else:
-            check(hca == 0, f"compress_rate_hca is {hca}, but no layer is {HCA!r}: it must be 0.")
         drafting = self.num_nextn_predict_layers
         check(drafting in (0, 1), f"num_nextn_predict_layers is {drafting!r}; DeepSeek-V4 has 1, or 0 without drafts.")
         if self.dspark is not None:
@@ -188,45 +171,39 @@ class DSV4Config:
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The specs of all layers in order. Only this property knows kinds of layers by name.
+        """The specs of all layers in order; those that make drafts, which have a window only, are the last ones."""
+        return numbered((*self.specs, *[LayerSpec()] * self.num_draft_layers))
 
-        The layers that make drafts, which have a window only, are the last ones.
-        """
-        kinds = {
-            SLIDING: LayerSpec(),
-            CSA: LayerSpec.csa(self.compress_rate_csa, group="csa"),
-            HCA: LayerSpec.hca(self.compress_rate_hca, group="hca"),
-        }
-        specs = self.specs or [kinds[kind] for kind in self.layer_types]
-        return numbered((*specs, *[LayerSpec()] * self.num_draft_layers))
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of layers without those that make drafts."""
+        return len(self.specs)
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The names of the layers' attention in transformers' config.json, without layers that make drafts."""
+        return tuple(spec.layer_type for spec in self.specs)
 
     @property
     def num_draft_layers(self) -> int:
         """The number of layers that make drafts."""
         return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_layers
 
-    def with_layers(self, layer_types: Sequence[str], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
+    def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers. DSpark's target layers are the last ones.
 
-        `layer_types` are the attention of each layer, and `mlp_layer_types` its MLP; None = "moe" in all.
+        `specs` describe the attention of each layer, and `mlp_layer_types` its MLP; None = "moe" in all.
         """
-        count, dspark = len(layer_types), self.dspark
+        count, dspark = len(specs), self.dspark
         if dspark is not None:
             targets = tuple(range(count))[-len(dspark.target_layer_ids) :]
             dspark = dataclasses.replace(dspark, target_layer_ids=targets)
-        return dataclasses.replace(
-            self,
-            specs=None,
-            dspark=dspark,
-            num_hidden_layers=count,
-            layer_types=tuple(layer_types),
-            mlp_layer_types=tuple(mlp_layer_types or ("moe",) * count),
-            compress_rate_hca=self.compress_rate_hca if HCA in layer_types else 0,
-        )
+        mlps = tuple(mlp_layer_types or ("moe",) * count)
+        return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark)
 
     def first_layers(self, count: int) -> "DSV4Config":
         """Returns the configuration of a model with the first `count` layers only."""
-        return self.with_layers(self.layer_types[:count], self.mlp_layer_types[:count])
+        return self.with_layers(self.specs[:count], self.mlp_layer_types[:count])
 
     def with_dspark(self, markov_rank: int) -> "DSV4Config":
         """Returns the configuration with DSpark's three draft layers, whose other sizes are the releases'."""
@@ -242,6 +219,14 @@ class DSV4Config:
     def compress_rate(self, layer: int) -> int:
         """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""
         return self.layers[layer].compress_rate
+
+    def window(self, layer: int) -> int:
+        """Returns the number of tokens in a layer's window, the token itself included."""
+        return self.layers[layer].window or self.sliding_window
+
+    def topk(self, layer: int) -> int:
+        """Returns the number of entries that a layer's indexer selects."""
+        return self.layers[layer].index_topk or self.index_topk
 
     def is_hashed(self, layer: int) -> bool:
         """Whether a layer looks up its experts by token id; layers that make drafts never do."""
@@ -303,30 +288,27 @@ class DSV4Config:
         `layers` are specs such as `LayerSpec()`, `LayerSpec.csa(rate)` and `LayerSpec.hca(rate)`, and `**fields` the
         values of other fields, such as `hidden_size=256`.
         """
-        count = len(layers)
-        kinds = [SLIDING if spec.group is None else HCA if spec.selection is None else CSA for spec in layers]
-        own: dict[str, Any] = dict(
-            num_hidden_layers=count, layer_types=tuple(kinds), mlp_layer_types=("moe",) * count, specs=tuple(layers),
-        )  # fmt: skip
-        return cls(**_RELEASED | _SMALL | own | fields)
+        values = _RELEASED | _SMALL | {"mlp_layer_types": ("moe",) * len(layers)} | fields
+        return cls(**values, specs=tuple(layers))
 
     @classmethod
     def v4_flash(cls) -> "DSV4Config":
         """DeepSeek-V4-Flash: 43 layers (2 sliding, then 21 CSA and 20 HCA taking turns)."""
+        csa, hca = LayerSpec.csa(), LayerSpec.hca()
         return cls(
-            **_RELEASED, hidden_size=4096, num_hidden_layers=43, num_attention_heads=64, q_lora_rank=1024, o_groups=8,
-            index_topk=512, layer_types=(SLIDING, SLIDING, *(CSA, HCA) * 20, CSA), mlp_layer_types=mlp_types(3, 43),
+            **_RELEASED, hidden_size=4096, num_attention_heads=64, q_lora_rank=1024, o_groups=8, index_topk=512,
+            specs=(LayerSpec(), LayerSpec(), *(csa, hca) * 20, csa), mlp_layer_types=mlp_types(3, 43),
             moe_intermediate_size=2048, n_routed_experts=256, routed_scaling_factor=1.5,
         )  # fmt: skip
 
     @classmethod
     def v4_pro(cls) -> "DSV4Config":
         """DeepSeek-V4-Pro: 61 layers (2 HCA, then 30 CSA and 29 HCA taking turns)."""
+        csa, hca = LayerSpec.csa(), LayerSpec.hca()
         return cls(
-            **_RELEASED, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536,
-            o_groups=16, index_topk=1024, layer_types=(HCA, HCA, *(CSA, HCA) * 29, CSA),
-            mlp_layer_types=mlp_types(3, 61), moe_intermediate_size=3072, n_routed_experts=384,
-            routed_scaling_factor=2.5,
+            **_RELEASED, hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, o_groups=16, index_topk=1024,
+            specs=(hca, hca, *(csa, hca) * 29, csa), mlp_layer_types=mlp_types(3, 61), moe_intermediate_size=3072,
+            n_routed_experts=384, routed_scaling_factor=2.5,
         )  # fmt: skip
 
     @classmethod
@@ -342,10 +324,10 @@ class DSV4Config:
 
 _RELEASED: dict[str, Any] = dict(
     vocab_size=129280, head_dim=512, qk_rope_head_dim=64, o_lora_rank=1024, index_n_heads=64, index_head_dim=128,
-    sliding_window=128, compress_rate_csa=CSA_RATE, compress_rate_hca=128, n_shared_experts=1, num_experts_per_tok=6,
-    scoring_func="sqrtsoftplus", swiglu_limit=10.0, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6,
-    rope_theta=10000.0, compress_rope_theta=160000.0, rope_scaling=RopeScaling(16.0, 65536, 32.0, 1.0),
-    max_position_embeddings=1048576, bos_token_id=0, eos_token_id=(1,),
+    sliding_window=128, n_shared_experts=1, num_experts_per_tok=6, scoring_func="sqrtsoftplus", swiglu_limit=10.0,
+    hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, rope_theta=10000.0, compress_rope_theta=160000.0,
+    rope_scaling=RopeScaling(16.0, 65536, 32.0, 1.0), max_position_embeddings=1048576, bos_token_id=0,
+    eos_token_id=(1,),
 )  # fmt: skip
 _SMALL: dict[str, Any] = dict(
     vocab_size=256, hidden_size=64, num_attention_heads=4, head_dim=96, qk_rope_head_dim=32, q_lora_rank=24,
@@ -356,4 +338,4 @@ _SMALL: dict[str, Any] = dict(
 
 
 def __dir__() -> list[str]:
-    return ["CSA", "HCA", "LAYER_TYPES", "SLIDING", "DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]
+    return ["DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]

@@ -5,14 +5,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from dsv4_jax.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec
 
-SLIDING = "sliding_attention"
-CSA = "compressed_sparse_attention"
-HCA = "heavily_compressed_attention"
-LAYER_TYPES = (SLIDING, CSA, HCA)
+
 MLP_LAYER_TYPES = ("hash_moe", "moe")
-CSA_RATE = 4
-OTHER_RATES = "Layers of other rates are given as data: DSV4Config.small(layers=[LayerSpec.csa(8), ...])."
+_OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
 
 INTEGERS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
@@ -21,7 +18,7 @@ INTEGERS = (
     "hc_sinkhorn_iters", "max_position_embeddings",
 )  # fmt: skip
 # Upper bounds, far beyond any model, for counts and sizes that no weight's shape confirms.
-_MOST = {"n_routed_experts": 2**16, "index_topk": 2**20, "sliding_window": 2**20, "hc_sinkhorn_iters": 2**16}
+_MOST = {"n_routed_experts": 2**16, "index_topk": MAX_ROWS, "sliding_window": MAX_ROWS, "hc_sinkhorn_iters": 2**16}
 REALS = ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps")
 # Pairs of spellings: the release's, then transformers'.
 _SPELLINGS = (
@@ -106,6 +103,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     if unknown := sorted(key for key in raw if key not in known and not key.startswith("dspark_")):
         warnings.warn(f"config.json has keys that are not used here: {', '.join(unknown)}.", stacklevel=3)
     integers: dict[str, Any] = {name: check_integer(name, raw[name]) for name in INTEGERS}
+    layers = integers.pop("num_hidden_layers")
     reals: dict[str, Any] = {name: check_real(name, raw[name]) for name in REALS}
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings is {tied!r}; it must be true or false.")
@@ -114,10 +112,10 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     return dict(
         **integers,
         **reals,
-        **_layer_fields(raw),
         **_rope_fields(raw),
+        specs=_specs(raw, layers),
+        mlp_layer_types=_mlp_layer_types(raw, layers),
         scoring_func=raw["scoring_func"],
-        compress_rate_csa=CSA_RATE,
         tie_word_embeddings=tied,
         num_nextn_predict_layers=_draft_layers(raw) if mtp else 0,
         dspark=_dspark_fields(raw) if mtp else None,
@@ -141,16 +139,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
     """Returns `mlp_layer_types` for a model whose first layers are hash layers."""
     return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
-
-
-def _read_ratios(ratios: Any, layers: int) -> tuple[tuple[str, ...], int]:
-    """Returns layer types and the HCA rate from the release's list; its tail belongs to multi-token prediction."""
-    check(isinstance(ratios, list | tuple), f"compress_ratios is {ratios!r}; it must be a list of integers.")
-    check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries; num_hidden_layers is {layers}.")
-    used = [check_integer(f"compress_ratios[{i}]", ratio, least=0) for i, ratio in enumerate(ratios[:layers])]
-    rates = sorted(set(used) - {0, 1, CSA_RATE})
-    check(len(rates) <= 1, f"compress_ratios holds {rates}; besides 0, 1 and {CSA_RATE} one HCA rate is possible.")
-    return tuple(SLIDING if r in (0, 1) else CSA if r == CSA_RATE else HCA for r in used), rates[0] if rates else 0
 
 
 def _draft_layers(raw: dict[str, Any]) -> int:
@@ -180,33 +168,39 @@ def _dspark_fields(raw: dict[str, Any]) -> dict[str, Any] | None:
     return found | dict(target_layer_ids=tuple(targets), num_layers=len(tail) or len(targets))
 
 
-def _layer_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    layers = raw["num_hidden_layers"]
-    types, hca_rates, mlps = {}, {}, {}
-    if raw.get("compress_ratios") is not None:
-        types["compress_ratios"], hca_rates["compress_ratios"] = _read_ratios(raw["compress_ratios"], layers)
-    if raw.get("layer_types") is not None:
-        types["layer_types"] = check_names("layer_types", raw["layer_types"], LAYER_TYPES, layers)
+def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
+    """The specs of the layers, by the release's list, whose tail belongs to draft layers, or transformers' names."""
+    types, rates = {}, {}
+    if (ratios := raw.get("compress_ratios")) is not None:
+        check(isinstance(ratios, list | tuple), f"compress_ratios is {ratios!r}; it must be a list of integers.")
+        check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries; num_hidden_layers is {layers}.")
+        used = [check_integer(f"compress_ratios[{i}]", ratio, least=0) for i, ratio in enumerate(ratios[:layers])]
+        specs = [LayerSpec.of_ratio(ratio) for ratio in used]
+        types["compress_ratios"] = tuple(spec.layer_type for spec in specs)
+        rates["compress_ratios"] = tuple(spec.compress_rate for spec in specs)
+    if (names := raw.get("layer_types")) is not None:
+        types["layer_types"] = check_names("layer_types", names, LAYER_TYPES, layers)
     layer_types = _agree("the layers' types", types)
     if raw.get("compress_rates") is not None:
-        rates = _object("compress_rates", raw["compress_rates"])
-        for kind in sorted({CSA, HCA} & set(layer_types)):
-            check(kind in rates, f"config.json lacks compress_rates.{kind}, which its layers need.")
-        csa = rates.get(CSA, CSA_RATE)
-        check(csa == CSA_RATE, f"compress_rates.{CSA} is {csa!r}; CSA pools {CSA_RATE} tokens. {OTHER_RATES}")
-        if HCA in layer_types:
-            hca_rates["compress_rates"] = check_integer(f"compress_rates.{HCA}", rates[HCA])
+        rate_of = _object("compress_rates", raw["compress_rates"]) | {SLIDING: 0}
+        for kind in sorted({*layer_types} - {SLIDING}):
+            check(kind in rate_of, f"config.json lacks compress_rates.{kind}, which its layers need.")
+            rate = check_integer(f"compress_rates.{kind}", rate_of[kind])
+            known = LayerSpec.of_ratio(rate).layer_type == kind
+            check(known, f"compress_rates.{kind} is {rate}; CSA pools 4 tokens, HCA another number above 1. {_OTHERS}")
+        rates["compress_rates"] = tuple(rate_of[kind] for kind in layer_types)
+    return tuple(LayerSpec.of_ratio(rate) for rate in _agree("the layers' rates", rates))
+
+
+def _mlp_layer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
+    types = {}
     if (hashed := raw.get("num_hash_layers")) is not None:
         check_integer("num_hash_layers", hashed, least=0)
         check(hashed <= layers, f"num_hash_layers ({hashed}) exceeds num_hidden_layers ({layers}).")
-        mlps["num_hash_layers"] = mlp_types(hashed, layers)
+        types["num_hash_layers"] = mlp_types(hashed, layers)
     if raw.get("mlp_layer_types") is not None:
-        mlps["mlp_layer_types"] = check_names("mlp_layer_types", raw["mlp_layer_types"], MLP_LAYER_TYPES, layers)
-    return dict(
-        layer_types=layer_types,
-        compress_rate_hca=_agree("the HCA rate", hca_rates) if HCA in layer_types else 0,
-        mlp_layer_types=_agree("the MLPs' types", mlps),
-    )
+        types["mlp_layer_types"] = check_names("mlp_layer_types", raw["mlp_layer_types"], MLP_LAYER_TYPES, layers)
+    return _agree("the MLPs' types", types)
 
 
 def _read_scaling(name: str, block: Any) -> dict[str, Any] | None:

@@ -58,10 +58,11 @@ class DenseCache:
         """Makes a cache for batches of `rows` sequences of `length` tokens.
 
         Raises:
-          ValueError: the length is no multiple of the window.
+          ValueError: the length is no multiple of a layer's window.
         """
-        if length % config.sliding_window:
-            raise ValueError(f"{length=} must be a multiple of the model's window, {config.sliding_window}")
+        for spec in config.layers:
+            if length % (window := config.window(spec.layer)):
+                raise ValueError(f"{length=} must be a multiple of layer {spec.layer}'s window, {window}")
         schema = CacheSchema(
             config, num_blocks=0, max_requests=rows, max_context=length, kv_format=kv_format, dtype=dtype
         )
@@ -166,7 +167,7 @@ class DenseHandle:
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
         self.scores[:] = [scores]
         lengths = ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
-        k = self.cache.schema.config.index_topk
+        k = self.cache.schema.config.topk(self.spec.layer)
         return ops.indexer_topk(jax.lax.stop_gradient(scores), lengths, k, implementation="xla")
 
     def attend(
@@ -176,7 +177,7 @@ class DenseHandle:
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
-        window = self.cache.schema.config.sliding_window
+        window = self._window_size
         # A block's later passes see the first one's rows, and their own only at the token they began with.
         first, *own = (*(self.cache.passes or ()), self.window)
         before = jnp.pad(first, ((0, 0), (window, 0), (0, 0)))[:, :-window]
@@ -235,7 +236,7 @@ class DenseHandle:
         return x.reshape(-1, self.cache.schema.max_context, *x.shape[1:])
 
     def _blocks(self, x):
-        return None if x is None else _stacked(self._rows(x), self.cache.schema.config.sliding_window)
+        return None if x is None else _stacked(self._rows(x), self._window_size)
 
     def _joined(self, x):
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
@@ -245,6 +246,10 @@ class DenseHandle:
         return jnp.arange(entries, dtype=jnp.int32)[None, :] < (positions[:, None] + 1) // self.spec.compress_rate
 
     # --- what is stored ---
+
+    @property
+    def _window_size(self) -> int:
+        return self.cache.schema.config.window(self.spec.layer)
 
     @property
     def _group(self) -> Any:

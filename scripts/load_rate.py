@@ -1,6 +1,5 @@
 """Measures how fast a checkpoint in the release's storage is loaded, from a file system in memory."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ import tyro
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.checkpoint.save import release_tensors, write_release
 from dsv4_jax.cli.options import expert_bytes
-from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader
@@ -41,12 +40,7 @@ def load_rate(
       times: number of times that it is loaded.
       report: JSON file to write the numbers to.
     """
-    config = DSV4Config.v4_flash()
-    kinds = dict(layer_types=config.layer_types[:layers], mlp_layer_types=config.mlp_layer_types[:layers])
-    rate = config.compress_rate_hca if HCA in kinds["layer_types"] else 0
-    config = dataclasses.replace(
-        config, num_hidden_layers=layers, compress_rate_hca=rate, num_nextn_predict_layers=0, **kinds
-    )
+    config = DSV4Config.v4_flash().first_layers(layers)
     try:
         write_release(config, folder, random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, StepCache
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, StepCarry
 from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.model import DecoderLayer
@@ -26,7 +26,6 @@ from dsv4_jax.quant import round_to
 TINY = DSV4Config(
     vocab_size=kjv.VOCAB,
     hidden_size=256,
-    num_hidden_layers=6,
     num_attention_heads=4,
     head_dim=160,
     qk_rope_head_dim=32,
@@ -37,9 +36,7 @@ TINY = DSV4Config(
     index_head_dim=64,
     index_topk=128,
     sliding_window=128,
-    layer_types=(SLIDING, CSA, HCA, CSA, HCA, CSA),
-    compress_rate_csa=4,
-    compress_rate_hca=128,
+    specs=(LayerSpec(), *(LayerSpec.csa(), LayerSpec.hca()) * 2, LayerSpec.csa()),
     mlp_layer_types=("hash_moe", *("moe",) * 5),
     moe_intermediate_size=128,
     n_routed_experts=8,
@@ -64,19 +61,14 @@ _BALANCE = "e_score_correction_bias"
 
 def window_only(config: DSV4Config, moe_intermediate_size: int) -> DSV4Config:
     """Returns a model of the same depth and width without compressed entries, with wider experts instead."""
-    return dataclasses.replace(
-        config,
-        layer_types=(SLIDING,) * config.num_hidden_layers,
-        compress_rate_hca=0,
-        moe_intermediate_size=moe_intermediate_size,
-    )
+    specs = (LayerSpec(),) * config.num_hidden_layers
+    return dataclasses.replace(config, specs=specs, moe_intermediate_size=moe_intermediate_size)
 
 
 TINY_WINDOW_ONLY = window_only(TINY, moe_intermediate_size=160)
 TOY = dataclasses.replace(
     TINY,
     hidden_size=64,
-    num_hidden_layers=2,
     num_attention_heads=2,
     head_dim=96,
     q_lora_rank=32,
@@ -84,8 +76,7 @@ TOY = dataclasses.replace(
     index_head_dim=32,
     index_topk=8,
     sliding_window=8,
-    layer_types=(CSA, HCA),
-    compress_rate_hca=16,
+    specs=(LayerSpec.csa(), LayerSpec.hca(16)),
     mlp_layer_types=("hash_moe", "moe"),
     moe_intermediate_size=32,
     n_routed_experts=4,

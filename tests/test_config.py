@@ -14,7 +14,8 @@ from hypothesis import given, strategies as st
 import dsv4_jax.config
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint.save import release_config
-from dsv4_jax.config import CSA, HCA, LAYER_TYPES, SLIDING, DSV4Config, LayerSpec, RopeScaling
+from dsv4_jax.config import DSV4Config, LayerSpec, RopeScaling
+from dsv4_jax.layer_spec import CSA, HCA, LAYER_TYPES, SLIDING, numbered
 from tests.paths import DATA, TINY
 
 
@@ -78,7 +79,16 @@ def test_without_hca_layers_there_is_no_hca_rate():
     raw = DSV4Config.from_hf(RAW | {"compress_ratios": [0, 4, 0, 4, 0]})
     modern = DSV4Config.from_hf(MODERN | {"layer_types": [SLIDING, CSA, SLIDING, CSA, SLIDING]})
     assert raw == modern
-    assert raw.compress_rate_hca == 0
+    assert {group for spec in raw.layers if (group := spec.group)} == {"csa4"}
+
+
+def test_the_release_may_have_layers_of_several_rates():
+    config = DSV4Config.from_hf(RAW | {"compress_ratios": [0, 4, 16, 2, 16]})
+    assert (
+        config.specs[2:]
+        == DSV4Config.small([LayerSpec()] * 2 + [LayerSpec.hca(rate) for rate in (16, 2, 16)]).specs[2:]
+    )
+    assert release_config(config)["compress_ratios"] == [0, 4, 16, 2, 16]
 
 
 def test_no_yarn():
@@ -134,7 +144,11 @@ def test_all_missing_fields_are_named_at_once():
     "path, value, message",
     [
         ("compress_ratios", [0, 4, 16, 4, 4], r"the layers' types: compress_ratios = .*, layer_types = "),
-        ("compress_ratios", [0, 4, 32, 4, 32], r"the HCA rate: compress_ratios = 32, compress_rates = 16"),
+        (
+            "compress_ratios",
+            [0, 4, 32, 4, 32],
+            r"the layers' rates: compress_ratios = \(0, 4, 32, .*, compress_rates = \(0, 4, 16, ",
+        ),
         ("num_hash_layers", 2, r"the MLPs' types: num_hash_layers = .*, mlp_layer_types = "),
         ("qk_rope_head_dim", 16, r"RoPE width: qk_rope_head_dim = 16, partial_rotary_factor \* head_dim = 8"),
         ("rope_theta", 500, r"rope_theta: rope_theta = 500, rope_parameters.main.rope_theta = 10000.0"),
@@ -162,7 +176,6 @@ def test_contradicting_spellings_are_refused(path, value, message):
     [
         ("model_type", "deepseek_v41", "model_type is 'deepseek_v41'"),
         ("model_type", None, "model_type is None"),
-        ("compress_ratios", [0, 4, 16, 4, 128], r"compress_ratios holds \[16, 128\]"),
         ("compress_ratios", [0, 4, -16, 4, 16], r"compress_ratios\[2\] is -16"),
         ("compress_ratios", [0, 4, 16.0, 4, 16], r"compress_ratios\[2\] is 16.0"),
         ("compress_ratios", [0, 4, True, 4, 16], r"compress_ratios\[2\] is True"),
@@ -219,8 +232,10 @@ def test_impossible_values_are_refused(path, value, message):
         ("layer_types", [SLIDING, CSA, "dense", CSA, HCA], r"layer_types\[2\] is 'dense'; known values are"),
         ("layer_types", [SLIDING, CSA], "layer_types names 2 layers; num_hidden_layers is 5"),
         ("mlp_layer_types", ["dense"] * 5, r"mlp_layer_types\[0\] is 'dense'"),
-        (f"compress_rates.{CSA}", 8, f"compress_rates.{CSA} is 8"),
-        (f"compress_rates.{HCA}", 4, "compress_rate_hca is 4"),
+        (f"compress_rates.{CSA}", 8, rf"compress_rates.{CSA} is 8; .*with_layers\(\[LayerSpec\.csa\(8\)"),
+        (f"compress_rates.{HCA}", 4, f"compress_rates.{HCA} is 4"),
+        (f"compress_rates.{HCA}", 1, f"compress_rates.{HCA} is 1"),
+        (f"compress_rates.{CSA}", 0, f"compress_rates.{CSA} is 0"),
         (f"compress_rates.{HCA}", -16, f"compress_rates.{HCA} is -16"),
         ("compress_rates", {CSA: 4}, f"lacks compress_rates.{HCA}"),
         ("compress_rates", [4, 16], r"compress_rates is \[4, 16\]"),
@@ -236,35 +251,126 @@ def test_impossible_values_of_the_modern_spelling_are_refused(path, value, messa
 
 def test_a_config_made_by_hand_is_checked_too():
     config = DSV4Config.from_hf(RAW)
-    with pytest.raises(ValueError, match=r"compress_rate_csa is 8; .* DSV4Config\.small\(layers=\[LayerSpec\.csa\(8\)"):
-        dataclasses.replace(config, compress_rate_csa=8)
     with pytest.raises(TypeError, match="positional argument"):
         DSV4Config(258, 64)
-    with pytest.raises(ValueError, match="compress_rate_hca is 16, but no layer"):
-        dataclasses.replace(config, layer_types=(SLIDING,) * 5)
+    with pytest.raises(ValueError, match="num_hidden_layers is 0"):
+        config.with_layers([])
+    with pytest.raises(ValueError, match="mlp_layer_types names 5 layers; num_hidden_layers is 1"):
+        dataclasses.replace(config, specs=(LayerSpec(),))
 
 
 def test_layers_may_be_given_as_data():
-    reader = dataclasses.replace(LayerSpec.csa(8), owner=False, selection=1)
+    reader = LayerSpec.csa(8, owner=False, selection=1)
     layers = [LayerSpec(), LayerSpec.csa(8), LayerSpec.hca(32), LayerSpec.csa(8), reader]
     config = DSV4Config.small(layers=layers, sliding_window=24, num_nextn_predict_layers=1)
     assert [spec.compress_rate for spec in config.layers] == [0, 8, 32, 8, 8, 0]
-    assert [(spec.layer, spec.ring, spec.index) for spec in config.layers[2:5]] == [(2, 2, 0), (3, 3, 1), (4, 4, 0)]
+    assert [(spec.layer, spec.index) for spec in config.layers[2:5]] == [(2, 0), (3, 1), (4, 0)]
     assert [spec.selects for spec in config.layers] == [False, True, False, True, False, False]
+    assert [spec.kind for spec in config.layers] == [*layers, LayerSpec()]
+    assert config.layer_types == (SLIDING, CSA, HCA, CSA, CSA)
     assert hash(config) != hash(DSV4Config.small(layers=layers)) and config.sliding_window == 24
     assert dataclasses.replace(config, hidden_size=128).layers == config.layers
-    assert config.with_layers([SLIDING]).layers == (LayerSpec(), LayerSpec(1, ring=1))
-    with pytest.raises(ValueError, match="cannot express layers that are given as specs"):
-        release_config(config)
+    assert config.with_layers([LayerSpec()]).layers == (LayerSpec(0), LayerSpec(1))
+
+
+def test_the_first_layers_keep_what_they_are():
+    layers = [LayerSpec(window=9), LayerSpec.csa(8), LayerSpec.hca(64)]
+    config = DSV4Config.small(layers)
+    assert config.first_layers(3) == config
+    assert config.first_layers(2) == DSV4Config.small(layers[:2])
+    flash = DSV4Config.v4_flash_0731().first_layers(5)
+    assert flash.specs == DSV4Config.v4_flash().specs[:5] and flash.mlp_layer_types == ("hash_moe",) * 3 + ("moe",) * 2
+    assert flash.dspark is not None and flash.dspark.target_layer_ids == (2, 3, 4)
+
+
+def test_sizes_of_a_layer():
+    config = DSV4Config.small([LayerSpec(window=9), LayerSpec.csa(index_topk=3), LayerSpec.csa(window=40)])
+    assert [config.window(layer) for layer in range(3)] == [9, 16, 40]
+    assert [config.topk(layer) for layer in (1, 2)] == [3, 16]
+    assert dataclasses.replace(config, sliding_window=8, index_topk=2).window(1) == 8
+    assert len({spec.kind for spec in config.layers}) == 3
+
+
+SAME = dict(window=16, index_topk=16)  # the configuration's own sizes
+
+
+@pytest.mark.parametrize(
+    ("layer", "ratio"),
+    [
+        (LayerSpec(), 0),
+        (LayerSpec.csa(**SAME), 4),
+        (LayerSpec.csa(group="mine"), 4),
+        (LayerSpec.hca(2), 2),
+        (LayerSpec.hca(), 128),
+        (LayerSpec.csa(8), None),
+        (LayerSpec.hca(4), None),
+        (LayerSpec.hca(1), None),
+        (LayerSpec(window=8), None),
+        (LayerSpec.csa(index_topk=8), None),
+        (LayerSpec.csa(owner=False), None),
+        (LayerSpec.csa(selection=0), None),
+        (LayerSpec.csa(selection=None), None),
+        (LayerSpec.csa(key_compressor=False, group="b"), None),
+    ],
+)
+def test_what_the_release_can_express(layer, ratio):
+    """The others would be read as another layer of the same rate."""
+    config = DSV4Config.small([LayerSpec.csa(), layer])
+    if ratio is None:
+        with pytest.raises(ValueError, match=r"the release's config.json cannot express layer 1: LayerSpec\(layer=1"):
+            release_config(config)
+    else:
+        assert release_config(config)["compress_ratios"] == [4, ratio]
+        read = DSV4Config.from_hf(release_config(config))
+        assert [spec.layer_type for spec in read.layers] == [spec.layer_type for spec in config.layers]
+
+
+CSA8 = LayerSpec.csa(8)
 
 
 @pytest.mark.parametrize(
     "layers, message",
     [
         ([LayerSpec(compress_rate=8)], r"layers\[0\] has compress_rate=8 and group=None"),
-        ([dataclasses.replace(LayerSpec.csa(8), owner=False)], r"layers\[0\] reads row 0 of group 'csa8'"),
-        ([LayerSpec.csa(8), dataclasses.replace(LayerSpec.csa(8), selection=4)], "selection of layer 4, which is not"),
-        ([dataclasses.replace(LayerSpec.hca(8), selection=-1)], r"layers\[0\] selects .* give keys=True"),
+        ([LayerSpec.csa(0)], r"layers\[0\] has compress_rate=0 and group='csa0'"),
+        ([LayerSpec.hca(0)], r"layers\[0\] has compress_rate=0 and group='hca0'"),
+        ([LayerSpec.hca(-4)], r"layers\[0\].compress_rate=-4 must be at least 0"),
+        ([LayerSpec(owner=True)], r"layers\[0\] has no group, so it can have no attribute but its window"),
+        ([LayerSpec(keys=True, selection=-1)], r"layers\[0\] has no group, so"),
+        ([CSA8, LayerSpec(selection=0)], r"layers\[1\] has no group, so"),
+        ([LayerSpec(), LayerSpec(0)], r"layers\[1\] is given as layer=0; leave the number out"),
+        ([CSA8, LayerSpec.csa(8, index=3)], r"layers\[1\] has index=3, but stores row 1 of group 'csa8'"),
+        ([LayerSpec.csa(8, owner=False)], r"layers\[0\] reads row 0 of group 'csa8', which no layer before it"),
+        ([CSA8, LayerSpec.csa(8, owner=False, index=1)], r"layers\[1\] reads row 1 of group 'csa8'"),
+        ([CSA8, LayerSpec.csa(8, owner=False, index=-1)], r"layers\[1\].index=-1 must be at least 0"),
+        ([CSA8, LayerSpec.csa(8, selection=4)], "selection of layer 4, which is not an earlier indexer's"),
+        ([LayerSpec(), CSA8, LayerSpec.csa(8, selection=-2)], "selection of layer -2, which is not an earlier"),
+        ([CSA8, LayerSpec.csa(8, selection=0), LayerSpec.csa(8, selection=1)], "selection of layer 1, which is not"),
+        (
+            [LayerSpec.csa(2), LayerSpec.csa(4, selection=0)],
+            r"layers\[1\] has entries of 4 tokens, but attends to the selection of layer 0, whose entries have 2",
+        ),
+        (
+            [CSA8, LayerSpec.csa(4, group="csa8")],
+            r"layers\[1\] has compress_rate=4, but group 'csa8' has compress_rate=8 in layers\[0\]",
+        ),
+        (
+            [CSA8, LayerSpec.csa(4, group="csa8", owner=False, selection=None)],
+            r"layers\[1\] has compress_rate=4, but group 'csa8' has compress_rate=8 in layers\[0\]",
+        ),
+        ([CSA8, LayerSpec.csa(8, owner=False, overlap=False)], r"layers\[1\] has overlap=False, but group 'csa8' has"),
+        (
+            [LayerSpec.hca(8), LayerSpec.hca(8, keys=True, owner=False, selection=-1)],
+            r"layers\[1\] has keys=True, but group 'hca8' has keys=False in layers\[0\]",
+        ),
+        ([CSA8, LayerSpec.csa(8, key_compressor=False)], r"layers\[1\] has key_compressor=False, but group"),
+        ([LayerSpec.hca(8, selection=-1)], r"layers\[0\] selects .* give keys=True"),
+        ([LayerSpec.hca(8, key_compressor=True)], r"layers\[0\] selects entries .*, or pools them, .* give keys=True"),
+        ([LayerSpec.hca(8, index_topk=4)], r"layers\[0\] has index_topk=4, but does not select entries itself"),
+        ([CSA8, LayerSpec.csa(8, selection=0, index_topk=4)], r"layers\[1\] has index_topk=4, but does not select"),
+        ([LayerSpec(window=0)], r"layers\[0\].window=0 must be at least 1"),
+        ([LayerSpec.csa(window=2**20 + 1)], r"layers\[0\].window=1048577 must be at most 1048576"),
+        ([LayerSpec.csa(index_topk=0)], r"layers\[0\].index_topk=0 must be at least 1"),
     ],
 )
 def test_layers_that_do_not_fit_together(layers, message):
@@ -272,14 +378,25 @@ def test_layers_that_do_not_fit_together(layers, message):
         DSV4Config.small(layers=layers)
 
 
+def test_layers_are_specs_of_whole_numbers():
+    with pytest.raises(TypeError, match=r"layers\[0\].window=True must be a whole number"):
+        DSV4Config.small([LayerSpec(window=True)])
+    with pytest.raises(TypeError, match=r"layers\[0\]='sliding_attention' must be a LayerSpec"):
+        numbered(iter([SLIDING]))  # pyrefly: ignore[bad-argument-type]
+
+
+def test_a_ring_is_no_choice():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ring'"):
+        LayerSpec(ring=3)  # pyrefly: ignore[unexpected-keyword]
+
+
 def test_the_repr_and_the_names_are_short():
     assert repr(DSV4Config.v4_flash()).startswith(
-        "DSV4Config(2 window only, 21 csa of 4 tokens, 20 hca of 128 tokens; hidden_size=4096, "
+        "DSV4Config(2 window only, 21 csa4 of 4 tokens, 20 hca128 of 128 tokens; hidden_size=4096, "
     )
     schema = CacheSchema(DSV4Config.v4_flash(), num_blocks=8, max_requests=2, max_context=1024)
     assert len(repr(DSV4Config.v4_pro())) < 240 and len(repr(schema)) < 700
-    names = ["CSA", "DSV4Config", "DSparkConfig", "HCA", "LAYER_TYPES", "LayerSpec", "RopeScaling", "SLIDING"]
-    assert dir(dsv4_jax.config) == names
+    assert dir(dsv4_jax.config) == ["DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]
 
 
 def test_broken_files(tmp_path):
@@ -358,7 +475,7 @@ def test_the_block_of_multi_token_prediction_is_there_if_asked_for():
     config = DSV4Config.from_hf(raw, mtp=True)
     assert dataclasses.replace(config, num_nextn_predict_layers=0) == DSV4Config.from_hf(raw)
     block = config.layers[config.num_hidden_layers]
-    assert (len(config.layers), block.ring, block.group) == (
+    assert (len(config.layers), block.layer, block.group) == (
         config.num_hidden_layers + 1,
         config.num_hidden_layers,
         None,

@@ -60,9 +60,9 @@ def test_batches_and_handles(parts):
     assert repr(batch) == "Batch(prefill, 64 tokens with padding)"
     assert "new_blocks int32[" in text_of(batch._repr_html_())
     assert [repr(cache.handle(layer, batch)).partition(", Batch(")[0] for layer in range(3)] == [
-        "LayerCacheHandle(layer 0, window of 8 tokens, csa entries of 4 tokens, of which 4 are selected",
+        "LayerCacheHandle(layer 0, window of 8 tokens, csa4 entries of 4 tokens, of which 4 are selected",
         "LayerCacheHandle(layer 1, window of 8 tokens",
-        "LayerCacheHandle(layer 2, window of 8 tokens, hca entries of 16 tokens",
+        "LayerCacheHandle(layer 2, window of 8 tokens, hca16 entries of 16 tokens",
     ]
     assert repr(cache) in text_of(cache.handle(0, batch)._repr_html_())
 

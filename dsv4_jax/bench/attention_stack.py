@@ -317,13 +317,14 @@ def floor_bytes(decoder: StackDecoder, context: int) -> int:
     number is counted that tokens hit at random.
     """
     schema, stack = decoder.manager.schema, decoder.stack.module
-    window = min(context, schema.config.sliding_window) * tree_bytes(schema.window_codec.struct)
-    windows = decoder.drafts if schema.config.dspark is None else schema.config.num_draft_layers * (decoder.drafts > 0)
-    read = (windows + schema.config.num_hidden_layers) * window
-    for spec in schema.layers[: schema.config.num_hidden_layers]:
+    config, row = schema.config, tree_bytes(schema.window_codec.struct)
+    windows = decoder.drafts if config.dspark is None else config.num_draft_layers * (decoder.drafts > 0)
+    read = windows * min(context, config.sliding_window) * row
+    for spec in config.specs:
+        read += min(context, config.window(spec.layer)) * row
         if spec.group is not None:
             group, entries = schema.groups[spec.group], context // spec.compress_rate
-            attended = entries if spec.selection is None else min(entries, schema.config.index_topk)
+            attended = entries if spec.selection is None else min(entries, config.topk(spec.selection))
             read += attended * tree_bytes(group.entry.struct)
             if spec.selects and group.key is not None:
                 read += entries * tree_bytes(group.key.struct)

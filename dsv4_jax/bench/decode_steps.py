@@ -174,11 +174,10 @@ def run_kinds(
     The on-device loop is measured on a mesh only.
     """
     config, small = _choose_model(config, report)
-    for kind in dict.fromkeys(config.layer_types):
-        count = 1 if small else LAYERS_OF_A_KIND
-        layers = config.with_layers((kind,) * count)
+    for spec in dict.fromkeys(spec.kind for spec in config.specs):
+        layers = config.with_layers([spec] * (1 if small else LAYERS_OF_A_KIND))
         for row in _measure(layers, kv_format, options, report, loop=options.mesh is not None):
-            yield dict(layer_type=kind) | row
+            yield dict(layer_type=spec.layer_type) | row
 
 
 def _choose_model(config, report):

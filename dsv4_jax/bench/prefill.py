@@ -81,14 +81,14 @@ def run(
         flush=True,
     )
     lines = LiveTable(layer=28, chunk=6)
-    layers = collections.Counter(config.layer_types[: config.num_hidden_layers])
+    layers = collections.Counter(spec.kind for spec in config.specs)
     totals: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for kind, count in layers.items():
-        alone = dataclasses.replace(config.with_layers((kind,)), num_nextn_predict_layers=0)
+    for spec, count in layers.items():
+        alone = config.with_layers([spec]).with_drafts(False)
         layer = _Layer(alone, kv_format, max(contexts), report["max_context"])
         for context in contexts:
             for chunk in chunks:
-                row = dict(layer_type=kind, layers=count) | layer.measure(context, chunk, report, trace)
+                row = dict(layer_type=spec.layer_type, layers=count) | layer.measure(context, chunk, report, trace)
                 totals.setdefault((context, chunk), []).append(row)
                 lines.add(_cells(row))
                 yield row
@@ -179,12 +179,12 @@ def _work(config, schema, stack, chunk, context):
     """Returns the operations of the matrix products, and the bytes to read and write, of a chunk in one layer."""
     (spec,) = schema.layers[:1]
     positions = context + np.arange(chunk)
-    attended = np.minimum(positions + 1, config.sliding_window).sum()
+    attended = np.minimum(positions + 1, config.window(0)).sum()
     scored, row = 0, tree_bytes(schema.window_codec.struct)
     nbytes = chunk * (4 * config.hidden_size + 2 * row)
     if spec.group is not None:
         group, visible = schema.groups[spec.group], (positions + 1) // spec.compress_rate
-        attended += visible.sum() if spec.selection is None else np.minimum(visible, config.index_topk).sum()
+        attended += visible.sum() if spec.selection is None else np.minimum(visible, config.topk(0)).sum()
         scored = visible.sum() if spec.selects else 0
         nbytes += int(visible[-1]) * tree_bytes(group.entry.struct)
         if spec.selects and group.key is not None:

@@ -32,7 +32,7 @@ def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "l
 
 def checksum_rows(schema: CacheSchema, rows: RequestRows) -> UInt32[Array, "layers"]:
     """Computes checksums of the rows of a slot, which `read_request` returned, [layers of the model]."""
-    sums = _fold(rows.swa, 1)[jnp.array([spec.ring for spec in schema.layers])]
+    sums = _fold(rows.swa, 1)
     if rows.streams is not None:
         sums = sums.at[-1].add(_fold(rows.streams, 1)[0])
     for name, spec in schema.groups.items():

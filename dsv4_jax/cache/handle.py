@@ -46,11 +46,11 @@ class LayerCacheHandle(Summarized):
     def _summary(self) -> Summary:
         spec, config = self.spec, self._cache.schema.config
         name = f"layer {spec.layer}" if self.layer is None else f"a traced layer like {spec.layer}"
-        words = [name, f"window of {config.sliding_window} tokens"]
+        words = [name, f"window of {config.window(spec.layer)} tokens"]
         if spec.group is not None:
             words.append(f"{spec.group} entries of {spec.compress_rate} tokens")
         if spec.selection is not None:
-            words.append(f"of which {config.index_topk} are selected")
+            words.append(f"of which {config.topk(spec.selection)} are selected")
         return Summary((*words, repr(self.batch)), {"cache": repr(self._cache)})
 
     # --- writes ---
@@ -213,9 +213,9 @@ class LayerCacheHandle(Summarized):
         return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
-        """Selects each token's best entries, [T, index_topk] int32 ascending, then -1 (see `ops.indexer_topk`)."""
+        """Selects each token's best entries, [T, topk] int32 ascending, then -1 (see `ops.indexer_topk`)."""
         topk = topk_of_shards if self._is_sharded else ops.indexer_topk
-        return topk(scores, self.valid_lengths(), self._cache.schema.config.index_topk)
+        return topk(scores, self.valid_lengths(), self._cache.schema.config.topk(self.spec.layer))
 
     def valid_lengths(self) -> Int[Array, "T"]:
         """Returns the number of visible entries of each token, `(position + 1) // rate`, [T] int32."""
@@ -265,8 +265,9 @@ class LayerCacheHandle(Summarized):
     def read_swa_view(self) -> SWAView:
         """Returns a view of the layer's window rings."""
         schema = self._cache.schema
-        window = schema.config.sliding_window + self.batch.draft_block
-        return SWAView(self._cache.swa, self._place("ring"), window, schema.window_codec)
+        window = schema.config.window(self.spec.layer) + self.batch.draft_block
+        layer = self.spec.layer if self.layer is None else self.layer
+        return SWAView(self._cache.swa, layer, window, schema.window_codec)
 
     def read_classical_view(self) -> ClassicalView:
         """Returns a view of the layer's entries through the block table."""
@@ -288,7 +289,7 @@ class LayerCacheHandle(Summarized):
         table = self._cache.block_table
         if self._is_sharded:
             table = to_local_ids(table, "context", jax.tree.leaves(self._group.paged)[0].shape[1])
-        return self._place("index"), table, self.spec.compress_rate
+        return self._row, table, self.spec.compress_rate
 
     def _reduce_rows(self, rows):
         """All-reduces (kv, valid): a row is valid if some device holds it."""
@@ -305,13 +306,14 @@ class LayerCacheHandle(Summarized):
     def _state_view(self, *, keys=False):
         state = self._group.key_state if keys else self._group.state
         arrays = (None, None) if state is None else (state.kv, state.gate)
-        return StateView(*arrays, self._place("index"), self.spec.compress_rate, self.spec.overlap)
+        return StateView(*arrays, self._row, self.spec.compress_rate, self.spec.overlap)
 
-    def _place(self, field):
-        """Returns the layer's row on axis 0 of the rings (`ring`) or of its group's pools (`index`)."""
+    @property
+    def _row(self):
+        """The layer's row on axis 0 of its group's pools."""
         if self.layer is None:
-            return getattr(self.spec, field)
-        return jnp.asarray([getattr(spec, field) for spec in self._cache.schema.layers], jnp.int32)[self.layer]
+            return self.spec.index
+        return jnp.asarray([spec.index for spec in self._cache.schema.layers], jnp.int32)[self.layer]
 
     @property
     def _group(self):

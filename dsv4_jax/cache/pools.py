@@ -86,7 +86,7 @@ class KVCache(Summarized):
     """The whole cache of a model. Donate it to the step and keep what the step returns.
 
     Attributes:
-      groups: {name: PoolGroup}, as in `CacheSchema.groups`; DeepSeek-V4 has "csa" and "hca".
+      groups: {name: PoolGroup}, as in `CacheSchema.groups`; DeepSeek-V4 has "csa4" and "hca128".
       swa: Rows [rings, slots, ring, ...], sliding windows; a token's row is `position % ring`.
       streams: [1, slots, ring, streams * hidden] in the model's dtype, residual streams of the last tokens, from which
         drafts start; None without drafts.
@@ -199,12 +199,11 @@ class KVCache(Summarized):
         """
         num_slots = jax.tree.leaves(self.swa)[0].shape[1]
         # To `append_swa`, the rings of another layer are those of other slots.
-        rings = [self.schema.layers[layer].ring * num_slots for layer in rows]
-        slots = jnp.concatenate([jnp.where(batch.slots >= 0, batch.slots + first, -1) for first in rings])
+        slots = [jnp.where(batch.slots >= 0, batch.slots + layer * num_slots, -1) for layer in rows]
         merged = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), self.swa)
-        view = SWAView(merged, 0, self.schema.config.sliding_window, self.schema.window_codec)
-        positions = jnp.tile(batch.positions, len(rings))
-        view = append_swa(view, jnp.concatenate(list(rows.values())), slots, positions)
+        view = SWAView(merged, 0, self.schema.max_window, self.schema.window_codec)
+        positions = jnp.tile(batch.positions, len(rows))
+        view = append_swa(view, jnp.concatenate(list(rows.values())), jnp.concatenate(slots), positions)
         swa = jax.tree.map(lambda x, old: x.reshape(old.shape), view.rows, self.swa)
         return dataclasses.replace(self, swa=swa)
 

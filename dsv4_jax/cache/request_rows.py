@@ -63,7 +63,7 @@ def read_request(
       RequestRows with the rings' number of rows, zeros where not live, or with the few rows of a boundary.
     """
     schema, slot = cache.schema, _local_slots(cache, slot)
-    window = schema.config.sliding_window
+    window = schema.max_window
     rows, _ = _newest_rows(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
     count = 1 if boundary else schema.max_query_tokens
     streams, _ = _newest_rows(cache.streams, slot, length, count, min_length - 1)

@@ -65,7 +65,7 @@ class CacheSchema:
     Raises:
       TypeError: a size is not a whole number.
       ValueError: a size is out of range, `block_tokens` is not a multiple of a compression rate, the context is longer
-        than the model's, the format does not fit the head dims, or layers that share a pool differ.
+        than the model's, or the format does not fit the head dims.
     """
 
     config: DSV4Config
@@ -114,15 +114,11 @@ class CacheSchema:
         """The pool groups, sorted by name."""
         config, groups = self.config, {}
         for name in sorted({spec.group for spec in self.layers if spec.group is not None}):
-            fields = "compress_rate", "overlap", "keys", "key_compressor"
-            kinds = {tuple(getattr(s, field) for field in fields) for s in self.layers if s.group == name}
-            if len(kinds) != 1:
-                raise ValueError(f"layers of group {name!r} differ in {fields}: {sorted(kinds)}")
-            ((rate, overlap, keys, key_compressor),) = kinds
+            owners = [spec for spec in self.layers if spec.group == name and spec.owner]
+            spec, layers = owners[0], tuple(owner.layer for owner in owners)
             entry = self.kv_format.entries(config.nope_head_dim, config.qk_rope_head_dim)
-            key = self.kv_format.keys(config.index_head_dim) if keys else None
-            layers = tuple(spec.layer for spec in self.layers if spec.group == name and spec.owner)
-            groups[name] = GroupSpec(name, layers, rate, overlap, entry, key, key_compressor)
+            key = self.kv_format.keys(config.index_head_dim) if spec.keys else None
+            groups[name] = GroupSpec(name, layers, spec.compress_rate, spec.overlap, entry, key, spec.key_compressor)
         return groups
 
     @functools.cached_property
@@ -148,8 +144,13 @@ class CacheSchema:
 
     @property
     def num_rings(self) -> int:
-        """The number of sliding windows of a request: one per layer with a window."""
-        return 1 + max((spec.ring for spec in self.layers), default=-1)
+        """The number of sliding windows of a request: one per layer."""
+        return len(self.layers)
+
+    @property
+    def max_window(self) -> int:
+        """The number of tokens in the longest window of a layer; all rings are as long as the longest needs."""
+        return max(self.config.window(spec.layer) for spec in self.layers)
 
     @property
     def swa_ring(self) -> int:
@@ -160,7 +161,7 @@ class CacheSchema:
         config = self.config
         ahead = max(self.max_query_tokens - 2, 0) * config.num_nextn_predict_layers
         ahead = ahead if config.dspark is None else config.dspark.block_size
-        return self.config.sliding_window + self.max_query_tokens - 1 + ahead
+        return self.max_window + self.max_query_tokens - 1 + ahead
 
     def state_ring(self, group: str) -> int:
         """Returns the number of rows in the ring of a group's compressor states."""
@@ -296,8 +297,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
 
 # The fields of a configuration that the cache depends on.
 _CONFIG_FIELDS = (
-    "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "compress_rate_csa",
-    "compress_rate_hca", "index_head_dim", "index_topk",
+    "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
 )  # fmt: skip
 
 

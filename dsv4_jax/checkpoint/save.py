@@ -16,6 +16,7 @@ from dsv4_jax.checkpoint.keys import Weight, weights
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.storage import FP4_GROUP
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.projections import parameter_readers
 from dsv4_jax.quant import WEIGHT_BLOCK
@@ -50,7 +51,7 @@ def save_release(
 
     Raises:
         ValueError: `shard_bytes` is not positive, a parameter is not finite, or the release's spelling cannot express
-            the layers: hash layers follow others, or they are given as specs.
+            the layers: hash layers follow others, or a layer's spec is not that of its rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -101,17 +102,19 @@ def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
 
 def release_config(config: DSV4Config) -> dict[str, Any]:
     """Returns config.json in the release's spelling; raises ValueError as in `save_release`."""
-    if config.specs is not None:
-        raise ValueError("the release's config.json cannot express layers that are given as specs")
+    for layer, spec in enumerate(config.specs):
+        read = LayerSpec.of_ratio(spec.compress_rate)
+        kind = dataclasses.replace(spec.kind, group=read.group, window=None, index_topk=None)
+        sizes = config.window(layer), config.topk(layer)
+        if kind != read or sizes != (config.sliding_window, config.index_topk):
+            raise ValueError(f"the release's config.json cannot express layer {layer}: {spec}")
     hashed = config.mlp_layer_types.count("hash_moe")
     if "hash_moe" in config.mlp_layer_types[hashed:]:
         raise ValueError(
             f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
         )
     fields = dataclasses.asdict(config)
-    for name in (
-        "layer_types", "mlp_layer_types", "compress_rate_csa", "compress_rate_hca", "rope_scaling", "dspark", "specs",
-    ):  # fmt: skip
+    for name in ("specs", "mlp_layer_types", "rope_scaling", "dspark"):
         del fields[name]
     if config.dspark is not None:
         fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(config.dspark).items()}
@@ -120,6 +123,7 @@ def release_config(config: DSV4Config) -> dict[str, Any]:
     return fields | dict(
         architectures=["DeepseekV4ForCausalLM"],
         model_type="deepseek_v4",
+        num_hidden_layers=config.num_hidden_layers,
         num_key_value_heads=1,
         tie_word_embeddings=False,
         compress_ratios=[spec.compress_rate for spec in config.layers],

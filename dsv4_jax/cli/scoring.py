@@ -159,8 +159,7 @@ class WindowOnlyCache(KVCache):
 
     def handle(self, layer: int | Array, batch: Batch, *, like: int | None = None) -> "WindowOnlyHandle":
         handle = super().handle(layer, batch, like=like)
-        spec = LayerSpec(handle.spec.layer, handle.spec.ring)
-        return WindowOnlyHandle(self, batch, None, spec, handle.layer)
+        return WindowOnlyHandle(self, batch, None, LayerSpec(handle.spec.layer), handle.layer)
 
 
 class WindowOnlyHandle(LayerCacheHandle):

@@ -19,7 +19,7 @@ from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.bench.tables import LiveTable, step_cells
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
-from dsv4_jax.config import HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.layers import ABSTRACT
@@ -63,10 +63,7 @@ def test_a_mesh_halves_what_a_device_reads(run, tmp_path):
 
 
 def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
-    config = dataclasses.replace(
-        DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=DSV4Config.v4_flash().layer_types[:3],
-        mlp_layer_types=("moe",) * 3, compress_rate_hca=0,
-    )  # fmt: skip
+    config = DSV4Config.v4_flash().with_layers(DSV4Config.v4_flash().specs[:3])
     whole, part = (tree_bytes(nnx.state(abstract_stack(config, mesh))) for mesh in (None, make_mesh({"model": 8})))
     assert 0.125 < part / whole < 0.15  # experts are nearly all
     assert tree_bytes(nnx.state(abstract_stack(config, make_mesh({"model": 8}), expert_parallel=True))) == part
@@ -77,8 +74,7 @@ def test_a_stack_in_the_releases_storage_is_cut_by_whole_blocks():
 
 
 def test_a_group_without_keys_is_filled_on_a_mesh():
-    layers = dict(num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",))
-    config = dataclasses.replace(CONFIG, **layers)
+    config = CONFIG.with_layers([LayerSpec.hca(16)])
     schema, mesh = (
         CacheSchema(config, num_blocks=8, max_requests=1, max_context=256),
         make_mesh({"model": 2}),
@@ -159,7 +155,7 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 def test_drafts_of_each_request(whole, dspark):
     """Five tokens of each of two requests with DSpark; the streams after the last draft of an MTP block."""
     released = DSV4Config.v4_flash_0731() if dspark else DSV4Config.v4_flash()
-    config = small_config(released).with_layers((SLIDING,)).with_drafts(True)
+    config = small_config(released).with_layers([LayerSpec()]).with_drafts(True)
     stack = abstract_stack(config) if whole else AttentionStack(config, ABSTRACT)
     schema = CacheSchema(config, num_blocks=4, max_requests=2, max_context=64, block_tokens=64, max_query_tokens=6)
     tokens, x = jax.ShapeDtypeStruct((12,), jnp.int32), jax.ShapeDtypeStruct((12, config.hidden_size), jnp.bfloat16)
@@ -176,7 +172,7 @@ def test_drafts_of_each_request(whole, dspark):
 
 def test_the_bytes_that_dsparks_drafts_read():
     """V4-Flash-0731, one request: the parts that a block of five tokens reads once, and `markov_w2` for each draft."""
-    stack = abstract_stack(DSV4Config.v4_flash_0731().with_layers((SLIDING,) * 3))
+    stack = abstract_stack(DSV4Config.v4_flash_0731().with_layers([LayerSpec()] * 3))
     expert, markov, head = 3 * 2048 * 4096 * 17 // 32, 129280 * 256 * 2, 129280 * 4096 * 2
     layers = 10_862_838_300 - 2 * markov - 3 * 256 * expert  # without the experts and `markov_head`
     hit = 256 * (1 - (1 - 6 / 256) ** 5)
@@ -236,8 +232,7 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
 
 
 def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
-    config, types = read_config(packaged_checkpoint()), (SLIDING, HCA)
-    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=types, mlp_layer_types=("moe",) * 2)
+    config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca()])
     monkeypatch.setattr("dsv4_jax.bench.decode_steps.small_config", lambda _: config)
     table, picture = tmp_path / "layer.json", tmp_path / "layer.png"
     options = "--only", "experts", "linear", "append_swa", "--batches", 2, "--contexts", 256, "--calls", 1
@@ -290,8 +285,7 @@ def test_as_many_layers_as_fit(monkeypatch):
 def test_whole_layers_have_the_releases_storage():
     # An expert of V4-Flash: three matrices of 2048 x 4096 values of four bits, and a byte for each 32 of them.
     config = DSV4Config.v4_flash()
-    first = dict(layer_types=config.layer_types[:1], mlp_layer_types=config.mlp_layer_types[:1], compress_rate_hca=0)
-    stack = abstract_stack(dataclasses.replace(config, num_hidden_layers=1, **first))
+    stack = abstract_stack(config.first_layers(1))
     expert = 3 * 2048 * 4096 * 17 // 32
     assert tree_bytes(nnx.state(stack.layers[0].mlp.experts)) == 256 * expert
     # A token hits 6 of 256.

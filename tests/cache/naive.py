@@ -156,7 +156,7 @@ class NaiveRequest:
                 pair = [np.ascontiguousarray(x).view(np.uint8) for x in (have, want)]
                 wrong[name] = wrong.get(name, 0) + int((pair[0] != pair[1]).sum())
 
-        at = np.arange(max(0, self.min_length - schema.config.sliding_window), length)
+        at = np.arange(max(0, self.min_length - schema.max_window), length)
         for have, want in zip(jax.tree.leaves(pools.swa), jax.tree.leaves(self.tables.windows), strict=True):
             compare("swa", have[:, slot, at % schema.swa_ring], want[:, ids[at]])
         for name, spec in schema.groups.items():

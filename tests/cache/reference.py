@@ -134,7 +134,7 @@ class ReferenceCache:
         request.windows.append([])
         for layer, inputs in zip(schema.layers, token, strict=True):
             stored, dense = store_row(inputs.window, schema)
-            _put(self.pools.swa, stored, layer.ring, slot, position % schema.swa_ring)
+            _put(self.pools.swa, stored, layer.layer, slot, position % schema.swa_ring)
             request.windows[position].append(np.asarray(dense))
             if layer.owner:
                 group = self.pools.groups[layer.group]
@@ -172,7 +172,7 @@ class ReferenceCache:
 
     def _read(self, slot, layer):
         request, schema = self.requests[slot], self.schema
-        window = schema.config.sliding_window
+        window = schema.config.window(layer.layer)
         reads = _padded([rows[layer.layer] for rows in request.windows[-window:]], window, schema, front=True)
         if layer.group is None:
             return Reads(*reads)

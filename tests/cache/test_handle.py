@@ -10,8 +10,9 @@ import pytest
 from flax import serialization
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, SWAView
 from tests.cache.reference import poisoned_cache, random_token, random_weights
 from tests.ops.pools import ints, same_bytes
@@ -25,7 +26,10 @@ TABLE = [[7, 2, 11, 0], [4, 9, 1, 6], [3, 10, 5, 8]]
 WEIGHTS = random_weights(SCHEMA, np.random.default_rng(17))
 TOKENS = 17  # sixteen of one request and a padding one: a window of each rate closes
 LAYER = {kind: CONFIG.layer_types.index(kind) for kind in (SLIDING, CSA, HCA)}
-OWN = {CSA: {f"csa {part}" for part in ("entries", "keys", "state", "key_state")}, HCA: {"hca entries", "hca state"}}
+OWN = {
+    CSA: {f"csa4 {part}" for part in ("entries", "keys", "state", "key_state")},
+    HCA: {"hca16 entries", "hca16 state"},
+}
 SECOND = {CSA: 3, HCA: 4}  # numbers of the second CSA and HCA layers
 
 
@@ -252,7 +256,7 @@ class TestSerialization:
         [
             (
                 dict(num_blocks=5),
-                r"uint8\[2, 12, 4, 64\] as .groups\['csa'\].entries.nope, this one uint8\[2, 5, 4, 64\]",
+                r"uint8\[2, 12, 4, 64\] as .groups\['csa4'\].entries.nope, this one uint8\[2, 5, 4, 64\]",
             ),
             (dict(kv_format="plain"), r"parts \['nope', 'rope', 'scale'\] where this one has \['nope', 'rope'\]"),
         ],
@@ -288,7 +292,7 @@ class TestViews:
         window, entries = handle.read_swa_view(), handle.read_classical_view()
         assert isinstance(window, SWAView) and window.rows is cache.swa
         assert (window.layer, window.window, window.ring) == (SECOND[kind], 8, 10)
-        name, rate = {CSA: ("csa", 4), HCA: ("hca", 16)}[kind]
+        name, rate = {CSA: ("csa4", 4), HCA: ("hca16", 16)}[kind]
         pool = cache.groups[name]
         assert isinstance(entries, ClassicalView) and entries.rows is pool.entries
         assert entries.block_table is cache.block_table
@@ -299,8 +303,8 @@ class TestViews:
     def test_indexer_fields(self):
         cache = table_cache()
         keys = cache.handle(SECOND[CSA], make_batch([0], [0])).read_indexer_view()
-        assert isinstance(keys, IndexerView) and keys.rows is cache.groups["csa"].keys
-        assert keys.block_table is cache.block_table and keys.codec is SCHEMA.groups["csa"].key
+        assert isinstance(keys, IndexerView) and keys.rows is cache.groups["csa4"].keys
+        assert keys.block_table is cache.block_table and keys.codec is SCHEMA.groups["csa4"].key
         assert (keys.layer, keys.compress_rate, keys.max_entries) == (1, 4, 16)
 
     @pytest.mark.parametrize(("kind", "lengths"), [(CSA, [0, 0, 1, 3, 4]), (HCA, [0, 0, 0, 0, 1])])

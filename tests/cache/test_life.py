@@ -5,11 +5,10 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.cache.life import MUCH, OPERATIONS, Life, random_operations
-from tests.cache.test_state_machine import CONFIG, SMALL, config_of
+from tests.cache.test_state_machine import CONFIG, CSA, HCA, SMALL, WINDOW, config_of
 
 
 LARGER = dict(max_requests=6, num_blocks=20)
@@ -75,9 +74,9 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
         pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True), marks=pytest.mark.slow),
         pytest.param(SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1), marks=pytest.mark.slow),
         pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
-        pytest.param(config_of(CSA, SLIDING), dict(max_query_tokens=6), marks=pytest.mark.slow),
+        pytest.param(config_of(CSA, WINDOW), dict(max_query_tokens=6), marks=pytest.mark.slow),
         pytest.param(config_of(HCA), dict(), marks=pytest.mark.slow),
-        pytest.param(config_of(SLIDING), dict(), marks=pytest.mark.slow),
+        pytest.param(config_of(WINDOW), dict(), marks=pytest.mark.slow),
     ],
     ids=["per_entry", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "only windows"],
 )

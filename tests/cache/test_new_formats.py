@@ -92,14 +92,14 @@ def _bytes(count):
 def layers_of_v41():
     """shared/spec/dsv41.md 2: sources 2, 8, 14 (rate 2) and 20 (rate 1); eight layers select, the others reuse."""
     sources, selecting = {2: ("r2", 0), 8: ("r2", 1), 14: ("r2", 2), 20: ("r1", 0)}, (2, 8, 14, 20, 24, 28, 32, 36)
-    layers = [LayerSpec(0, ring=0), LayerSpec(1, ring=1)]
+    layers = [LayerSpec(), LayerSpec()]
     for layer in range(2, 40):
         source = max(s for s in sources if s <= layer)
         group, index = sources[source]
         selection = max(s for s in selecting if s <= layer)
         layers.append(
             LayerSpec(
-                layer, ring=layer, compress_rate=2 if group == "r2" else 1, group=group, index=index,
+                compress_rate=2 if group == "r2" else 1, group=group, index=index,
                 owner=layer == source, keys=True, selection=selection,
             )
         )  # fmt: skip
@@ -107,9 +107,7 @@ def layers_of_v41():
 
 
 def config():
-    flash = DSV4Config.v4_flash()
-    kinds = dict(num_hidden_layers=40, layer_types=flash.layer_types[:1] * 40, mlp_layer_types=("moe",) * 40)
-    return dataclasses.replace(flash, **kinds, specs=layers_of_v41())
+    return DSV4Config.v4_flash().with_layers(layers_of_v41())
 
 
 SIZES = dict(num_blocks=6, max_requests=2, max_context=256, kv_format=NewFormat())

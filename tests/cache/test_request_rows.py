@@ -78,20 +78,20 @@ class TestOnlyLiveBytesLeave:
 
         positions = length - schema.swa_ring + np.arange(schema.swa_ring)
         chex.assert_trees_all_equal(live(rows.swa.nope).all(1), positions >= max(0, min_length - window))
-        positions = length - schema.state_ring("csa") + np.arange(schema.state_ring("csa"))
-        first_half, second_half = np.split(live(rows.groups["csa"].state.gate), 2, axis=1)
+        positions = length - schema.state_ring("csa4") + np.arange(schema.state_ring("csa4"))
+        first_half, second_half = np.split(live(rows.groups["csa4"].state.gate), 2, axis=1)
         chex.assert_trees_all_equal(first_half.all(1), positions >= max(0, min_length // 4 * 4 - 4))
         chex.assert_trees_all_equal(second_half.any(1), positions >= min_length // 4 * 4)
-        positions = length - schema.state_ring("hca") + np.arange(schema.state_ring("hca"))
-        chex.assert_trees_all_equal(live(rows.groups["hca"].state.kv).all(1), positions >= min_length // 16 * 16)
+        positions = length - schema.state_ring("hca16") + np.arange(schema.state_ring("hca16"))
+        chex.assert_trees_all_equal(live(rows.groups["hca16"].state.kv).all(1), positions >= min_length // 16 * 16)
 
     def test_of_blocks(self):
         schema = make().schema
         read = request_rows.read_blocks(poisoned_cache(schema), *at([5, 2, 7, -1], 1, 3 * 16 + 9))
-        entries = np.asarray(read["csa"].entries.nope)
+        entries = np.asarray(read["csa4"].entries.nope)
         assert (entries[:, :2] == 0xFF).all() and (entries[:, 2, :2] == 0xFF).all()  # 9 tokens of the third: 2 entries
         assert not entries[:, 2, 2:].any() and not entries[:, 3].any()
-        hca = np.asarray(read["hca"].entries.nope)
+        hca = np.asarray(read["hca16"].entries.nope)
         assert (hca[:, :2] == 0xFF).all() and not hca[:, 2:].any()
 
 
@@ -123,7 +123,7 @@ class TestNothingElseIsTouched:
         for have, new in zip(jax.tree.leaves(want.swa), jax.tree.leaves(source.swa), strict=True):
             for position in range(24, 32):
                 have[:, 3, position % 10] = np.asarray(new)[:, 1, position % 10]
-        pairs = (jax.tree.leaves(cache.groups["csa"].by_slot) for cache in (want, source))
+        pairs = (jax.tree.leaves(cache.groups["csa4"].by_slot) for cache in (want, source))
         for have, new in zip(*pairs, strict=True):
             half = have.shape[-1] // 2
             for position in range(28, 32):

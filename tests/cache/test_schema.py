@@ -85,6 +85,6 @@ def test_a_format_that_does_not_fit_the_heads_is_refused():
 
 def test_layers_know_their_place_in_the_stacks():
     layers = CacheSchema(CONFIGS["flash"], **SIZES).layers
-    assert [layer.index for layer in layers if layer.group == "csa"] == list(range(21))
-    assert [layer.index for layer in layers if layer.group == "hca"] == list(range(20))
+    assert [layer.index for layer in layers if layer.group == "csa4"] == list(range(21))
+    assert [layer.index for layer in layers if layer.group == "hca128"] == list(range(20))
     assert [layer.compress_rate for layer in layers[:5]] == [0, 0, 4, 128, 4]

@@ -11,26 +11,26 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.host import CacheFullError, KVCacheManager
 from tests.cache.reference import Reads, ReferenceCache, poisoned_cache, random_token, random_weights
 from tests.ops.pools import same_bytes
 from tests.paths import TINY
 
 
-def config_of(*kinds):
+WINDOW = LayerSpec()
+CSA = LayerSpec.csa()
+HCA = LayerSpec.hca(16)
+
+
+def config_of(*specs):
     """The packaged model with other layers."""
-    mlps = ("moe",) * len(kinds)
-    config = DSV4Config.from_hf(TINY)
-    rate = config.compress_rate_hca if HCA in kinds else 0
-    return dataclasses.replace(
-        config, num_hidden_layers=len(kinds), layer_types=kinds, mlp_layer_types=mlps, compress_rate_hca=rate
-    )
+    return DSV4Config.from_hf(TINY).with_layers(specs)
 
 
 # Layer numbers differ from the layers' places in the stacks of their kinds.
-CONFIG = config_of(CSA, SLIDING, CSA, HCA)
-SMALL = config_of(SLIDING, CSA, HCA)
+CONFIG = config_of(CSA, WINDOW, CSA, HCA)
+SMALL = config_of(WINDOW, CSA, HCA)
 SLOTS, BLOCKS, BLOCK, CONTEXT, QUERY = 3, 8, 16, 64, 3
 
 

@@ -18,7 +18,7 @@ from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.placement import Staging
 from dsv4_jax.checkpoint.save import release_config
-from dsv4_jax.config import CSA, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mesh import make_mesh
@@ -88,8 +88,8 @@ def write_large(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def whole_blocks(tmp_path_factory):
     """A checkpoint in the release's storage of which two devices get whole blocks."""
-    kinds = dict(num_hidden_layers=1, layer_types=(CSA,), mlp_layer_types=("hash_moe",), compress_rate_hca=0)
-    config = dataclasses.replace(DSV4Config.from_hf(FP8), moe_intermediate_size=256, **kinds)
+    config = DSV4Config.from_hf(FP8).with_layers([LayerSpec.csa()], ["hash_moe"])
+    config = dataclasses.replace(config, moe_intermediate_size=256)
     folder = tmp_path_factory.mktemp("blocks")
     save_release(DeepseekV4ForCausalLM(config), folder)
     return folder

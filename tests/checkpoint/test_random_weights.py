@@ -47,7 +47,7 @@ def test_a_router_selects_as_often_as_asked(skew):
 def test_a_model_without_a_checkpoint(monkeypatch):
     each = 32768 + 16384  # bytes of an expert
     hashed = ("hash_moe",) + ("moe",) * 2
-    config = CONFIG.with_layers(CONFIG.layer_types[:3], hashed)
+    config = CONFIG.with_layers(CONFIG.specs[:3], hashed)
     config = dataclasses.replace(config, num_nextn_predict_layers=1)
     memory, made = ExpertMemory(device_bytes=5 * 4 * each, memory=CpuMemory()), []
     plan, scales = memory.plan, random_weights._scales

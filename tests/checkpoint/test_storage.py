@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, save_release
 from dsv4_jax.checkpoint.save import quantize_fp4, quantize_fp8
 from dsv4_jax.checkpoint.storage import join_scales
-from dsv4_jax.config import SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA, TINY
@@ -77,9 +77,8 @@ def test_a_random_model_can_be_shipped_small(tmp_path):
 
 def test_a_model_of_one_expert(tmp_path):
     """Its matrices lie in the files as any expert's, without the axis that the model stacks them on."""
-    kinds = dict(layer_types=(SLIDING,), compress_rate_hca=0, mlp_layer_types=("hash_moe",), num_hidden_layers=1)
-    config = DSV4Config.from_hf(DATA / "hf_tiny")
-    config = dataclasses.replace(config, n_routed_experts=1, num_experts_per_tok=1, **kinds)
+    config = DSV4Config.from_hf(DATA / "hf_tiny").with_layers([LayerSpec()], ["hash_moe"])
+    config = dataclasses.replace(config, n_routed_experts=1, num_experts_per_tok=1)
     save_release(DeepseekV4ForCausalLM(config, jnp.float32), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     down = read_file(file)["layers.0.ffn.experts.0.w2.weight"]

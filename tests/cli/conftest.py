@@ -1,34 +1,30 @@
 """Runs the command line in this process, so that compiled programs are shared between tests."""
 
-import dataclasses
 import shutil
 
 import pytest
 
 from dsv4_jax.checkpoint import save_release
 from dsv4_jax.cli import main
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import PACKAGED
 
 
 @pytest.fixture(scope="session")
 def one_layer(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "one_layer", CSA)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "one_layer", LayerSpec.csa())
 
 
 @pytest.fixture(scope="session")
 def layer_of_each_kind(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "three_layers", SLIDING, CSA, HCA)
+    folder = tmp_path_factory.mktemp("checkpoints") / "three_layers"
+    return write_checkpoint(folder, LayerSpec(), LayerSpec.csa(), LayerSpec.hca())
 
 
-def write_checkpoint(folder, *layer_types):
+def write_checkpoint(folder, *specs):
     """The packaged checkpoint's sizes and tokenizer, fewer layers, random weights; returns the folder."""
-    config = DSV4Config.from_hf(PACKAGED)
-    kinds = dict(layer_types=layer_types, mlp_layer_types=("moe",) * len(layer_types))
-    if HCA not in layer_types:
-        kinds["compress_rate_hca"] = 0
-    config = dataclasses.replace(config, num_hidden_layers=len(layer_types), **kinds)
+    config = DSV4Config.from_hf(PACKAGED).with_layers(specs)
     save_release(DeepseekV4ForCausalLM(config), folder)
     shutil.copy(PACKAGED / "tokenizer.json", folder)
     return folder

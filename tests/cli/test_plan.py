@@ -78,8 +78,8 @@ def test_published_bytes_of_flash(run):
     report = json.loads(run("plan", "--config", "v4_flash", "--memory", "80GiB", "--context", "1048576", "--json"))
     assert report["bytes_per_token"] == 3514.25
     # A row is 584 bytes in 21 layers, 32 a block; an indexer key 68.
-    assert report["pools"]["csa entries"]["per_block"] == 584 * 21 * 32
-    assert report["pools"]["csa indexer keys"]["per_block"] == 68 * 21 * 32
+    assert report["pools"]["csa4 entries"]["per_block"] == 584 * 21 * 32
+    assert report["pools"]["csa4 indexer keys"]["per_block"] == 68 * 21 * 32
 
 
 @pytest.mark.parametrize(("requests", "memory"), [(64, 80 * GIB), (4, GIB), (3, 40 * 10**6)])
@@ -123,7 +123,13 @@ def test_a_mesh_has_room_on_each_device(run, sizes, split):
 def test_tables_show_the_numbers(run):
     out = run("plan", "--config", "v4_flash", "--memory", "80GiB", "--context", "1048576", "--max-requests", "64")
     assert "448 (nope) + 128 (rope) + 8 (scale) = 584 bytes" in out
-    for text in ("449,824", "3,514.25", "csa entries", "80.00 GiB", "64 requests can have a context of 377,472 tokens"):
+    for text in (
+        "449,824",
+        "3,514.25",
+        "csa4 entries",
+        "80.00 GiB",
+        "64 requests can have a context of 377,472 tokens",
+    ):
         assert text in out
     row = next(line for line in out.splitlines() if line.startswith("│ 1,048,576"))
     assert row.split("│")[3].strip() == "23"

@@ -1,10 +1,8 @@
 """One small model and one geometry for all decode tests: programs compile once per process."""
 
-import dataclasses
-
 import pytest
 
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import BlockAllocator, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -14,10 +12,7 @@ from tests.paths import TINY
 @pytest.fixture(scope="session")
 def small():
     """One layer of each kind and random weights: programs of the engine compile in seconds."""
-    config = DSV4Config.from_hf(TINY)
-    config = dataclasses.replace(
-        config, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
-    )
+    config = DSV4Config.from_hf(TINY).first_layers(3)
     return CompiledModel(DeepseekV4ForCausalLM(config)), config
 
 
@@ -29,9 +24,7 @@ def model(small):
 @pytest.fixture(scope="session")
 def one_layer():
     """For tests of what surrounds the layers."""
-    config = DSV4Config.from_hf(TINY)
-    kinds = dict(layer_types=(CSA,), mlp_layer_types=("moe",), compress_rate_hca=0)
-    return DeepseekV4ForCausalLM(dataclasses.replace(config, num_hidden_layers=1, **kinds))
+    return DeepseekV4ForCausalLM(DSV4Config.from_hf(TINY).with_layers([LayerSpec.csa()]))
 
 
 @pytest.fixture

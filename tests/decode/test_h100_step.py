@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, EarlierTokens, SamplingParams
 from dsv4_jax.decode.step import last_logits, sample_tokens
 from dsv4_jax.engine import DeviceDrafter, Engine
@@ -32,8 +32,8 @@ def step(model, cache, batch, *drawing):
 def small_config(drafts):
     """A layer of each kind with the released widths of heads, and maybe a block that makes one draft, or DSpark's 5."""
     config = dataclasses.replace(
-        DSV4Config.v4_flash(), num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("moe",) * 3,
-        hidden_size=1024, num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
+        DSV4Config.v4_flash().with_layers([LayerSpec(), LayerSpec.csa(), LayerSpec.hca()]), hidden_size=1024,
+        num_attention_heads=8, o_groups=2, q_lora_rank=256, o_lora_rank=128, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=1024, index_n_heads=8,
         num_nextn_predict_layers=min(drafts, 1),
     )  # fmt: skip

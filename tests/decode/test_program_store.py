@@ -153,14 +153,13 @@ _STEPS = """
 import tests.conftest
 import dataclasses, hashlib
 import jax, numpy as np
-from dsv4_jax.config import CSA, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import CompiledModel, BatchedSamplingParams
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.decode.conftest import make_manager
 from tests.paths import TINY
-kinds = dict(layer_types=(CSA,), mlp_layer_types=("moe",), compress_rate_hca=0)
-config = dataclasses.replace(DSV4Config.from_hf(TINY), num_hidden_layers=1, **kinds)
+config = DSV4Config.from_hf(TINY).with_layers([LayerSpec.csa()])
 model, manager = CompiledModel(DeepseekV4ForCausalLM(config)), make_manager(config)
 slot, events = manager.admit(), []
 jax.monitoring.register_event_duration_secs_listener(lambda event, _, **more: events.append((event, more)))

@@ -368,7 +368,7 @@ def test_metrics_as_a_table(small, roomy):
         list(engine.stream(engine.add(PROMPTS[5], max_new_tokens=8)))
     metrics = engine.metrics
     assert metrics.prompt_tokens == 75 + 11 and metrics.generated_tokens == 16 and metrics.prefix.hit_tokens == 64
-    assert metrics.pools["csa entries"].used == 5 / 36 * metrics.pools["csa entries"].total
+    assert metrics.pools["csa4 entries"].used == 5 / 36 * metrics.pools["csa4 entries"].total
     assert metrics.pools["sliding windows"].used == 0 < metrics.pools["sliding windows"].high_water
     console = Console(width=100, file=io.StringIO())
     console.print(metrics.table())

@@ -71,11 +71,11 @@ def test_a_changed_byte_fails_the_request_that_would_read_it(small, wide):
     manager = wide()
     engine = make(small, manager, prefix=PrefixCache(manager, key="tiny", debug=True))
     want = list(engine.stream(engine.add(SYSTEM, max_new_tokens=5)))
-    csa = engine.cache.groups["csa"]
+    csa = engine.cache.groups["csa4"]
     codes = csa.entries.nope
     block = np.flatnonzero(np.asarray(codes).any(axis=(0, 2, 3)))[0]
     entries = dataclasses.replace(csa.entries, nope=codes.at[0, block, 1, 7].add(jnp.uint8(1)))
-    cache = engine.cache.with_groups({"csa": PoolGroup(entries=entries)})
+    cache = engine.cache.with_groups({"csa4": PoolGroup(entries=entries)})
     other = Engine(small[0], manager, jax.block_until_ready(cache), token_budget=40, drafter=PromptLookup(),
                    prefix=engine.prefix)  # fmt: skip
     bad, good = other.add(SYSTEM, max_new_tokens=5), other.add(SYSTEM[::-1], max_new_tokens=5)

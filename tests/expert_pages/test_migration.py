@@ -16,7 +16,7 @@ import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint, save_release
 from dsv4_jax.checkpoint.random_weights import random_model
-from dsv4_jax.config import SLIDING
+from dsv4_jax.config import LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, decode_loop, decode_step, forward
 from dsv4_jax.engine import DSparkDrafter, Engine, EngineMetrics, MTPDrafter
@@ -30,7 +30,7 @@ from tests.expert_pages.cpu_memory import CpuMemory
 
 
 # Two layers and the block that makes drafts.
-CONFIG = read_config(packaged_checkpoint(), mtp=True).with_layers((SLIDING, SLIDING), ("hash_moe", "moe"))
+CONFIG = read_config(packaged_checkpoint(), mtp=True).with_layers([LayerSpec()] * 2, ["hash_moe", "moe"])
 LAYERS, EXPERTS, EACH = 3, 8, 32768 + 16384
 PROMPTS = [list(range(start, start + length)) for start, length in ((3, 40), (100, 7), (200, 1))]
 
@@ -106,7 +106,7 @@ def test_an_engine_computes_the_same_bits_while_experts_move(folder, expected, o
 
 
 def test_experts_of_dspark_layers_are_counted_and_moved():
-    config = CONFIG.with_layers((SLIDING,)).with_dspark(markov_rank=32)
+    config = CONFIG.with_layers([LayerSpec()]).with_dspark(markov_rank=32)
     config = dataclasses.replace(config, dspark=dataclasses.replace(config.dspark, num_layers=1))
     memory = ExpertMemory(device_bytes=4 * len(config.layers) * EACH, memory=CpuMemory())
     model, pages = CompiledModel(random_model(config, expert_memory=memory), memory), memory.layers["mtp.0.mlp.experts"]

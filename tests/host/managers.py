@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.config import CSA, HCA, SLIDING
 from dsv4_jax.host import KVCacheManager
-from tests.cache.test_state_machine import config_of
+from tests.cache.test_state_machine import CSA, HCA, WINDOW, config_of
 
 
-CONFIG = config_of(CSA, SLIDING, HCA)
+CONFIG = config_of(CSA, WINDOW, HCA)
 BLOCK = 16
 
 

@@ -34,7 +34,7 @@ def flip(x, *index):
 
 
 # Layer 0 is CSA, layer 1 has windows only, layer 2 is HCA.
-POOLS = [("csa", "entries", "nope", 0), ("csa", "keys", "codes", 0), ("hca", "entries", "rope", 2)]
+POOLS = [("csa4", "entries", "nope", 0), ("csa4", "keys", "codes", 0), ("hca16", "entries", "rope", 2)]
 
 
 @pytest.mark.parametrize(("pool", "part", "leaf", "layer"), POOLS)
@@ -76,10 +76,10 @@ def test_a_changed_snapshot_is_named(cached):
 
 def test_what_may_change_is_not_watched(cached):
     _, prefix, cache = cached
-    rows = cache.groups["csa"].entries
+    rows = cache.groups["csa4"].entries
     for block in (2, 7):  # open, and free
         rows = dataclasses.replace(rows, nope=flip(rows.nope, 0, block, 0, 0))
-    cache = cache.with_groups({"csa": PoolGroup(entries=rows)})
+    cache = cache.with_groups({"csa4": PoolGroup(entries=rows)})
     cache = dataclasses.replace(cache, swa=jax.tree.map(lambda x: flip(x, 0, 0, 0, 0), cache.swa))
     prefix.check(cache)
     prefix.check(cache, 0)

@@ -116,7 +116,7 @@ class TestRoundTrip:
             assert file.metadata()["format"] == "dsv4_jax request"
             chex.assert_trees_all_equal(file.get_tensor("tokens"), np.array(ids(40)))
             same_bytes(file.get_tensor("swa.rope"), request.rows.swa.rope)
-            same_bytes(file.get_tensor("csa.keys.codes"), request.blocks["csa"].keys.codes)
+            same_bytes(file.get_tensor("csa4.keys.codes"), request.blocks["csa4"].keys.codes)
 
 
 class TestRefusals:
@@ -218,9 +218,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("part", "message"),
         [
-            ("csa.entries.nope", r"csa.entries.nope is .* \[1, [24], "),
+            ("csa4.entries.nope", r"csa4.entries.nope is .* \[1, [24], "),
             ("swa.nope", r"rings have \[[12], [23]\] spare rows"),
-            ("groups.csa.state.kv", r"rings have \[[12], [23]\] spare rows"),
+            ("groups.csa4.state.kv", r"rings have \[[12], [23]\] spare rows"),
         ],
     )
     def test_rows_too_many_or_too_few(self, saved, target, tmp_path, part, message, rows):

@@ -1,7 +1,5 @@
 """The packaged tiny model's configuration, and random arrays from fixed seeds."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -17,9 +15,9 @@ def config():
 @pytest.fixture(scope="session")
 def short_config(config):
     """Its first three layers: one of each kind, one with a hash router."""
-    kinds = dict(layer_types=config.layer_types[:3], mlp_layer_types=config.mlp_layer_types[:3])
-    assert len(set(kinds["layer_types"])) == 3
-    return dataclasses.replace(config, num_hidden_layers=3, **kinds)
+    short = config.first_layers(3)
+    assert len(set(short.layer_types)) == 3
+    return short
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from flax import nnx
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.config import CSA, HCA, SLIDING
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.layer_spec import CSA, HCA, SLIDING, LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, fuse_projections
 from dsv4_jax.ops import apply_rope, norm_rope
 from tests.nn.reference import f64, rms_norm, rope
@@ -172,11 +171,11 @@ def test_bf16_rounding_points(config, draw):
 # Layers that DeepSeek-V4 does not have: they share the first one's entries, its keys, or a selection.
 SHARED = dict(compress_rate=2, overlap=True, group="shared", keys=True, key_compressor=True)
 SPECS = (
-    LayerSpec(0, ring=0, **SHARED, owner=True, selection=0),
-    LayerSpec(1, ring=1, **SHARED, selection=1),
-    LayerSpec(2, ring=2, **SHARED, selection=1),
-    LayerSpec(3, ring=3, **SHARED),
-    LayerSpec(4, ring=4, **SHARED | dict(index=1), owner=True, selection=1),
+    LayerSpec(0, **SHARED, owner=True, selection=0),
+    LayerSpec(1, **SHARED, selection=1),
+    LayerSpec(2, **SHARED, selection=1),
+    LayerSpec(3, **SHARED),
+    LayerSpec(4, **SHARED | dict(index=1), owner=True, selection=1),
 )
 WRITES, SCORES = ["write_swa", "flush"], ["indexer_scores", "indexer_topk"]
 CALLS = (WRITES + SCORES, ["write_swa", *SCORES], ["write_swa"], ["write_swa"], WRITES)
@@ -184,8 +183,7 @@ CALLS = (WRITES + SCORES, ["write_swa", *SCORES], ["write_swa"], ["write_swa"], 
 
 @pytest.fixture(scope="module")
 def sharing(config):
-    kinds = dict(num_hidden_layers=len(SPECS), layer_types=(CSA,) * len(SPECS), mlp_layer_types=("moe",) * len(SPECS))
-    return dataclasses.replace(config, **kinds, specs=SPECS)
+    return config.with_layers(SPECS)
 
 
 @pytest.mark.parametrize("fused", [False, True])

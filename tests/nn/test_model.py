@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, init_cache
-from dsv4_jax.config import CSA, HCA, SLIDING
+from dsv4_jax.config import LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
 
@@ -73,8 +73,8 @@ def test_padding_reaches_neither_other_tokens_nor_the_cache(model):
 def test_rope_may_take_the_whole_head(short_config):
     """Nine tokens one by one give the logits of one chunk."""
     dim = short_config.index_head_dim
-    one_layer = dict(num_hidden_layers=1, layer_types=(CSA,), mlp_layer_types=("moe",), compress_rate_hca=0)
-    config = dataclasses.replace(short_config, head_dim=dim, qk_rope_head_dim=dim, **one_layer)
+    config = short_config.with_layers([LayerSpec.csa()])
+    config = dataclasses.replace(config, head_dim=dim, qk_rope_head_dim=dim)
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
     with pytest.raises(ValueError, match="per_entry.*qk_rope_head_dim to be a positive multiple of 1, got 0"):
         CacheSchema(config, **sizes, kv_format="per_entry")
@@ -133,10 +133,20 @@ def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, pa
         (dict(index_topk=3), "index_topk is 4 in the model, 3 in the cache"),
         (dict(sliding_window=4), "sliding_window is 8 in the model, 4 in the cache"),
         (dict(vocab_size=200), "vocab_size is 160 in the model, 200 in the cache"),
-        (dict(compress_rate_hca=32), "compress_rate_hca is 16 in the model, 32 in the cache"),
-        (dict(layer_types=(SLIDING, HCA, CSA)), r"a layer is LayerSpec\(layer=1.* in the model, .* in the cache"),
         (
-            dict(num_hidden_layers=4, layer_types=(SLIDING, CSA, HCA, CSA), mlp_layer_types=("moe",) * 4),
+            dict(specs=(LayerSpec(), LayerSpec.csa(), LayerSpec.hca(32))),
+            r"a layer is LayerSpec\(layer=2, compress_rate=16.* in the model, .*compress_rate=32.* in the cache",
+        ),
+        (
+            dict(specs=(LayerSpec(), LayerSpec.hca(16), LayerSpec.csa())),
+            r"a layer is LayerSpec\(layer=1.* in the model, .* in the cache",
+        ),
+        (
+            dict(specs=(LayerSpec(window=4), LayerSpec.csa(), LayerSpec.hca(16))),
+            r"a layer is .*window=None.* in the model, .*window=4.* in the cache",
+        ),
+        (
+            dict(specs=(LayerSpec(),) * 4, mlp_layer_types=("moe",) * 4),
             "num_hidden_layers is 3 in the model, 4 in the cache",
         ),
     ],

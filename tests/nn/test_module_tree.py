@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.checkpoint.keys import weights
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry
 from tests.paths import DATA
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.config import CSA
+from dsv4_jax.layer_spec import CSA
 from dsv4_jax.nn import Attention, StepCarry
 from tests.cache.reference import poisoned_cache
 from tests.cache.test_handle import make_batch
@@ -45,7 +45,7 @@ def test_a_scan_over_stacked_layers_is_the_loop_over_them(config, draw):
     cache = cache.begin_step(make_batch([-1], [-1], new_blocks=[(1, 0, 5)]))
     expected, found = jax.jit(loop)(x, cache, batch), jax.jit(scan)(x, cache, batch)
     chex.assert_trees_all_equal(found, expected)
-    group, before = found[1].groups["csa"], cache.groups["csa"]
+    group, before = found[1].groups["csa4"], cache.groups["csa4"]
     for new, old in zip(jax.tree.leaves(group), jax.tree.leaves(before), strict=True):
         assert (np.asarray(new) != np.asarray(old)).any(axis=tuple(range(1, new.ndim))).all(), "a layer wrote nothing"
 

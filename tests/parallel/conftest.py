@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -18,14 +18,7 @@ PROMPTS = [5, 17, 42], list(range(40)), [7]
 @pytest.fixture(scope="package")
 def model():
     """One layer of each kind, eight heads in eight groups, random weights in float32."""
-    config = dataclasses.replace(
-        DSV4Config.from_hf(TINY),
-        num_hidden_layers=3,
-        layer_types=(SLIDING, CSA, HCA),
-        mlp_layer_types=("hash_moe", "moe", "moe"),
-        num_attention_heads=8,
-        o_groups=8,
-    )
+    config = dataclasses.replace(DSV4Config.from_hf(TINY).first_layers(3), num_attention_heads=8, o_groups=8)
     return DeepseekV4ForCausalLM(config, jnp.float32)
 
 

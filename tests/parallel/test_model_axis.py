@@ -15,7 +15,7 @@ from dsv4_jax.bench import attention_stack
 from dsv4_jax.bench.attention_stack import StackDecoder, stack_step
 from dsv4_jax.bench.model_stack import abstract_stack, random_stack
 from dsv4_jax.cache import KVCache
-from dsv4_jax.config import CSA, HCA, SLIDING, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import CompiledModel, forward
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
@@ -249,9 +249,8 @@ def test_a_step_has_two_reductions_a_layer(model):
 def test_four_devices_take_every_kernel(monkeypatch):
     """The parts of V4-Flash's layers that four devices get are of shapes that kernels take."""
     mesh, flash = make_mesh({"model": 4}), DSV4Config.v4_flash()
-    config = dataclasses.replace(
-        flash, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=("hash_moe", "moe", "moe")
-    )
+    layers = [LayerSpec(), LayerSpec.csa(), LayerSpec.hca()]
+    config = flash.with_layers(layers, ["hash_moe", "moe", "moe"])
     manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=1024, mesh=mesh)
     table = jax.ShapeDtypeStruct((4, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
     cache = dataclasses.replace(KVCache.abstract(manager.schema, mesh), mailboxes=table)
@@ -291,15 +290,13 @@ import dataclasses, jax, jax.numpy as jnp
 from dsv4_jax.bench.attention_stack import stack_step
 from dsv4_jax.bench.model_stack import abstract_stack
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
-from dsv4_jax.config import HCA, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.ops import use_implementation
 from dsv4_jax.parallel.mailboxes import mailbox_sharding
 from tests.pallas_kernels.h100 import h100_mesh
 mesh = h100_mesh(2)
-config = dataclasses.replace(
-    DSV4Config.v4_flash(), num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",), num_nextn_predict_layers=0
-)
+config = DSV4Config.v4_flash().with_layers([LayerSpec.hca()])
 schema = CacheSchema(config, num_blocks=512, max_requests=8, max_context=65536)
 table = jax.ShapeDtypeStruct((2, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
 cache = dataclasses.replace(KVCache.abstract(schema, mesh), mailboxes=table)
@@ -325,9 +322,7 @@ def test_a_whole_layer_on_two_gpus(monkeypatch):
     if len(jax.devices()) < 2:
         pytest.skip("needs two GPUs")
     mesh, flash = make_mesh({"model": 2}), DSV4Config.v4_flash()
-    config = dataclasses.replace(
-        flash, num_hidden_layers=1, layer_types=(HCA,), mlp_layer_types=("moe",), num_nextn_predict_layers=0
-    )
+    config = flash.with_layers([LayerSpec.hca()])
     stack = CompiledModel(random_stack(config, mesh))
 
     def decoder_with(mailboxes):

@@ -1,6 +1,5 @@
 """Two processes with a device each: they make the tokens of one, and one of them notices when the other dies."""
 
-import dataclasses
 import json
 import os
 import socket
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint, save_release
-from dsv4_jax.config import CSA, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import generate
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -52,10 +51,7 @@ os._exit(0)  # a process that has lost another cannot leave in order
 
 @pytest.mark.slow
 def test_two_processes_make_the_tokens_of_one(tmp_path):
-    kinds = dict(layer_types=(CSA,), mlp_layer_types=("moe",), compress_rate_hca=0)
-    save_release(
-        DeepseekV4ForCausalLM(dataclasses.replace(DSV4Config.from_hf(TINY), num_hidden_layers=1, **kinds)), tmp_path
-    )
+    save_release(DeepseekV4ForCausalLM(DSV4Config.from_hf(TINY).with_layers([LayerSpec.csa()])), tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     environment, root = os.environ | {"JAX_PLATFORMS": "cpu"}, Path(__file__).parents[2]

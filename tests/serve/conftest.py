@@ -1,7 +1,6 @@
 """A server in this process, of a small model whose tokens are bytes."""
 
 import contextlib
-import dataclasses
 import shutil
 import socket
 import sys
@@ -14,7 +13,7 @@ import openai
 import pytest
 
 from dsv4_jax.checkpoint import read_tokenizer
-from dsv4_jax.config import CSA, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -35,13 +34,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def bytes_model():
     """(a model, its configuration): the packaged one's shape with one layer and random weights."""
-    config = dataclasses.replace(
-        DSV4Config.from_hf(PACKAGED),
-        num_hidden_layers=1,
-        layer_types=(CSA,),
-        mlp_layer_types=("moe",),
-        compress_rate_hca=0,
-    )
+    config = DSV4Config.from_hf(PACKAGED).with_layers([LayerSpec.csa()])
     return DeepseekV4ForCausalLM(config), config
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.cli.chat_command import ChatCommand
-from dsv4_jax.config import CSA, DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.serve.chat import find_effort_prompts, make_chat
@@ -71,9 +71,8 @@ class ScriptedModel:
 @pytest.fixture(scope="module")
 def scripted(release):
     """A server, and `say(text)`, which makes the model's next answer. `prompts` has the prompts since then."""
-    layers = dict(num_hidden_layers=1, layer_types=(CSA,), mlp_layer_types=("moe",), compress_rate_hca=0)
-    sizes = dict(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
-    config = dataclasses.replace(DSV4Config.from_hf(PACKAGED), **layers, **sizes)
+    config = DSV4Config.from_hf(PACKAGED).with_layers([LayerSpec.csa()])
+    config = dataclasses.replace(config, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     sizes = dict(max_requests=2, max_context=CONTEXT, block_tokens=64, max_query_tokens=48)
     manager = KVCacheManager(config, num_blocks=256, **sizes)
     prefix = PrefixCache(manager, key="scripted")

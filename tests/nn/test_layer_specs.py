@@ -1,0 +1,66 @@
+"""Models whose layers have sizes of their own, or a selection of another layer."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dsv4_jax import DeepseekV4ForCausalLM, DSV4Config, KVCacheManager, decode_step
+from dsv4_jax.config import LayerSpec
+
+
+LAYERS = LayerSpec(), LayerSpec.csa(2)
+
+
+@functools.cache
+def logits(*specs, sliding_window=16, index_topk=16):
+    """[4, vocab] float32 after a prompt of 21 tokens, and after each of three more."""
+    config = DSV4Config.small(specs, sliding_window=sliding_window, index_topk=index_topk)
+    model = DeepseekV4ForCausalLM(config, jnp.float32, rngs=nnx.Rngs(0))
+    sizes = dict(num_blocks=2, max_requests=1, max_context=32, block_tokens=16, kv_format="plain", dtype=jnp.float32)
+    manager, rows = KVCacheManager(config, **sizes), []
+    cache, slot = manager.init_cache(), manager.admit()
+    for part in np.split(np.random.default_rng(0).integers(0, 200, 24), [21, 22, 23]):
+        row, cache = decode_step(model, cache, manager.prepare_forward({slot: part}, prefill_size=21))
+        rows.append(np.asarray(row[slot]))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("specs", "sizes"),
+    [
+        ((LayerSpec(window=5), LayerSpec.csa(2, window=5)), dict(sliding_window=5)),
+        ((LayerSpec(window=24), LayerSpec.csa(2, window=24)), dict(sliding_window=24)),
+        ((LayerSpec(), LayerSpec.csa(2, index_topk=3)), dict(index_topk=3)),
+    ],
+    ids=["shorter", "longer", "topk"],
+)
+def test_layers_with_sizes_of_their_own_compute_what_a_model_of_these_sizes_does(specs, sizes):
+    np.testing.assert_array_equal(logits(*specs), logits(*LAYERS, **sizes))
+    assert np.abs(logits(*specs) - logits(*LAYERS)).max() > 0.01
+
+
+def test_layers_of_one_model_may_have_different_windows():
+    others = [logits(*LAYERS), logits(*LAYERS, sliding_window=5)]
+    mixed = logits(LayerSpec(window=5), LAYERS[1])
+    assert min(np.abs(mixed - other).max() for other in others) > 0.01
+
+
+@pytest.mark.parametrize("group", ["csa4", "other"])
+def test_a_selection_of_another_layer_never_reads_what_an_earlier_request_left(group):
+    """Entries of one rate exist at the same time, in whichever group: a used cache gives a clean one's logits."""
+    config = DSV4Config.small([LayerSpec.csa(), LayerSpec.csa(group=group, selection=0)], index_topk=8)
+    model = DeepseekV4ForCausalLM(config, jnp.float32, rngs=nnx.Rngs(0))
+    ids, rows = np.random.default_rng(1).integers(0, 100, 20), []
+    for earlier in ([], [np.arange(64)]):
+        sizes = dict(num_blocks=4, max_requests=2, max_context=128, block_tokens=32, dtype=jnp.float32)
+        manager = KVCacheManager(config, **sizes)
+        cache = manager.init_cache()
+        for prompt in [*earlier, ids]:
+            slot = manager.admit()
+            row, cache = decode_step(model, cache, manager.prepare_forward({slot: prompt}, prefill_size=64))
+            manager.release(slot)
+        rows.append(np.asarray(row[slot]))
+    np.testing.assert_array_equal(*rows)
