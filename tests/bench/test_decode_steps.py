@@ -246,7 +246,7 @@ def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
         floor = 100 * row["floor_microseconds"] / row["microseconds"]
         assert row["percent_of_roofline"] == pytest.approx(floor, rel=0.01, abs=0.06)
     kinds = [(row["layer_type"], row["layers"]) for row in report["results"]]
-    assert kinds == [(kind, 1) for kind in types]
+    assert kinds == [(kind, 1) for kind in config.layer_types]
     assert out.count("Microseconds a layer") == 2
     start = report["start"]
     assert min(start.values()) > 0 and sum(start.values()) < 2 * start["process"]

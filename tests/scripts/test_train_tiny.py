@@ -96,7 +96,7 @@ def test_the_index_loss_is_a_weighted_mean_over_tokens(toy, ids):
 
 
 def test_refuses_a_length_that_is_no_multiple_of_the_window():
-    with pytest.raises(ValueError, match="length=60 must be a multiple of the model's window, 8"):
+    with pytest.raises(ValueError, match="length=60 must be a multiple of layer 0's window, 8"):
         DenseCache.make(TOY, 1, 60)
 
 
