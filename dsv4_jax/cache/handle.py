@@ -161,7 +161,7 @@ class LayerCacheHandle(Summarized):
         view, batch = self._state_view(keys=keys), self.batch
         dtype = self._cache.schema.dtype
         closed, state = ops.pool_windows(view, kv, gate, weights, batch.slots, batch.positions, dtype=dtype)
-        return closed, self if state.kv is None else self._with_state(state, keys=keys)
+        return closed, self._with_state(state, keys=keys)
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """The second half of `flush`: rotates and stores entries (see `ops.write_entries`)."""
@@ -357,6 +357,8 @@ class LayerCacheHandle(Summarized):
         self._check_shape(f"{prefix}weights.norm_weight", weights.norm_weight, rows=dim)
 
     def _with_state(self, view, *, keys=False):
+        if view.kv is None:  # windows of one token
+            return self
         name = "key_state" if keys else "state"
         state = dataclasses.replace(getattr(self._group, name), kv=view.kv, gate=view.gate)
         return self._with_group(**{name: state})

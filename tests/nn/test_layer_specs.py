@@ -15,14 +15,14 @@ LAYERS = LayerSpec(), LayerSpec.csa(2)
 
 
 @functools.cache
-def logits(*specs, sliding_window=16, index_topk=16):
-    """[4, vocab] float32 after a prompt of 21 tokens, and after each of three more."""
+def logits(*specs, sliding_window=16, index_topk=16, chunks=(21, 22, 23)):
+    """[4, vocab] float32 after each chunk of 24 tokens, which ends before these and the last one."""
     config = DSV4Config.small(specs, sliding_window=sliding_window, index_topk=index_topk)
     model = DeepseekV4ForCausalLM(config, jnp.float32, rngs=nnx.Rngs(0))
     sizes = dict(num_blocks=2, max_requests=1, max_context=32, block_tokens=16, kv_format="plain", dtype=jnp.float32)
     manager, rows = KVCacheManager(config, **sizes), []
     cache, slot = manager.init_cache(), manager.admit()
-    for part in np.split(np.random.default_rng(0).integers(0, 200, 24), [21, 22, 23]):
+    for part in np.split(np.random.default_rng(0).integers(0, 200, 24), chunks):
         row, cache = decode_step(model, cache, manager.prepare_forward({slot: part}, prefill_size=21))
         rows.append(np.asarray(row[slot]))
     return np.stack(rows)
@@ -46,6 +46,12 @@ def test_layers_of_one_model_may_have_different_windows():
     others = [logits(*LAYERS), logits(*LAYERS, sliding_window=5)]
     mixed = logits(LayerSpec(window=5), LAYERS[1])
     assert min(np.abs(mixed - other).max() for other in others) > 0.01
+
+
+def test_an_entry_may_have_one_token():
+    """Such a layer keeps no window of a compressor open; a prompt and single tokens store the same entries."""
+    rows = [logits(LayerSpec.hca(1), LayerSpec.csa(1), chunks=chunks)[-1] for chunks in ((21, 22, 23), (3, 4, 5))]
+    np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-4)  # float32 sums of programs of different shapes
 
 
 @pytest.mark.parametrize("group", ["csa4", "other"])
