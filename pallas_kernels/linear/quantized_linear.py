@@ -240,8 +240,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # Weights are no kernel's results: they are loaded while the kernel before ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # The layer's number may be one, and not only of the kernel before: each lets the next one start before it waits
-        # itself, so that several kernels before may still run.
+        # The layer's number may be a kernel's result, even of one long before: a kernel lets the next one start before
+        # it waits itself, so that any number of them may still run.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
