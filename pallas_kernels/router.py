@@ -101,8 +101,8 @@ def router(
     layer_number = layer_operand(layer)
 
     def multiply_block(x_gmem, weight_gmem, layer_gmem, out_gmem):
-        block = (lax.axis_index(name) for name in ("slice", "rows", "tile"))
-        multiply_slice(*block, x_gmem, weights_of_layer(weight_gmem, layer_gmem), out_gmem)
+        part, group, tile = (lax.axis_index(name) for name in ("slice", "rows", "tile"))
+        multiply_slice(part, group, tile, x_gmem, weights_of_layer(weight_gmem, layer_gmem), out_gmem)
 
     products = kernel(
         multiply_block,
