@@ -158,7 +158,7 @@ for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 12
     args = (q, kv, *pools), stack, ints, ints, S((32,), jnp.float32), S((), jnp.int32)
     compiled = compile_for_h100(name + "_stack", looped(append_layer), *args, donate_argnums=0)
     check_not_copied(compiled, stack)
-    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20, "copies a pool"
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20, "copies more than the queries"
 """)
     # Four warpgroups on a multiprocessor, each with enough rows on their way.
     assert len(used) == 5 and max(used.values()) <= 128, used
