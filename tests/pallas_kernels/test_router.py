@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from pallas_kernels import router
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import check_layers
 
@@ -175,3 +176,8 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(jnp.concatenate([x] * 129), weight, bias)
     with pytest.raises(ValueError, match="either bias, or table and token_ids must be given, got none of them"):
         call(x, weight)
+    options = dict(top_k=TOP_K, scaling_factor=1.0, interpret=True)
+    with pytest.raises(NotImplementedError, match="takes weight as float32.any, any, 512., got float32.128, 512."):
+        router(x, weight, bias, layer=jnp.int32(0), **options)
+    with pytest.raises(NotImplementedError, match=r"takes layer as int32.., got int32.1."):
+        router(x, weight[None], bias[None], layer=jnp.zeros(1, jnp.int32), **options)
