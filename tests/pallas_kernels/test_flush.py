@@ -114,11 +114,12 @@ def test_interpreted_prefill(layer, data):
 @pytest.mark.parametrize(("layer", "most"), [("CSA", 2), ("CSA", None), ("HCA", 2)])
 def test_layers_of_a_stack(layer, most, implementation):
     """One launch, and two: each layer adds its position biases to rows of the call, and stores them with its norm."""
-    start = SMALL[LAYERS_OF[layer][0]][0] - 2
+    kinds = RELEASED if implementation == "mosaic_gpu" else SMALL
+    start = kinds[LAYERS_OF[layer][0]][0] - 2
     slots, positions = ints([0, 0, 1, -1]), ints([start, start + 1, start + 1, -1])
     given, weights = [], []
     for kind in LAYERS_OF[layer]:
-        state, pool, own, floats = setup(kind, "v4", spare=1)
+        state, pool, own, floats = setup(kind, "v4", kinds=kinds, spare=1)
         given.append((state, pool, *floats(2, 4, state.kv.shape[-1]), own))
         weights.append((own.position_bias, own.norm_weight))
 
