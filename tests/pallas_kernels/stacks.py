@@ -1,5 +1,6 @@
-"""Shared by the tests of kernels that read one layer of weights that are stacked over layers."""
+"""Shared by the tests of kernels whose weights are stacked over equal layers."""
 
+import math
 import re
 
 import jax
@@ -10,6 +11,68 @@ from tests.ops.pools import same_bytes
 
 
 LAYERS = 3
+
+
+def check_layers(implementation, call, draw, carry=None):
+    """Compares every byte of a loop over stacked weights with calls of separate weights.
+
+    What an implementation must not read is poisoned: stacks for "xla", a layer's values for kernels.
+
+    Args:
+      implementation: the name that `call` gets.
+      call: (weights, carry, implementation) -> (carry, outputs), an op.
+      draw: number of a layer -> its weights, a pytree of arrays.
+      carry: pytree of arrays that go from layer to layer.
+    """
+    layers = [draw(layer) for layer in range(LAYERS)]
+    stacks = jax.tree.map(lambda *weights: jnp.stack(weights), *layers)
+
+    def poisoned(weight):
+        return jnp.full_like(weight, jnp.nan if jnp.issubdtype(weight.dtype, jnp.inexact) else -1)
+
+    @jax.jit
+    def loop(carry, stacks):
+        def step(carry, layer):
+            values, number = layer
+
+            def slice_of(value, stack):
+                if implementation == "xla":
+                    return LayerSlice(value, poisoned(stack), number)
+                return LayerSlice(poisoned(value), stack, number)
+
+            return call(jax.tree.map(slice_of, values, stacks), carry, implementation)
+
+        return jax.lax.scan(step, carry, (stacks, jnp.arange(LAYERS, dtype=jnp.int32)))
+
+    separate = jax.jit(lambda weights, carry: call(weights, carry, implementation))
+    looped, expected = loop(carry, stacks), []
+    for weights in layers:
+        carry, outputs = separate(weights, carry)
+        expected.append(outputs)
+    same_bytes(looped, (carry, jax.tree.map(lambda *outputs: jnp.stack(outputs), *expected)))
+
+
+def looped(call):
+    """Returns a function of (carry, *stacks) that calls `carry = call(carry, layer, *stacks)` for each layer."""
+
+    def run(carry, *stacks):
+        return jax.lax.fori_loop(0, LAYERS, lambda layer, carry: call(carry, layer, *stacks), carry)
+
+    return run
+
+
+def check_not_copied(compiled, *stacks):
+    """Asserts that a compiled loop passes its stacks on, and makes neither them nor a layer of them anew.
+
+    It looks for arrays of their types and sizes, so activations should have other sizes.
+    """
+    names = {"bfloat16": "bf16", "float32": "f32", "int32": "s32"}
+    sizes = {(names[x.dtype.name], math.prod(x.shape[axis:])) for x in stacks for axis in range(2)}
+    text = compiled.as_text()
+    assert " while(" in text, "no loop"
+    for kind, shape, operation in re.findall(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", text):
+        if (kind, math.prod(map(int, filter(None, shape.split(","))))) in sizes:
+            assert operation in ("parameter", "get-tuple-element", "bitcast"), f"{operation} of {kind}[{shape}]"
 
 
 def stacked(layers):
