@@ -159,9 +159,9 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
     """Decides where experts lie; returns a sentence about it."""
     experts = [weight for weight in table if weight.is_expert]
-    (first, *_), layers = experts, {weight.module for weight in experts}
+    (first, *_), layers = experts, dict.fromkeys(weight.module for weight in experts)
     shapes = [weight.packed_shape for weight in experts if weight.module == first.module]
-    return memory.plan(len(layers), shapes)
+    return memory.plan(list(layers), shapes)
 
 
 @contextlib.contextmanager
@@ -243,7 +243,8 @@ class _Loader:
             if where is not None:
                 check_blocks(weights[0].path, variable.get_value().shape, kind, where)
         if memory is not None:
-            set_leaf(variable, "codes", self._paged_codes(weights, memory))
+            shape = get_leaf(variable, "codes").shape
+            set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))
         for field in leaf_names(variable):
             struct = get_leaf(variable, field)
             if isinstance(struct, jax.Array):
@@ -273,9 +274,9 @@ class _Loader:
         for weight in weights:
             advance(weight)
 
-    def _paged_codes(self, weights, memory):
+    def _paged_codes(self, weights, shape, memory):
         """Copies the codes of experts to where each of them lies, and returns them as one array."""
-        stack = memory.place_stack([weight.module for weight in weights], weights[0].packed_shape)
+        stack = memory.place_stack([weight.module for weight in weights], shape)
         for number, weight in enumerate(weights):
             stack.write(number, [self._quantized(source).codes.data for source in weight.sources])
         return stack.array
