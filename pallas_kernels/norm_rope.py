@@ -26,6 +26,7 @@ from pallas_kernels.mgpu import bfloat16_words, mlir
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -55,6 +56,7 @@ def norm_rope(
     positions: jax.Array,
     inv_freq: jax.Array,
     *,
+    layer: jax.Array | None = None,
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -66,6 +68,7 @@ def norm_rope(
       weight: [512] float32 weight of kv's norm.
       positions: [T] int32, up to 2**20; negative positions count as 0.
       inv_freq: [P] float32, at most 1, P at most 256: the last 2 * P channels are rotated, in interleaved pairs.
+      layer: [] int32 index of the weight in a stack [layers, 512]. None: it is not stacked.
       eps: added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -75,10 +78,11 @@ def norm_rope(
     Raises:
       NotImplementedError: the kernel does not take a shape or dtype.
     """
-    _check(q, kv, weight, positions, inv_freq)
+    _check(q, kv, weight, layer, positions, inv_freq)
     if len(q) == 0:
         return q, kv
-    q, kv = _launch("norm_rope", (q, kv, weight, positions, inv_freq), None, None, eps, interpret)
+    arrays = q, kv, weight, layer_operand(layer), positions, inv_freq
+    q, kv = _launch("norm_rope", arrays, None, None, eps, interpret)
     return q, kv
 
 
@@ -92,13 +96,14 @@ def norm_rope_append(
     inv_freq: jax.Array,
     rings: Rings,
     *,
+    layer: jax.Array | None = None,
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Fuses `norm_rope` and the `append_swa` of its key-value rows; the results are the same bits.
 
     Args:
-      q, kv, weight, inv_freq, eps, interpret: as in `norm_rope`.
+      q, kv, weight, inv_freq, layer, eps, interpret: as in `norm_rope`.
       slots, positions, rings: as in `append_swa`.
 
     Returns:
@@ -108,20 +113,21 @@ def norm_rope_append(
       NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     rings.check()
-    _check(q, kv, weight, positions, inv_freq)
+    _check(q, kv, weight, layer, positions, inv_freq)
     check_array("slots", slots, jnp.int32, len(q))
     if len(q) == 0:
         return q, *rings.pools
     pools = rings.mutable_pools()
     destination = slots, positions, rings.layer.reshape(1), pools
-    (q,) = _launch("norm_rope_append", (q, kv, weight, positions, inv_freq), rings, destination, eps, interpret)
+    arrays = q, kv, weight, layer_operand(layer), positions, inv_freq
+    (q,) = _launch("norm_rope_append", arrays, rings, destination, eps, interpret)
     return q, *rings.freeze(pools)
 
 
-def _check(q, kv, weight, positions, inv_freq):
+def _check(q, kv, weight, layer, positions, inv_freq):
     check_array("q", q, jnp.bfloat16, None, None, DIM)
     check_array("kv", kv, jnp.bfloat16, len(q), DIM)
-    check_array("weight", weight, jnp.float32, DIM)
+    check_weight("weight", weight, layer, jnp.float32, DIM)
     check_array("positions", positions, jnp.int32, len(q))
     check_array("inv_freq", inv_freq, jnp.float32, None)
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
@@ -132,7 +138,7 @@ def _launch(name, arrays, rings, destination, eps, interpret):
 
     `destination` is (slots, positions, layer [1], mutable pools of the rings), or None.
     """
-    q, kv, weight, positions, inv_freq = arrays
+    q, kv, weight, *others = arrays
     tokens, heads, _ = q.shape
     config = Config.choose(tokens, heads)
     kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
@@ -143,12 +149,12 @@ def _launch(name, arrays, rings, destination, eps, interpret):
         grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
         interpret=interpret,
     )
-    q_out, *others = run((q.reshape(-1, DIM), kv, weight.reshape(1, DIM), positions, inv_freq), destination)
-    return q_out.reshape(q.shape), *others
+    q_out, *kv_out = run((q.reshape(-1, DIM), kv, weight.reshape(-1, DIM), *others), destination)
+    return q_out.reshape(q.shape), *kv_out
 
 
 def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None):
-    q_gmem, kv_gmem, weight_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
+    q_gmem, kv_gmem, weight_gmem, layer_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
     tokens, first_rotated = positions_gmem.shape[0], DIM - 2 * inv_freq_gmem.shape[0]
     block, warp = lax.axis_index("block"), kv_rows.iota((WARPS,), 0)
     kv_blocks, shape = -(-tokens // WARPS), (WARPS, GROUPS, GROUP)
@@ -176,7 +182,8 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
             row = jnp.where(own < tokens, own, -1)
         else:
             row = kv_rows.ring_rows(own, *destination_gmem[:3], shape=rings.pools[0].shape)
-        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(own, 0), shape)
+        layer = 0 if layer_gmem is None else layer_gmem[0]
+        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(own, 0) + layer, shape)
         rotated = norm_and_rotate(x, weight, *rotation(token))
         if rings is None:
             kv_rows.store_rows(kv_out_gmem, row, rotated)

@@ -29,6 +29,7 @@ from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -51,6 +52,7 @@ def router(
     token_ids: jax.Array | None = None,
     slots: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     top_k: int,
     scaling_factor: float,
     interpret: bool = False,
@@ -64,6 +66,7 @@ def router(
       table: [V, top_k] int32 experts of each token id.
       token_ids: [T] int32, clipped to [0, V); required with a table.
       slots: [T] int32; -1 = a padding token, which gets experts -1 of weight 0. None = there are none.
+      layer: [] int32 index on a leading axis of layers of weight, bias and table. None: they have no such axis.
       top_k: number of experts of a token, at most 32.
       scaling_factor: sum of a token's weights.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -78,12 +81,12 @@ def router(
     """
     check_array("x", x, jnp.bfloat16, None, None)
     tokens, depth = x.shape
-    check_array("weight", weight, jnp.float32, None, depth)
-    experts, multiple = weight.shape[0], ADDERS * SLICE
+    check_weight("weight", weight, layer, jnp.float32, None, depth)
+    experts, multiple = weight.shape[-2], ADDERS * SLICE
     if bias is not None:
-        check_array("bias", bias, jnp.float32, experts)
+        check_weight("bias", bias, layer, jnp.float32, experts)
     else:
-        check_array("table", table, jnp.int32, None, top_k)
+        check_weight("table", table, layer, jnp.int32, None, top_k)
         check_array("token_ids", token_ids, jnp.int32, tokens)
     if slots is not None:
         check_array("slots", slots, jnp.int32, tokens)
@@ -95,20 +98,30 @@ def router(
             f"up to {WARP} experts of a token, got {top_k}": 0 < top_k <= min(WARP, experts),
         }
     )
+    layer_number = layer_operand(layer)
+
+    def multiply_block(x_gmem, weight_gmem, layer_gmem, out_gmem):
+        part, group, tile = (lax.axis_index(name) for name in ("slice", "rows", "tile"))
+        multiply_slice(part, group, tile, x_gmem, weights_of_layer(weight_gmem, layer_gmem), out_gmem)
+
     products = kernel(
-        lambda *arrays: multiply_slice(*map(lax.axis_index, ("slice", "rows", "tile")), *arrays),
+        multiply_block,
         out_type=jax.ShapeDtypeStruct((depth // SLICE, tokens, experts), jnp.float32),
         kernel_name="router_products",
         grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
-    selection = dict(bias=bias, table=table, token_ids=token_ids, slots=slots)
-    return _select_experts(products(x, weight), selection, top_k, scaling_factor, interpret)
+    weights = dict(bias=bias, table=table)
+    token_arrays = dict(token_ids=token_ids, slots=slots)
+    logits = products(x, weight, layer_number)
+    return _select_experts(logits, weights, token_arrays, layer_number, top_k, scaling_factor, interpret)
 
 
-def _select_experts(products, selection, top_k, scaling_factor, interpret):
-    """Runs the second launch; `selection` has the arrays "bias", "table", "token_ids" and "slots", or None."""
-    selection = {name: array for name, array in selection.items() if array is not None}
+def _select_experts(products, weights, token_arrays, layer, top_k, scaling_factor, interpret):
+    """Runs the second launch.
+
+    `weights` has the arrays "bias" and "table", and `token_arrays` "token_ids" and "slots", or None for missing ones.
+    """
     slices, tokens, experts = products.shape
     outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
     scratch: dict[str, Any] = dict(
@@ -135,7 +148,7 @@ def _select_experts(products, selection, top_k, scaling_factor, interpret):
         scratch_types=scratch,
         interpret=interpret,
     )
-    selected, weights, *permutation = run(products, selection)
+    selected, weights, *permutation = run(products, weights, token_arrays, layer)
     return selected.reshape(tokens, top_k), weights.reshape(tokens, top_k), tuple(permutation) or None
 
 
@@ -189,9 +202,22 @@ def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
 
 
 def _select_body(
-    top_k, factor, products_gmem, selection, *outs, partials_smem, scores_smem, biased_smem, partials_full, **sort
+    top_k,
+    factor,
+    products_gmem,
+    weights,
+    token_arrays,
+    layer_gmem,
+    *outs,
+    partials_smem,
+    scores_smem,
+    biased_smem,
+    partials_full,
+    **sort,
 ):
     experts_gmem, weights_gmem, *permutation = outs
+    arrays = token_arrays | weights_of_layer(weights, layer_gmem)
+    selection = {name: ref for name, ref in arrays.items() if ref is not None}
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
     warpgroup, (slices, tokens, experts) = lax.axis_index("warpgroup"), products_gmem.shape
     tiles = [pl.ds(first, THREADS) for first in range(0, experts, THREADS)]

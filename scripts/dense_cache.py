@@ -18,7 +18,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import KVFormat, RowCodec, round_to
+from dsv4_jax.quant import KVFormat, LayerSlice, RowCodec, layer_value, round_to
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +133,7 @@ class DenseHandle:
         self,
         q: Float[Array, "T H D"],
         kv: Float[Array, "T D"],
-        weight: Float[Array, "D"],
+        weight: Float[Array, "D"] | LayerSlice,
         inv_freq: Float[Array, "P"],
         *,
         eps: float,
@@ -173,10 +173,11 @@ class DenseHandle:
     def attend(
         self,
         q: Float[Array, "T H D"],
-        sinks: Float[Array, "H"],
+        sinks: Float[Array, "H"] | LayerSlice,
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
+        sinks = layer_value(sinks)
         window = self._window_size
         # A block's later passes see the first one's rows, and their own only at the token they began with.
         first, *own = (*(self.cache.passes or ()), self.window)
@@ -257,7 +258,7 @@ class DenseHandle:
 
     def _pool(self, kv, gate, weights):
         """Returns the entries [B, E, D] of all closed windows, like `ops.flush`, in ordinary arithmetic."""
-        rate = self.spec.compress_rate
+        rate, weights = self.spec.compress_rate, layer_value(weights)
         kv, gate = (self._rows(x) for x in (kv, gate))
         entries = kv.shape[1] // rate
         kv, gate = (x[:, : entries * rate].reshape(x.shape[0], entries, rate, -1) for x in (kv, gate))

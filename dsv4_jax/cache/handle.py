@@ -13,6 +13,7 @@ from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
+from dsv4_jax.quant import LayerSlice
 from dsv4_jax.summary import Summarized, Summary
 
 
@@ -70,7 +71,7 @@ class LayerCacheHandle(Summarized):
         self,
         q: Float[Array, "T H D"],
         kv: Float[Array, "T D"],
-        weight: Float[Array, "D"],
+        weight: Float[Array, "D"] | LayerSlice,
         inv_freq: Float[Array, "P"],
         *,
         eps: float,
@@ -225,7 +226,7 @@ class LayerCacheHandle(Summarized):
     def attend(
         self,
         q: Float[Array, "T H D"],
-        sinks: Float[Array, "H"],
+        sinks: Float[Array, "H"] | LayerSlice,
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:

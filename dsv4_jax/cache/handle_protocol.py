@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.ops import CompressorWeights
+from dsv4_jax.quant import LayerSlice
 
 
 @runtime_checkable
@@ -24,7 +25,7 @@ class CacheHandle(Protocol):
         self,
         q: Float[Array, "T H D"],
         kv: Float[Array, "T D"],
-        weight: Float[Array, "D"],
+        weight: Float[Array, "D"] | LayerSlice,
         inv_freq: Float[Array, "P"],
         *,
         eps: float,
@@ -43,7 +44,7 @@ class CacheHandle(Protocol):
     def attend(
         self,
         q: Float[Array, "T H D"],
-        sinks: Float[Array, "H"],
+        sinks: Float[Array, "H"] | LayerSlice,
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "CacheHandle"]: ...
@@ -55,4 +56,4 @@ class StepCache(Protocol):
 
     def begin_step(self, batch: Batch) -> Any: ...
 
-    def handle(self, layer: int, batch: Batch) -> CacheHandle: ...
+    def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> CacheHandle: ...

@@ -6,36 +6,45 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
-from dsv4_jax.checkpoint.placement import Staging
+from dsv4_jax.checkpoint.placement import Staging, fill
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
-from dsv4_jax.nn.projections import ModuleFiller
+from dsv4_jax.nn.parameters import (
+    ParameterView,
+    get_leaf,
+    indexed_shape,
+    leaf_names,
+    parameter_views,
+    set_leaf,
+    write_leaf,
+)
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
+from dsv4_jax.quant import WEIGHT_BLOCK, quantized_struct
 
 
 _log = logging.getLogger(__name__)
 _MAX_LISTED = 100  # problems of each kind: a wrong config would list tens of thousands
 _MAX_COMPARED = 200  # candidates for the nearest name
+_MAX_HOST_BYTES = 1 << 26  # of a variable whose layers and maps are put together on the host
 
 
 def load_checkpoint(
@@ -46,7 +55,6 @@ def load_checkpoint(
     weights: Literal["quantized"] | DTypeLike | None = None,
     mesh: Mesh | None = None,
     expert_parallel: bool = False,
-    fused: bool = False,
     expert_memory: ExpertMemory | None = None,
     progress: bool = False,
 ) -> DeepseekV4ForCausalLM:
@@ -67,7 +75,6 @@ def load_checkpoint(
         mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
             `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
         expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
-        fused: whether linear maps of one input share a matrix, see `nn.fuse_projections`.
         expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU;
             the embedding lies in host memory then. None = on the devices. Needs weights="quantized" and no mesh.
         progress: whether to show a progress bar on standard error.
@@ -100,36 +107,34 @@ def load_checkpoint(
     stored = {name: x for name, x in stored.items() if not is_draft_copy(name)}
     tensors, wrong_scales = join_scales(stored)
 
-    filler = ModuleFiller(model, fused=fused)
+    views = parameter_views(model)
     table = list(keys.weights(config, keys.detect_naming(config, stored)))
     if config.tie_word_embeddings:
         table = list(keys.tied(table, stored))
-    shapes = {key: parameter.shape for key, parameter in filler.parameters.items()}
+    shapes = {key: view.shape for key, view in views.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
-    dtypes = {key: np.dtype(parameter.dtype) for key, parameter in filler.parameters.items()}
+    dtypes = {key: np.dtype(view.dtype) for key, view in views.items()}
     _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
-    if expert_memory is not None:
-        # The experts come last and get the memory that the others leave.
-        table.sort(key=lambda weight: weight.is_expert)
-    bad, staging = [], Staging()
-    for number, weight in enumerate(_with_bar(table, tensors, progress), 1):
-        pieces, parameter = [tensors[source] for source in weight.sources], filler.parameters[weight.path]
-        where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
-        with _name_if_out_of_memory(path, weight, f"number {number} of {len(table)}", mesh):
-            memory = expert_memory if weight.is_expert else None
-            if memory is not None and not memory.is_planned:
-                _log.info("%s", _plan(memory, table))
-            value = _stored(weight, pieces, dtypes[weight.path], where, staging, memory) if stay else None
-            if value is None:
-                value, problems = _converted(weight, pieces, dtypes[weight.path], config, where, staging)
-                bad += problems
-            if expert_memory is not None and weight.path == keys.EMBEDDING and isinstance(value, jax.Array):
-                value = expert_memory.place_on_host(value)
-            if not bad:
-                filler.set(weight.path, value)
-    if bad:
-        raise ValueError(f"{path} holds impossible values:{_listing(bad)}")
+    groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
+    for weight in table:
+        groups[id(views[weight.path].variable)].append(weight)
+    # With `expert_memory` the experts come last and get the memory that the others leave.
+    ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
+    loader = _Loader(config, tensors, mesh, expert_parallel)
+    with _progress_bar(table, tensors, progress) as advance:
+        for number, group in enumerate(ordered, 1):
+            with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
+                if expert_memory is not None and group[0].is_expert and not expert_memory.is_planned:
+                    _log.info("%s", _plan(expert_memory, table))
+                kind = loader.quantized_kind(group) if stay else None
+                pages = expert_memory if group[0].is_expert else None
+                loader.load(group, [views[weight.path] for weight in group], kind, pages, advance)
+                if expert_memory is not None and group[0].path == keys.EMBEDDING:
+                    embedding = views[keys.EMBEDDING].variable
+                    embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
+    if loader.problems:
+        raise ValueError(f"{path} holds impossible values:{_listing(loader.problems)}")
     return model
 
 
@@ -154,89 +159,147 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
     """Decides where experts lie; returns a sentence about it."""
     experts = [weight for weight in table if weight.is_expert]
-    (first, *_), layers = experts, {weight.module for weight in experts}
+    (first, *_), layers = experts, dict.fromkeys(weight.module for weight in experts)
     shapes = [weight.packed_shape for weight in experts if weight.module == first.module]
-    return memory.plan(len(layers), shapes)
+    return memory.plan(list(layers), shapes)
 
 
-def _with_bar(
+@contextlib.contextmanager
+def _progress_bar(
     table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor], progress: bool
-) -> Iterator[Weight]:
-    """Yields the table's weights under a progress bar that counts bytes."""
+) -> Iterator[Callable[[Weight], None]]:
+    """Shows a progress bar that counts bytes; yields a function to call for each weight that is loaded."""
     sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
     columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
         task = bar.add_task("Loading weights", total=sum(sizes.values()))
-        for weight in table:
-            yield weight
-            bar.advance(task, sizes[weight.path])
+        yield lambda weight: bar.advance(task, sizes[weight.path])
 
 
-def _stored(
-    weight: Weight,
-    pieces: list[StoredTensor | QuantizedTensor],
-    dtype: np.dtype,
-    where: NamedSharding | None,
-    staging: Staging,
-    memory: ExpertMemory | None,
-) -> QuantizedWeight | None:
-    """Loads a weight in its quantized storage; returns None if it cannot stay quantized."""
-    quantized = [piece for piece in pieces if isinstance(piece, QuantizedTensor) and piece.can_stay]
-    if len(quantized) < len(pieces) or len({piece.dtype for piece in quantized}) > 1:
-        return None
-    first = quantized[0]
-    # Pieces of one matrix must end at a block of rows: each piece has its own scales.
-    if first.dtype == "FP8" and first.shape[0] % WEIGHT_BLOCK and len(pieces) > weight.shape[0]:
-        return None
+class _Loader:
+    """Loads all weights of one variable at a time: of equal layers, and of linear maps that share a matrix."""
 
-    if where is not None:
-        check_blocks(weight.path, weight.shape, first.dtype, where)
+    def __init__(
+        self,
+        config: DSV4Config,
+        tensors: Mapping[str, StoredTensor | QuantizedTensor],
+        mesh: Mesh | None,
+        expert_parallel: bool,
+    ):
+        self._config = config
+        self._tensors = tensors
+        self._mesh = mesh
+        self._expert_parallel = expert_parallel
+        self._staging = Staging()
+        self._impossible = collections.Counter[str]()  # number of impossible values by name of the stored tensor
 
-    def whole(tensors: list[StoredTensor]) -> jax.Array:
-        rows, columns = tensors[0].shape
-        matrices = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in tensors]
-        rows *= len(tensors) // math.prod(weight.shape[:-2])
-        return staging.place(matrices, (*weight.shape[:-2], rows, columns), np.uint8, where)
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about impossible values of the tensors that were loaded."""
+        sentences = []
+        for source, count in self._impossible.items():
+            tensor = self._tensors[source]
+            if tensor.dtype.startswith(("I", "U")) and isinstance(tensor, StoredTensor):
+                sentences.append(f"{source} names experts outside 0..{self._config.n_routed_experts - 1}")
+            else:
+                sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")
+        return sentences
 
-    scale = whole([piece.scale for piece in quantized])
-    if memory is None:
-        codes = whole([piece.codes for piece in quantized])
-    else:
-        codes = memory.place(weight.module, [piece.codes.data for piece in quantized], weight.packed_shape)
-    return QuantizedWeight(codes, scale, first.dtype, dtype)
+    def quantized_kind(self, weights: list[Weight]) -> str | None:
+        """Returns the quantized storage, "FP8" or "FP4", that all these weights have; None if they cannot keep one."""
+        kinds = set()
+        for weight in weights:
+            for source in weight.sources:
+                piece = self._tensors[source]
+                if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
+                    return None
+                # Pieces of one matrix must end at a block of rows: each piece has its own scales.
+                if piece.dtype == "FP8" and piece.shape[0] % WEIGHT_BLOCK and len(weight.sources) > weight.shape[0]:
+                    return None
+                kinds.add(piece.dtype)
+        return kinds.pop() if len(kinds) == 1 else None
 
+    def load(
+        self,
+        weights: list[Weight],
+        views: list[ParameterView],
+        kind: str | None,
+        memory: ExpertMemory | None,
+        advance: Callable[[Weight], None],
+    ) -> None:
+        """Loads all weights of a variable.
 
-def _converted(
-    weight: Weight,
-    pieces: list[StoredTensor | QuantizedTensor],
-    dtype: np.dtype,
-    config: DSV4Config,
-    where: NamedSharding | None,
-    staging: Staging,
-) -> tuple[jax.Array, list[str]]:
-    """Loads a weight in the parameter's dtype; returns it with a list of problems."""
-    experts = config.n_routed_experts
-    wrong: list[tuple[int, int]] = []  # (number of the piece, count)
+        Args:
+          weights: the weights.
+          views: their places in the variable.
+          kind: quantized storage to keep, or None to convert values to the variable's dtype.
+          memory: where the codes of experts lie; None for the devices.
+          advance: function to call for each weight that is loaded.
+        """
+        variable = views[0].variable
+        where = None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
+        if kind is not None:
+            variable.set_value(quantized_struct(kind, variable.get_value()))
+            if where is not None:
+                check_blocks(weights[0].path, variable.get_value().shape, kind, where)
+        if memory is not None:
+            shape = get_leaf(variable, "codes").shape
+            set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))
+        for field in leaf_names(variable):
+            struct = get_leaf(variable, field)
+            if isinstance(struct, jax.Array):
+                continue
+            # Small arrays are put together on the host: each update on the device would be a program to compile.
+            is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
+            whole = np.zeros(struct.shape, struct.dtype) if is_small else None
+            for weight, view in zip(weights, views, strict=True):
+                pieces, check = self._pieces(weight, field)
+                index = view.leaf_index(field)
+                if whole is not None:
+                    fill(whole[index], pieces, check)
+                    continue
+                part = (
+                    None
+                    if where is None
+                    else NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
+                )
+                is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
+                shape = indexed_shape(struct.shape, index)
+                value = self._staging.place(
+                    pieces, shape, struct.dtype, part, check, threads=is_view or field is not None
+                )
+                write_leaf(variable, field, value, index)
+            if whole is not None:
+                set_leaf(variable, field, self._staging.place([lambda: whole], whole.shape, whole.dtype, where))
+        for weight in weights:
+            advance(weight)
 
-    def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
-        # The model's only integers are the hash layers' expert ids.
-        bad = (stored < 0) | (stored >= experts) if dtype.kind == "i" else ~np.isfinite(value)
-        if count := int(np.count_nonzero(bad)):
-            wrong.append((number, count))
+    def _paged_codes(self, weights, shape, memory):
+        """Copies the codes of experts to where each of them lies, and returns them as one array."""
+        stack = memory.place_stack([weight.module for weight in weights], shape)
+        for number, weight in enumerate(weights):
+            stack.write(number, [self._quantized(source).codes.data for source in weight.sources])
+        return stack.array
 
-    # Dequantizing takes memory, and threads would keep it.
-    views = all(isinstance(piece, StoredTensor) for piece in pieces)
-    value = staging.place([piece.load for piece in pieces], weight.shape, dtype, where, check, threads=views)
-    size = math.prod(weight.source_shape)
-    many = "names experts outside 0..{last}" if dtype.kind == "i" else "has {count} NaN or infinite values of {size}"
-    counts = collections.Counter[int]()
-    for number, count in wrong:
-        counts[number] += count
-    found = [
-        f"{pieces[number].name} {many.format(last=experts - 1, count=count, size=size)}"
-        for number, count in sorted(counts.items())
-    ]
-    return value, found
+    def _pieces(self, weight, field):
+        """Returns functions that return the arrays of which a weight's leaf consists, and a check of their values."""
+        if field is not None:
+            stored = [getattr(self._quantized(source), field) for source in weight.sources]
+            return [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored], None
+
+        def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
+            # The model's only integers are the hash layers' expert ids.
+            is_ids = value.dtype.kind == "i"
+            bad = (stored < 0) | (stored >= self._config.n_routed_experts) if is_ids else ~np.isfinite(value)
+            if count := int(np.count_nonzero(bad)):
+                self._impossible[weight.sources[number]] += count
+
+        return [self._tensors[source].load for source in weight.sources], check
+
+    def _quantized(self, source) -> QuantizedTensor:
+        tensor = self._tensors[source]
+        assert isinstance(tensor, QuantizedTensor)
+        return tensor
 
 
 def _refuse_mismatches(

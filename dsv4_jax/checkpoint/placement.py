@@ -18,6 +18,22 @@ _BLOCK_BYTES = 1 << 24  # unit of copies and checks, which bounds the memory of 
 _ALIASED = 64
 
 
+def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:
+    """Writes pieces to an array of the host.
+
+    Args:
+      target: array to write to.
+      pieces, check: as for `Staging.place`.
+    """
+    stack = target.shape[:-2] if len(pieces) > 1 else ()
+    for number, at in enumerate(np.ndindex(stack)):
+        values = np.asarray(pieces[number]()).reshape(target.shape[len(stack) :])
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
+            target[at] = values
+        if check is not None:
+            check(number, values, target[at])
+
+
 class Staging:
     """A reused host buffer for one array at a time. First writes to fresh memory are slow."""
 
@@ -71,7 +87,7 @@ class Staging:
                         for i in range(0, len(here), rows):
                             yield number, some[i : i + rows], None if direct else here[i : i + rows]
 
-        def fill(block: tuple[int, np.ndarray, np.ndarray | None]) -> None:
+        def fill_block(block: tuple[int, np.ndarray, np.ndarray | None]) -> None:
             number, some, here = block
             if here is not None:
                 with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
@@ -81,7 +97,7 @@ class Staging:
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # A single thread copies slower than a disk may read.
-            collections.deque((pool.map if threads else map)(fill, blocks()), maxlen=0)
+            collections.deque((pool.map if threads else map)(fill_block, blocks()), maxlen=0)
             # A single thread cannot feed several devices either.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))

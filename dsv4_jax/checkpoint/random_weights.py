@@ -1,7 +1,9 @@
 """Random weights in the release's storage, made where they lie: a model of any size without a checkpoint."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import statistics
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from rich.console import Console
@@ -24,9 +26,9 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
 from dsv4_jax.nn.layers import ABSTRACT
-from dsv4_jax.nn.projections import ModuleFiller
+from dsv4_jax.nn.parameters import ParameterView, parameter_views
 from dsv4_jax.nn.shardings import parameter_sharding
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
+from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 
 _log = logging.getLogger(__name__)
@@ -53,17 +55,14 @@ def as_released[Module: nnx.Module](
     The module, a model or one with the attributes of `DeepseekV4Model`, has shapes in place of arrays. The other
     arguments are those of `random_weights`.
     """
-    kinds = {
-        weight.path.removeprefix("model."): stored_kind(weight.sources[0], weight.source_shape)
-        for weight in weights(config, "release")
-    }
-    graph, state = nnx.split(module)
-
-    def stored(path, variable):
-        name = ".".join(map(str, path)).removeprefix("model.")
-        return variable.replace(_struct(kinds[name], variable.get_value()))
-
-    module = nnx.merge(graph, nnx.map_state(stored, state))
+    stored = {weight.path: stored_kind(weight.sources[0], weight.source_shape) for weight in weights(config, "release")}
+    kinds = {"F8_E4M3": "FP8", "I8": "FP4"}
+    module = nnx.clone(module)
+    for path, view in parameter_views(module).items():
+        kind = kinds.get(stored[path if path in stored else f"model.{path}"])
+        value = view.variable.get_value()
+        if kind is not None and not isinstance(value, QuantizedWeight):
+            view.variable.set_value(quantized_struct(kind, value))
     if mesh is None:
         return module
     return jax.tree.map(
@@ -80,7 +79,7 @@ def random_weights[Module: nnx.Module](
     expert_memory: ExpertMemory | None = None,
     skew: float = 0.0,
 ) -> Module:
-    """Gives the module of `as_released` random weights, which each device makes for itself, and fuses linear maps.
+    """Gives the module of `as_released` random weights, which each device makes for itself.
 
     The names of layers in `expert_memory` are their paths in the module.
 
@@ -95,11 +94,13 @@ def random_weights[Module: nnx.Module](
         layer. The routers' biases and tables are chosen so.
     """
     module = as_released(module, config, mesh, expert_parallel=expert_parallel)
-    filler, frequencies = ModuleFiller(module, fused=True), {}
+    views = parameter_views(module)
+    names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
+    frequencies = {}
 
-    def drawn(path, parameter, seed):
-        value, (*_, kind, name) = parameter.get_value(), path.split(".")
-        where = None if mesh is None else parameter_sharding(parameter, mesh, expert_parallel)
+    def drawn(path, struct, where, seed):
+        """Returns random values for an array, or for one layer of it; `where` is the sharding."""
+        *_, kind, name = path.split(".")
 
         def made(make, *args):
             return _made(seed, make=make, args=args, where=where)
@@ -107,38 +108,52 @@ def random_weights[Module: nnx.Module](
         def shape(struct):
             return struct.shape if where is None else where.shard_shape(struct.shape)
 
-        if isinstance(value, QuantizedWeight):
-            codes, scale = made(_codes, shape(value.codes), shape(value.scale), value.kind)
-            return dataclasses.replace(value, codes=codes, scale=scale)
-        if name in SELECTS:
-            selects, frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = _selects(path, value, config, skew, where)
-            return selects
-        weight = made(_normal, shape(value), value.dtype, float(kind.endswith("norm") or name in ("scale", "hc_scale")))
-        is_embedding = expert_memory is not None and kind == "embed_tokens"
-        return expert_memory.place_on_host(weight) if is_embedding else weight
+        if isinstance(struct, QuantizedWeight):
+            codes, scale = made(_codes, shape(struct.codes), shape(struct.scale), struct.kind)
+            return dataclasses.replace(struct, codes=codes, scale=scale)
+        mean = float(kind.endswith("norm") or name in ("scale", "hc_scale"))
+        return made(_normal, shape(struct), struct.dtype, mean)
 
-    for number, path in enumerate(list(filler.parameters)):
-        # Experts in pages are made at last, in the memory that the others leave.
-        if expert_memory is None or ".mlp.experts." not in path:
-            filler.set(path, drawn(path, filler.parameters[path], np.uint32(number)))
+    seeds = itertools.count()
+    for path, view in views.items():
+        variable = view.variable
+        where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
+        if path.endswith(SELECTS):
+            part = None if where is None else NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :]))
+            selects, shares = _selects(path, view.shape, config, skew, part)
+            frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
+            view.set_value(selects)
+        elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
+            # A layer at a time: random bits take several times the memory of the result.
+            struct = variable.get_value()
+            if variable.get_metadata().get("axes", ())[:1] != ("layers",):
+                variable.set_value(drawn(path, struct, where, np.uint32(next(seeds))))
+            else:
+                layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct)
+                part = None if where is None else NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+                for number in range(struct.shape[0]):
+                    value = drawn(path, layer, part, np.uint32(next(seeds)))
+                    ParameterView(variable, (number,)).set_value(value)
+            if expert_memory is not None and path.endswith("embed_tokens.weight"):
+                variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(module, expert_memory)
+        _place_experts(views, expert_memory)
     return module
 
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
     """Replaces the biases and tables of a module's routers by those of another skew, see `random_weights`."""
-    for path, parameter in nnx.to_flat_state(nnx.state(module)):
-        if path[-1] in SELECTS:
-            old = parameter.get_value()
-            parameter.set_value(_selects(".".join(map(str, path)), old, config, skew, old.sharding)[0])
+    for path, view in parameter_views(module).items():
+        if path.endswith(SELECTS):
+            where = view.get_value().sharding
+            view.set_value(_selects(path, view.shape, config, skew, where)[0])
 
 
-def _selects(path, value, config, skew, where):
-    """Returns a router's new bias or table in place of `value`, and the share of tokens that select each expert."""
-    experts, chosen, shape = config.n_routed_experts, config.num_experts_per_tok, value.shape
-    shares = selection_shares(experts, chosen, skew)
+def _selects(path, shape, config, skew, where):
+    """Returns a router's bias or table of a shape, and the share of tokens that select each expert."""
+    experts = config.n_routed_experts
+    shares = selection_shares(experts, config.num_experts_per_tok, skew)
     seed = zlib.crc32(path.encode())
     ranks = np.random.default_rng(seed).permutation(experts)
     if shape == (experts,):
@@ -160,27 +175,32 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(module, expert_memory):
+def _place_experts(views, expert_memory):
     """Makes random codes of all experts, where they lie."""
-    is_model = isinstance(module, DeepseekV4ForCausalLM)
-    layers = module.model.layers if is_model else module.layers
-    names = [f"{'model.' * is_model}layers.{i}" for i in range(len(layers))]
-    names += [f"mtp.{i}" for i in range(len(module.mtp))]
-    experts = [layer.mlp.experts for layer in (*layers, *module.mtp)]
-    matrices = [(layer.gate_up_proj, layer.down_proj) for layer in experts]
-    shapes = [matrix.get_value().codes.shape for matrix in matrices[0]]
-    _log.info("%s", expert_memory.plan(len(names), [(shape[0], math.prod(shape[1:])) for shape in shapes]))
+    stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
+    for path, view in views.items():
+        if ".mlp.experts." in path:
+            stacks[id(view.variable)].append((path.rpartition(".")[0], view))
+    layers = list(dict.fromkeys(name for stack in stacks.values() for name, _ in stack))
+    shapes = list(dict.fromkeys(stack[0][1].variable.get_value().codes.shape[1:] for stack in stacks.values()))
+    _log.info("%s", expert_memory.plan(layers, shapes))
     each = max(math.prod(shape[1:]) for shape in shapes)
     # Experts begin at different bytes of the same random ones.
     random = jax.block_until_ready(_made(np.uint32(0), make=jax.random.bits, args=((2 * each,), jnp.uint8), where=None))
-    first = random.unsafe_buffer_pointer()
-    bar = track(zip(names, matrices, strict=True), "Making experts", len(names), console=Console(stderr=True))
-    for number, (name, pair) in enumerate(bar):
-        for matrix, shape in zip(pair, shapes, strict=True):
-            starts = [first + 4096 * ((7 * number + 31 * expert) % (each // 4096)) for expert in range(shape[0])]
-            codes, value = expert_memory.place(f"{name}.mlp.experts", starts, shape), matrix.get_value()
-            scale = _made(np.uint32(number), make=_scales, args=(value.scale.shape,), where=None)
-            matrix.set_value(dataclasses.replace(value, codes=codes, scale=scale))
+    start = random.unsafe_buffer_pointer()
+    bar = track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True))
+    for stack in bar:
+        variable = stack[0][1].variable
+        value = variable.get_value()
+        pages = expert_memory.place_stack([name for name, _ in stack], value.codes.shape[1:])
+        for number, (name, _) in enumerate(stack):
+            offset = 7 * layers.index(name)
+            starts = [
+                start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(value.codes.shape[1])
+            ]
+            pages.write(number, starts)
+        scale = _made(np.uint32(0), make=_scales, args=(value.scale.shape,), where=None)
+        variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))
@@ -196,19 +216,6 @@ def _made(seed, *, make, args, where):
         return make(key, *args)
 
     return jax.shard_map(local, mesh=where.mesh, in_specs=jax.P(), out_specs=where.spec, check_vma=False)(key)
-
-
-def _struct(kind, value):
-    """Returns the shapes of a parameter that is stored as `kind`."""
-    *leading, rows, columns = value.shape if len(value.shape) > 1 else (1, *value.shape)
-    uint8 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
-    if kind == "F8_E4M3":
-        scale = math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK)
-        return QuantizedWeight(uint8(value.shape), uint8((*leading, *scale)), "FP8", value.dtype)
-    if kind == "I8":
-        codes, scale = (*leading, rows, columns // 2), (*leading, rows, columns // 32)
-        return QuantizedWeight(uint8(codes), uint8(scale), "FP4", value.dtype)
-    return value
 
 
 def _normal(key, shape, dtype, mean):

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from rich.console import Console
@@ -17,8 +16,7 @@ from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.storage import FP4_GROUP
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
-from dsv4_jax.nn import DeepseekV4ForCausalLM
-from dsv4_jax.nn.projections import parameter_readers
+from dsv4_jax.nn import DeepseekV4ForCausalLM, ParameterView, parameter_views
 from dsv4_jax.quant import WEIGHT_BLOCK
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
 
@@ -44,7 +42,7 @@ def save_release(
     hyper-connections stay float32.
 
     Args:
-        model: the model, fused or not.
+        model: the model.
         folder: destination, which is made if it does not exist; existing files are overwritten.
         shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
         progress: whether to show a progress bar on standard error.
@@ -55,9 +53,9 @@ def save_release(
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
-    table, parameters = list(weights(model.config, "release")), parameter_readers(model)
+    table, parameters = list(weights(model.config, "release")), parameter_views(model)
     for weight in table:
-        if not np.isfinite(np.asarray(parameters[weight.path](), np.float32)).all():
+        if not np.isfinite(np.asarray(parameters[weight.path].read(), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
     bar = track(table, "Saving weights", console=Console(stderr=True), disable=not progress)
     write_release(model.config, folder, _tensors(bar, parameters), shard_bytes=shard_bytes)
@@ -188,10 +186,10 @@ def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
     return [TensorHeader(name, kind, shape)]
 
 
-def _tensors(table: Iterable[Weight], parameters: Mapping[str, Callable[[], jax.Array]]) -> Iterator[np.ndarray]:
+def _tensors(table: Iterable[Weight], parameters: Mapping[str, ParameterView]) -> Iterator[np.ndarray]:
     """Yields the arrays of all entries in order, with one parameter in memory at a time."""
     for weight in table:
-        value = np.asarray(parameters[weight.path]()).reshape(len(weight.sources), *weight.source_shape)
+        value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
         for source, piece in zip(weight.sources, value, strict=True):
             kind = stored_kind(source, piece.shape)
             if kind in ("F8_E4M3", "I8"):

@@ -21,6 +21,7 @@ from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import find_layout
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.parallel.sharded_step import sharded_step
+from dsv4_jax.quant import LayerSlice
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
@@ -175,6 +176,6 @@ class WindowOnlyHandle(LayerCacheHandle):
         return jnp.zeros((scores.shape[0], 0), jnp.int32)
 
     def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"], indices: Any = None, inv_freq: Any = None
+        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"] | LayerSlice, indices: Any = None, inv_freq: Any = None
     ) -> tuple[Float[Array, "T H D"], LayerCacheHandle]:
         return super().attend(q, sinks, None, inv_freq)

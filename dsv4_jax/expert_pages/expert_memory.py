@@ -1,6 +1,5 @@
 """The placement of a model's routed experts: those that fit stay on the GPU, the others in host memory."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import logging
@@ -11,12 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, UInt8
+from jaxtyping import Array
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.migration import ExpertMigration
-from dsv4_jax.expert_pages.paged_experts import THREADS, ExpertPages, copy_to_host
+from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack, copy_to_host
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
@@ -53,7 +52,7 @@ class ExpertMemory:
         GPU. Equally frequent ones, and all of a layer that is not there, are spread evenly over the expert numbers.
       placement_file: file that keeps how often experts were selected, so that the next process starts with the hot
         ones on the GPU; None for no file. One that is missing or not of this model is ignored.
-      layers: expert pages of the matrices of each layer, once they are placed.
+      layers: for each layer by name, in the order of `plan`, the expert pages of its matrices that are placed.
     """
 
     device_bytes: int | None = None
@@ -62,6 +61,7 @@ class ExpertMemory:
     frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     placement_file: Path | None = None
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
+    _experts: int = dataclasses.field(default=0, repr=False)
     _on_device: int | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -86,16 +86,18 @@ class ExpertMemory:
         """The bytes of host memory that the placed experts take."""
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
-    def plan(self, num_layers: int, shapes: Sequence[tuple[int, ...]]) -> str:
+    def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
         """Decides how many experts of each layer stay on the GPU, and returns a sentence about it. Places nothing yet.
-
-        There are `num_layers` layers with experts, whose matrices have uint8 codes of the given shapes [E, ...].
 
         Raises ValueError if the GPU or the host has too little free memory, or the device is no such GPU, see
         `CudaMemory`.
+
+        Args:
+          layers: names of all layers with experts, in the order in which a cache counts them, whatever their stacks.
+          shapes: [E, ...] shapes of the uint8 codes of a layer's matrices.
         """
         memory, experts = self._opened_memory(), shapes[0][0]
-        each = num_layers * sum(math.prod(shape[1:]) for shape in shapes)  # an expert in every layer
+        each = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)  # an expert in every layer
         free = memory.free_bytes()
         scales = experts * each // CODES_PER_SCALE
         room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
@@ -108,38 +110,41 @@ class ExpertMemory:
                 f"{on_host} of {experts} experts a layer ({_gb(on_host * each)}) would have to lie in host memory, of "
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
             )
+        self._experts = experts
         self._on_device = on_device
+        self.layers = {layer: [] for layer in layers}
         if self.placement_file is not None:
             self.frequencies |= read_frequencies(self.placement_file, experts)
         if not on_host:
             return f"all {experts} experts a layer fit the GPU ({_gb(experts * each)})"
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
 
-    def place(self, layer: str, matrices: Sequence[np.ndarray | int], shape: tuple[int, ...]) -> UInt8[Array, "..."]:
-        """Copies the codes of one matrix of all experts to where each expert lies, and returns them, uint8 of `shape`.
+    def place_stack(self, layers: Sequence[str], shape: tuple[int, ...]) -> ExpertStack:
+        """Maps memory for the codes of one matrix of all experts of equal layers, without setting its bytes.
 
-        Raises ValueError if an expert is not a whole number of pages, and MemoryError if the GPU or the host is out of
-        memory.
+        Raises ValueError if a layer is not among those of `plan`, the shape is another one or an expert is not a whole
+        number of pages, and MemoryError if the GPU or the host is out of memory.
 
         Args:
-          layer: name of the layer.
-          matrices: the bytes of each expert, contiguous, or their address on the GPU. There may be several pieces of
-            each expert, which follow one another.
-          shape: [E, ...] shape of the codes.
+          layers: names of the layers, in the order of the stack.
+          shape: shape of the codes, [layers, E, ...]; [E, ...] of a single layer that is in no stack.
+
+        Returns:
+          The stack, whose array has this shape. Each layer is to be written before a program reads it.
         """
-        assert self.memory is not None and self._on_device is not None, "plan comes first"
-        frequencies = self.frequencies.get(layer, np.zeros(shape[0]))
-        on_host = np.ones(shape[0], bool)
-        # A prompt's tiles run in the order of experts: if those in host memory are spread, the GPU computes with others
-        # while they are read. Multiples of the golden ratio are spread evenly, however many are taken.
-        spread = np.arange(shape[0]) * (5**0.5 - 1) / 2 % 1
-        on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
-        pages = ExpertPages(self.memory, shape, on_host, jax.devices()[0])
-        pieces = len(matrices) // shape[0]
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
-        self.layers.setdefault(layer, []).append(pages)
-        return pages.array
+        assert self.memory is not None, "plan comes first"
+        if unknown := [layer for layer in layers if layer not in self.layers]:
+            raise ValueError(f"layers {unknown} are not among the planned ones: {list(self.layers)}")
+        if shape[:2] != (len(layers), self._experts) and (len(layers), shape[0]) != (1, self._experts):
+            raise ValueError(
+                f"the codes of {len(layers)} layers of {self._experts} experts must have the shape [layers, experts, "
+                f"...], or [experts, ...] for a single layer; got {list(shape)}"
+            )
+        on_host = np.stack([self._is_on_host(layer) for layer in layers])
+        stack = ExpertStack(self.memory, shape, on_host, jax.devices()[0])
+        for layer, pages in zip(layers, stack.layers, strict=True):
+            self.layers[layer].append(pages)
+        return stack
 
     def place_on_host(self, x: Array) -> Array:
         """Returns a copy of an array of the GPU whose bytes lie in host memory, where the GPU reads them.
@@ -150,6 +155,16 @@ class ExpertMemory:
         Raises ValueError if the device is no such GPU, and MemoryError if the host is out of memory.
         """
         return copy_to_host(self._opened_memory(), x)
+
+    def _is_on_host(self, layer):
+        """Returns [E] bool, whether each expert of a layer is to lie in host memory."""
+        on_host = np.ones(self._experts, bool)
+        frequencies = self.frequencies.get(layer, np.zeros(self._experts))
+        # A prompt's tiles run in the order of experts: if those in host memory are spread, the GPU computes with others
+        # while they are read. Multiples of the golden ratio are spread evenly, however many are taken.
+        spread = np.arange(self._experts) * (5**0.5 - 1) / 2 % 1
+        on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
+        return on_host
 
     def _opened_memory(self):
         """Returns `memory`, by default the first device's."""

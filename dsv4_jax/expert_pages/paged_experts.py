@@ -1,4 +1,4 @@
-"""Experts' matrices in one range of GPU addresses, each expert in memory of the GPU or of the host."""
+"""Experts' matrices of equal layers in one range of GPU addresses, each expert in memory of the GPU or of the host."""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, UInt8
 
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.dlpack import array_over
@@ -33,33 +33,21 @@ class Mapping:
     is_stale: bool = False  # of spare memory: its addresses still map the memory that took an expert's place
 
 
+@dataclasses.dataclass
 class ExpertPages:
-    """One matrix of all experts of a layer: uint8 [E, ...], each expert in memory of the GPU or of the host.
-
-    To kernels, XLA and CUDA graphs it is an array of the GPU. Moving an expert changes neither an address nor a value,
-    so a program is not compiled again and computes the same bits. The memory is freed when this object, the array and
-    the programs that read the array are gone.
+    """One matrix of all experts of one layer of an `ExpertStack`, each expert in memory of the GPU or of the host.
 
     Attributes:
-      array: [E, ...] uint8 on the device. It must not be donated.
-      nbytes: bytes of an expert.
+      memory: the memory of the GPU and its host.
+      nbytes: number of bytes of an expert.
       mappings: the memory of each expert.
+      array: the array of the stack, which keeps the memory mapped.
     """
 
-    def __init__(self, memory: CudaMemory, shape: tuple[int, ...], on_host: Bool[np.ndarray, "E"], device: jax.Device):
-        """Maps memory for an array of this shape, experts first, without setting its bytes.
-
-        Raises ValueError if an expert is not a whole number of pages, and MemoryError if the GPU or the host is out of
-        memory. Nothing stays behind.
-        """
-        self.nbytes = math.prod(shape[1:])
-        if self.nbytes % memory.page:
-            raise ValueError(
-                f"a matrix {list(shape[1:])} of an expert has {self.nbytes} bytes; only whole pages of {memory.page} "
-                "bytes can lie in host memory"
-            )
-        self._memory = memory
-        self.array, self.mappings = _array_of_pages(memory, self.nbytes, on_host, shape, np.uint8, device)
+    memory: CudaMemory
+    nbytes: int
+    mappings: list[Mapping]
+    array: UInt8[Array, "..."]
 
     @property
     def on_host(self) -> Bool[np.ndarray, "E"]:
@@ -78,13 +66,65 @@ class ExpertPages:
         nbytes, mapping = self.nbytes // pieces, self.mappings[expert]
         target = mapping.address + piece * nbytes
         if isinstance(data, int):
-            self._memory.copy(target, data, nbytes)
+            self.memory.copy(target, data, nbytes)
         elif data.nbytes != nbytes or not data.flags.c_contiguous:
             raise ValueError(f"data must hold {nbytes} contiguous bytes, got {data.nbytes}")
         elif mapping.for_cpu:
             ctypes.memmove(target, data.ctypes.data, nbytes)  # the CPU's own copies are six times as fast as the GPU's
         else:
-            self._memory.copy(target, data.ctypes.data, nbytes)
+            self.memory.copy(target, data.ctypes.data, nbytes)
+
+
+class ExpertStack:
+    """One matrix of all experts of equal layers, in one range of addresses: uint8 [layers, E, ...].
+
+    Each expert of each layer lies in memory of the GPU or of the host. To kernels, XLA and CUDA graphs the stack is an
+    array of the GPU. Moving an expert changes neither an address nor a value, so a program is not compiled again and
+    computes the same bits. The memory is freed when this object, its layers, the array and the programs that read the
+    array are gone.
+
+    Attributes:
+      array: [layers, E, ...] uint8 on the device. It must not be donated.
+      layers: pages of each layer.
+    """
+
+    def __init__(
+        self, memory: CudaMemory, shape: tuple[int, ...], on_host: Bool[np.ndarray, "L E"], device: jax.Device
+    ):
+        """Maps memory for the array, without setting its bytes.
+
+        Raises ValueError if an expert is not a whole number of pages, and MemoryError if the GPU or the host is out of
+        memory. Nothing stays behind.
+
+        Args:
+          memory: the memory of the GPU and its host.
+          shape: shape of the array, [layers, E, ...]; a single layer may do without the axis of layers.
+          on_host: whether each expert of each layer lies in memory of the host.
+          device: the GPU.
+        """
+        nbytes = math.prod(shape) // on_host.size
+        if nbytes % memory.page:
+            raise ValueError(
+                f"an expert of the matrices {list(shape)} has {nbytes} bytes; only whole pages of {memory.page} bytes "
+                "can lie in host memory"
+            )
+        self.array, mappings = _array_of_pages(memory, nbytes, on_host.ravel(), shape, np.uint8, device)
+        experts = on_host.shape[1]
+        starts = range(0, on_host.size, experts)
+        self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in starts]
+
+    def write(self, layer: int, matrices: Sequence[np.ndarray | int]) -> None:
+        """Sets the bytes of all experts of a layer. No program that reads them may be running.
+
+        Args:
+          layer: index of the layer in the stack.
+          matrices: the bytes of each expert, contiguous, or their address on the GPU. There may be several equal
+            pieces of each expert, which follow one another.
+        """
+        pages = self.layers[layer]
+        pieces = len(matrices) // len(pages.mappings)
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
 
 
 def copy_to_host(memory: CudaMemory, x: Array) -> Array:

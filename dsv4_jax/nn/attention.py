@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dsv4_jax.cache import CacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.indexer import CSAIndexer
-from dsv4_jax.nn.layers import Linear, RMSNorm, normal
-from dsv4_jax.nn.projections import FusedLinear
-from dsv4_jax.ops import all_reduce, apply_rope
+from dsv4_jax.nn.layers import AnyRngs, Linear, RMSNorm, normal
+from dsv4_jax.nn.projections import FusedLinear, Projection
+from dsv4_jax.ops import apply_rope
 from dsv4_jax.quant import round_to
 
 
@@ -26,44 +26,24 @@ class StepCarry:
 
     Attributes:
       selections: {layer: [T, index_topk] int32 entries selected for each token, -1 padded}.
-      activations: None, or {"attn_in_L", "attn_out_L": [T, hidden] input and output of layer L's attention}.
-      experts: None, or {layer: [T, top_k] int32 experts selected for each token}.
-      taps: {layer: [T, hidden] mean of the streams that leave it} for the layers that drafts are made from; None until
-        the layer has run.
+      taps: [n, T, hidden], means of the streams that leave the n layers that drafts are made from; zeros for a layer
+        that has not run. None without such layers.
+      recorded: {name: array} values of the layer that ran last, of those that were asked for.
     """
 
     selections: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
-    activations: dict[str, Float[Array, "T D"]] | None = None
-    experts: dict[int, Int[Array, "T top_k"]] | None = None
-    taps: dict[int, Float[Array, "T D"] | None] = dataclasses.field(default_factory=dict)
+    taps: Float[Array, "n T D"] | None = None
+    recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 
-    def with_tap(self, layer: int, streams: Float[Array, "T h D"]) -> "StepCarry":
-        """Returns the carry with the mean of the streams [T, h, hidden] that leave a layer, if drafts need it."""
-        if not self.taps or layer not in self.taps:
-            return self
+    def with_tap(self, row: Int[Array, ""] | int, streams: Float[Array, "T h D"]) -> "StepCarry":
+        """Returns the carry with the mean of streams [T, h, hidden] in a row of the taps; a row past the end is none."""
         mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
-        return dataclasses.replace(self, taps=self.taps | {layer: mean})
+        taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
+        return dataclasses.replace(self, taps=taps)
 
     def with_selection(self, layer: int, indices: Int[Array, "T k"]) -> "StepCarry":
         """Returns the carry with a layer's selection added."""
         return dataclasses.replace(self, selections=self.selections | {layer: indices})
-
-    def with_attention(self, layer: int, x: Float[Array, "T D"], y: Float[Array, "T D"]) -> "StepCarry":
-        """Returns the carry with a layer's attention input and output added, if activations are recorded.
-
-        Args:
-          layer: number of the layer.
-          x: [T, hidden] input of the attention.
-          y: [T, hidden] output of the attention; on a mesh this device's summand.
-        """
-        if self.activations is None:
-            return self
-        recorded = {f"attn_in_{layer}": x, f"attn_out_{layer}": all_reduce(y)}
-        return dataclasses.replace(self, activations=self.activations | recorded)
-
-    def with_experts(self, layer: int, experts: Int[Array, "T top_k"]) -> "StepCarry":
-        """Returns the carry with a layer's selected experts added, if they are recorded."""
-        return self if self.experts is None else dataclasses.replace(self, experts=self.experts | {layer: experts})
 
 
 class Attention(nnx.Module):
@@ -81,7 +61,7 @@ class Attention(nnx.Module):
       indexer: CSAIndexer of a layer that selects entries itself, else None.
     """
 
-    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.config = config
         self.layer = layer
         spec = config.layers[layer]
@@ -99,17 +79,17 @@ class Attention(nnx.Module):
         self.compressor = Compressor(config, layer, config.head_dim, indexer=keys, rngs=rngs) if spec.owner else None
         self.indexer = CSAIndexer(config, layer) if spec.selects else None
 
-        inputs, latents, pooled = dict(q_a_proj=config.q_lora_rank, kv_proj=config.head_dim), dict(q_b_proj=width), {}
-        for name, compressor in dict(compressor=self.compressor, indexer=keys).items():
+        inputs = {"q_a_proj": Projection(config.q_lora_rank), "kv_proj": Projection(config.head_dim)}
+        latents = {"q_b_proj": Projection(width, axes=("heads",))}
+        for name, compressor in {"compressor": self.compressor, "indexer": keys}.items():
             if compressor is not None:
-                pooled |= dict.fromkeys((f"{name}_kv_proj", f"{name}_gate_proj"), compressor.position_bias.shape[1])
-        inputs |= pooled
+                pooled = Projection(compressor.width, out_dtype=jnp.float32, is_fp8=False)
+                inputs |= {f"{name}_kv_proj": pooled, f"{name}_gate_proj": pooled}
         if spec.selects:
-            inputs["indexer_weights_proj"] = config.index_n_heads
-            latents["indexer_q_b_proj"] = config.index_n_heads * config.index_head_dim
-        out_dtypes = dict.fromkeys(pooled, jnp.float32)
-        self.input_projections = FusedLinear(config.hidden_size, inputs, out_dtypes=out_dtypes, **options)
-        self.latent_projections = FusedLinear(config.q_lora_rank, latents, axes=dict(q_b_proj=("heads",)), **options)
+            inputs["indexer_weights_proj"] = Projection(config.index_n_heads, is_fp8=False)
+            latents["indexer_q_b_proj"] = Projection(config.index_n_heads * config.index_head_dim)
+        self.input_projections = FusedLinear(config.hidden_size, inputs, **options)
+        self.latent_projections = FusedLinear(config.q_lora_rank, latents, **options)
 
     def __call__(
         self, x: Float[Array, "T D"], handle: CacheHandle, carry: StepCarry
@@ -131,7 +111,7 @@ class Attention(nnx.Module):
         projected_x = self.input_projections(x)
         projected_latent = self.latent_projections(projected_x["q_a_proj"], self.q_a_norm)
         q = projected_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
-        rows = q, projected_x["kv_proj"], self.kv_norm.weight[...]
+        rows = q, projected_x["kv_proj"], self.kv_norm.weight.get_value()
         with jax.named_scope("norm_rope"):
             q, handle = handle.norm_rope_append(*rows, inv_freq, eps=config.rms_norm_eps)
 
@@ -149,7 +129,7 @@ class Attention(nnx.Module):
         indices = None if spec.selection is None else carry.selections[spec.selection]
         # Values carry their own RoPE. The inverse rotation at the query's position leaves the relative one.
         with jax.named_scope("attention"):
-            out, handle = handle.attend(q, self.sinks[...], indices, inv_freq)
+            out, handle = handle.attend(q, self.sinks.get_value(), indices, inv_freq)
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1)))
         return y, carry, handle.cache
 

@@ -1,16 +1,20 @@
 """A decoder layer: attention and experts between hyper-connections."""
 
+import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import Attention, StepCarry
 from dsv4_jax.nn.hyper_connection import HyperConnection, ResidualStreams
-from dsv4_jax.nn.layers import RMSNorm
+from dsv4_jax.nn.layers import AnyRngs, RMSNorm
 from dsv4_jax.nn.moe import MoE
+from dsv4_jax.ops import all_reduce
 
 
 # The names of `jax.named_scope` around the parts of a step, by which a profile is read. Where scopes are nested, such
@@ -20,18 +24,27 @@ SCOPES = (
     "router", "experts", "shared_expert", "lm_head", "sampling",
 )  # fmt: skip
 
+# Values of a layer that a step can record, by name:
+#   streams        [T, hc_mult, hidden] in the model's dtype, residual streams that enter the layer
+#   attention_in   [T, hidden], input of the attention
+#   attention_out  [T, hidden], its output, of all devices
+#   selection      [T, index_topk] int32 entries that the layer selects, of layers that select
+#   experts        [T, num_experts_per_tok] int32 experts of each token; -1 for padding
+RECORDED = ("streams", "attention_in", "attention_out", "selection", "experts")
+
 
 class DecoderLayer(nnx.Module):
     """Applies attention and MoE, each between a collapse and an expansion of the residual streams.
 
     Attributes:
+      layer: number of the layer, or of the first one if parameters of equal layers are stacked (static).
       self_attn: Attention.
       mlp: MoE.
       input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams.
       attn_hc, ffn_hc: HyperConnection of either block.
     """
 
-    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.layer = layer
         self.self_attn = Attention(config, layer, param_dtype=param_dtype, rngs=rngs)
         self.mlp = MoE(config, layer, param_dtype=param_dtype, rngs=rngs)
@@ -41,7 +54,15 @@ class DecoderLayer(nnx.Module):
         self.ffn_hc = HyperConnection(config, rngs=rngs)
 
     def __call__(
-        self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
+        self,
+        residual: ResidualStreams,
+        cache: StepCache,
+        batch: Batch,
+        carry: StepCarry,
+        *,
+        number: Int[Array, ""] | None = None,
+        tap_row: Int[Array, ""] | None = None,
+        record: Collection[str] = (),
     ) -> tuple[ResidualStreams, StepCarry, Any]:
         """Runs the layer; returns the residual, whose last output the next op merges, the carry and the updated cache.
 
@@ -49,11 +70,23 @@ class DecoderLayer(nnx.Module):
           residual: residual streams, with the output of the previous block unmerged.
           cache, batch: cache and inputs of the step.
           carry: values from earlier layers.
+          number: number of the layer in a loop over equal layers; None = `layer`.
+          tap_row: row of the carry's taps for the streams that leave the layer before; None = they are no tap.
+          record: names of the values that the carry returns as `recorded`, see `RECORDED`.
         """
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
-        carry = carry.with_tap(self.layer - 1, residual.streams)  # merged only now
-        y, carry, cache = self.self_attn(x, cache.handle(self.layer, batch), carry)
-        carry = carry.with_attention(self.layer, x, y)
+        if tap_row is not None:
+            carry = carry.with_tap(tap_row, residual.streams)  # merged only now
+        handle = cache.handle(self.layer if number is None else number, batch, like=self.layer)
+        y, carry, cache = self.self_attn(x, handle, carry)
+        values = {"streams": residual.streams, "attention_in": x, "attention_out": y}
         x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)
         routing = self.mlp.gate(x, batch.token_ids, batch.slots)
-        return residual.post(self.mlp(x, routing)), carry.with_experts(self.layer, routing.experts), cache
+        residual = residual.post(self.mlp(x, routing))
+        values |= {"experts": routing.experts}
+        if self.layer in carry.selections:
+            values["selection"] = carry.selections[self.layer]
+        recorded = {name: values[name] for name in record if name in values}
+        if "attention_out" in recorded:
+            recorded["attention_out"] = all_reduce(y)
+        return residual, dataclasses.replace(carry, recorded=recorded), cache

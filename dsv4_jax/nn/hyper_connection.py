@@ -8,12 +8,13 @@ maths is float32. What follows a block and what comes before the next are one op
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import RMSNorm, normal
+from dsv4_jax.nn.layers import AnyRngs, RMSNorm, normal
 from dsv4_jax.ops.hyper_connections import apply_post, apply_pre, mixing_weights, sinkhorn as sinkhorn, split_mixing
 
 
@@ -31,6 +32,17 @@ class ResidualStreams:
     streams: Float[Array, "T h D"]
     y: Float[Array, "T D"] | None = None
     mixing: Float[Array, "T M"] | None = None
+
+    @classmethod
+    def begin(cls, streams: Float[Array, "T h D"]) -> "ResidualStreams":
+        """Returns the residual of a first layer: streams and an output of zeros, which changes none of them.
+
+        So the residuals before and after a layer have one structure, as the carry of a loop must have.
+        """
+        tokens, h, hidden = streams.shape
+        unmixed = jnp.concatenate([jnp.zeros(2 * h), jnp.eye(h).reshape(-1)])
+        mixing = jnp.broadcast_to(unmixed, (tokens, *unmixed.shape))
+        return cls(streams, jnp.zeros((tokens, hidden), streams.dtype), mixing)
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """Returns the residual with the block's output y [T, hidden], to be merged later."""
@@ -53,7 +65,7 @@ class HyperConnection(nnx.Module):
       scale: [3] float32, one factor each for `pre`, `post` and `comb`.
     """
 
-    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, *, rngs: AnyRngs):
         self.config = config
         h = config.hc_mult
         self.fn = normal(rngs, ((2 + h) * h, h * config.hidden_size))
@@ -66,7 +78,7 @@ class HyperConnection(nnx.Module):
 
         `norm` is that of the collapsed streams. Also returns the residual, whose `post` takes this block's output.
         """
-        args = residual.streams, self._weights(), norm.weight[...], residual.y, residual.mixing
+        args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, residual.mixing
         streams, x, mixing = ops.hyper_connections(*args)
         return x, ResidualStreams(streams, None, mixing)
 
@@ -83,7 +95,7 @@ class HyperHead(nnx.Module):
       hc_scale: [1] float32.
     """
 
-    def __init__(self, config: DSV4Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, *, rngs: AnyRngs):
         self.config = config
         h = config.hc_mult
         self.hc_fn = normal(rngs, (h, h * config.hidden_size))
@@ -93,7 +105,7 @@ class HyperHead(nnx.Module):
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
         """Merges the last block's output; returns the normed input [T, hidden] and the streams [T, h, hidden]."""
-        args = residual.streams, self._weights(), norm.weight[...], residual.y, residual.mixing
+        args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, residual.mixing
         streams, x, _ = ops.hyper_connections(*args)
         return x, streams
 
@@ -107,4 +119,4 @@ class HyperHead(nnx.Module):
 
 def _weights(config, fn, base, scale):
     constants = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
-    return ops.HyperConnectionWeights(fn[...], base[...], scale[...], *constants)
+    return ops.HyperConnectionWeights(fn.get_value(), base.get_value(), scale.get_value(), *constants)

@@ -1,6 +1,8 @@
 """Small modules with parameters: linear maps, RMS norm, embedding."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +29,58 @@ class AbstractRngs(nnx.Rngs):
 ABSTRACT = AbstractRngs()
 
 
+class StackedRngs:
+    """Makes parameters of equal layers, stacked: their first axis, "layers", has `layers` entries."""
+
+    def __init__(self, rngs: nnx.Rngs, layers: int):
+        self.rngs = rngs
+        self.layers = layers
+
+
+type AnyRngs = nnx.Rngs | StackedRngs
+
+
+def parameter(
+    kind: type[nnx.Variable],
+    rngs: AnyRngs,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    draw: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    axes: Axes = (),
+) -> nnx.Variable:
+    """Returns a variable of the given shape, stacked if `rngs` says so.
+
+    Args:
+      kind: class of the variable.
+      rngs: source of the random key.
+      shape, dtype: shape of one layer's value, and its dtype.
+      draw: function of a random key and the whole shape, which returns the value.
+      axes: names of the logical axes of one layer's value, which `parallel.axis_rules` shards over a mesh; unnamed axes
+        are replicated.
+    """
+    if isinstance(rngs, StackedRngs):
+        shape = (rngs.layers, *shape)
+        axes = ("layers", *axes)
+        rngs = rngs.rngs
+    value = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if rngs is ABSTRACT else draw(rngs.params(), shape)
+    return kind(value, axes=axes)
+
+
 def normal(
-    rngs: nnx.Rngs,
+    rngs: AnyRngs,
     shape: tuple[int, ...],
     dtype: DTypeLike = jnp.float32,
     *,
     mean: float = 0.0,
     std: float = 0.02,
     axes: Axes = (),
-) -> nnx.Param:
-    """Returns a parameter of the given shape and dtype, drawn from a normal distribution.
+) -> Any:
+    """Returns an `nnx.Param` of the given shape and dtype, drawn from a normal distribution; see `parameter`."""
 
-    `axes` names its logical axes, which `parallel.axis_rules` shards over a mesh; unnamed axes are replicated.
-    """
-    if rngs is ABSTRACT:
-        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes=axes)
-    return nnx.Param(mean + std * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
+    def draw(key, shape):
+        return mean + std * jax.random.normal(key, shape, dtype)
+
+    return parameter(nnx.Param, rngs, shape, dtype, draw, axes)
 
 
 class RMSNorm(nnx.Module):
@@ -52,7 +90,7 @@ class RMSNorm(nnx.Module):
       weight: [features] float32.
     """
 
-    def __init__(self, features: int, *, eps: float, rngs: nnx.Rngs):
+    def __init__(self, features: int, *, eps: float, rngs: AnyRngs):
         self.weight = normal(rngs, (features,), mean=1.0)
         self.eps = eps
 
@@ -73,7 +111,7 @@ def multiply(
     """
     dtypes = [dtype for _, dtype in spec.outputs(sum(weight.shape[0] for weight in weights))]
     if jnp.float32 not in dtypes:
-        return linear(x, weights, spec, norm=(norm.weight[...], norm.eps) if norm else None)
+        return linear(x, weights, spec, norm=(norm.weight.get_value(), norm.eps) if norm else None)
     x = norm(x) if norm else x
 
     def on_cpu(x, weights):
@@ -92,6 +130,7 @@ class Linear(nnx.Module):
     Attributes:
       weight: [out_features, in_features / num_groups] in `param_dtype`, the groups' matrices one below the other.
       num_groups: number of groups (static).
+      out_dtype: dtype that the product is rounded to, once; None = that of the input (static).
     """
 
     def __init__(
@@ -100,18 +139,22 @@ class Linear(nnx.Module):
         out_features: int,
         *,
         num_groups: int = 1,
+        out_dtype: DTypeLike | None = None,
         param_dtype: DTypeLike,
         axes: Axes = (),
-        rngs: nnx.Rngs,
+        rngs: AnyRngs,
     ):
         self.num_groups = num_groups
+        self.out_dtype = out_dtype
         self.weight = normal(rngs, (out_features, in_features // num_groups), param_dtype, axes=axes)
 
+    @jax.named_scope("projections")
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-        """Maps [..., in_features] to [..., out_features] in the same dtype."""
+        """Maps [..., in_features] to [..., out_features]."""
         weight = self.weight.get_value()
         groups = 1 if self.num_groups == 1 else x.shape[-1] // weight.shape[1]  # on a mesh, those of this device
-        return multiply(x, (weight,), LinearSpec(output_dtype=x.dtype, num_groups=groups))[0]
+        dtype = x.dtype if self.out_dtype is None else self.out_dtype
+        return linear(x, weight, LinearSpec(output_dtype=dtype, num_groups=groups))[0]
 
 
 class Embedding(nnx.Module):
@@ -121,7 +164,7 @@ class Embedding(nnx.Module):
       weight: [vocab, features] in `param_dtype`.
     """
 
-    def __init__(self, vocab: int, features: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, vocab: int, features: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.weight = normal(rngs, (vocab, features), param_dtype, axes=("vocab",))
 
     @jax.named_scope("embedding")

@@ -1,23 +1,26 @@
 """The DeepSeek-V4 language model on flat ragged tokens; the cache goes in and comes out, no module holds it."""
 
+import functools
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
 from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
-from dsv4_jax.nn.block import DecoderLayer
+from dsv4_jax.nn.block import RECORDED, DecoderLayer
 from dsv4_jax.nn.dspark import DSparkLayer
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
-from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
+from dsv4_jax.nn.layer_stack import LayerStack, Recorded
+from dsv4_jax.nn.layers import AnyRngs, Embedding, Linear, RMSNorm
 from dsv4_jax.nn.mtp import MTPBlock
-from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.ops import all_gather, linear
 from dsv4_jax.quant import round_to
 
@@ -27,7 +30,7 @@ class DeepseekV4Model(nnx.Module):
 
     Attributes:
       embed_tokens: Embedding.
-      layers: list of DecoderLayer.
+      layers: LayerStack of DecoderLayers; `layers[i]` is a view of one for reading.
       norm: RMSNorm.
       hc_head: HyperHead.
     """
@@ -36,41 +39,52 @@ class DeepseekV4Model(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, param_dtype=param_dtype, rngs=rngs)
-        layers = range(config.num_hidden_layers)
-        self.layers = nnx.List([DecoderLayer(config, i, param_dtype=param_dtype, rngs=rngs) for i in layers])
+        make_layer = functools.partial(_make_layer, config, param_dtype)
+        self.layers = LayerStack(config, range(config.num_hidden_layers), make_layer, rngs)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.hc_head = HyperHead(config, rngs=rngs)
 
     def __call__(
-        self, cache: StepCache, batch: Batch, *, record: bool = False
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], dict[str, Float[Array, "T D"]], Any]:
-        """Runs one step; with `record`, keeps the input and output of every layer's attention.
+        self, cache: StepCache, batch: Batch, *, record: Collection[str] = ()
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Recorded, Any]:
+        """Runs one step.
+
+        Args:
+          cache, batch: cache and inputs of the step.
+          record: names of the layers' values to return, see `block.RECORDED`.
 
         Returns:
-          hidden states; what drafts are made from (see `forward_streams`); if recorded, {"attn_in_L", "attn_out_L": [T,
-            hidden] in the model's dtype, of every layer L}; the updated cache.
+          hidden states; what drafts are made from (see `forward_streams`); the recorded values; the updated cache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
         targets = () if self.config.dspark is None else self.config.dspark.target_layer_ids
-        experts: dict[int, Int[Array, "T top_k"]] | None = {} if counts_experts(cache) else None
         cache = cache.begin_step(batch)
-        carry = StepCarry(activations={} if record else None, taps=dict.fromkeys(targets), experts=experts)
         x = self.embed(batch)
-        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
-        for layer in self.layers:
-            # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
-            layer, residual = jax.lax.optimization_barrier((layer, residual))
-            residual, carry, cache = layer(residual, cache, batch, carry)
-        cache, (hidden, streams) = count_experts(cache, carry.experts), self.hc_head.pre(residual, self.norm)
+        taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
+        residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
+        counted = {"experts"} if counts_experts(cache) else set()
+        residual, carry, cache, recorded = self.layers(
+            residual, cache, batch, StepCarry(taps=taps), tap_layers=targets, record=counted | {*record}
+        )
+        if counted:
+            layers = tuple(itertools.chain.from_iterable(layers for layers, _ in recorded))
+            cache = count_experts(cache, jnp.concatenate([values["experts"] for _, values in recorded]), layers)
+        hidden, streams = self.hc_head.pre(residual, self.norm)
         if targets:
-            taps = carry.with_tap(len(self.layers) - 1, streams).taps
-            streams = jnp.stack([tap for layer in targets if (tap := taps[layer]) is not None], axis=1)
-        return hidden, streams, carry.activations or {}, cache
+            if targets[-1] == len(self.layers) - 1:
+                carry = carry.with_tap(len(targets) - 1, streams)
+            assert carry.taps is not None
+            streams = carry.taps.swapaxes(0, 1)
+        return hidden, streams, recorded, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
         """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""
         return round_to(self.embed_tokens(batch.token_ids), self.dtype)
+
+
+def _make_layer(config: DSV4Config, param_dtype: DTypeLike, layer: int, rngs: AnyRngs) -> DecoderLayer:
+    return DecoderLayer(config, layer, param_dtype=param_dtype, rngs=rngs)
 
 
 class DeepseekV4ForCausalLM(nnx.Module):
@@ -93,7 +107,6 @@ class DeepseekV4ForCausalLM(nnx.Module):
         rngs: nnx.Rngs | None = None,
         *,
         param_dtype: DTypeLike | None = None,
-        fused: bool = False,
     ):
         """Makes the model.
 
@@ -103,7 +116,6 @@ class DeepseekV4ForCausalLM(nnx.Module):
           rngs: source of the random weights; None = seed 0.
           param_dtype: of embedding and linear weights, bfloat16 or float32; None = `dtype`. Norms, sinks, position
             biases, routers and hyper-connections are float32 in any case.
-          fused: whether linear maps of one input share a matrix, see `fuse_projections`.
 
         Raises:
           ValueError: `dtype` or `param_dtype` is another one.
@@ -116,13 +128,16 @@ class DeepseekV4ForCausalLM(nnx.Module):
         self.config = config
         self.model = DeepseekV4Model(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, param_dtype=param_dtype, axes=("vocab",), rngs=rngs
+            config.hidden_size,
+            config.vocab_size,
+            out_dtype=jnp.float32,
+            param_dtype=param_dtype,
+            axes=("vocab",),
+            rngs=rngs,
         )
         draft_layers = range(config.num_hidden_layers, len(config.layers))
         kind = MTPBlock if config.dspark is None else DSparkLayer
         self.mtp: Any = nnx.List([kind(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
-        if fused:
-            fuse_in_place(self)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
         """Runs one step of any mix of requests on the cache as the last step left it.
@@ -135,6 +150,41 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """
         hidden, _, _, cache = self.model(cache, batch)
         return hidden, cache
+
+    def record(
+        self,
+        cache: StepCache,
+        batch: Batch,
+        names: Collection[str] = RECORDED,
+        layers: Collection[int] | None = None,
+    ) -> tuple[Float[Array, "T D"], dict[str, dict[int, Shaped[Array, "..."]]], Any]:
+        """Does `__call__` and also returns values of chosen layers.
+
+        Args:
+          cache, batch: as in `__call__`.
+          names: which values, of `nn.RECORDED`; that constant's comment describes them.
+          layers: numbers of the layers; None = all. Layers without a value, such as those that select nothing, are
+            left out.
+
+        Returns:
+          hidden [T, hidden]; {name: {layer: value}}; the updated cache.
+
+        Raises:
+          ValueError: there is no such value or layer.
+        """
+        if unknown := sorted({*names} - {*RECORDED}):
+            raise ValueError(f"names={unknown} are not recorded; known: {', '.join(RECORDED)}")
+        count = self.config.num_hidden_layers
+        if unknown := sorted({*(layers or ())} - {*range(count)}):
+            raise ValueError(f"layers={unknown} must be from 0 to {count - 1}")
+        hidden, _, recorded, cache = self.model(cache, batch, record=names)
+        chosen: dict[str, dict[int, Shaped[Array, "..."]]] = {name: {} for name in names}
+        for numbers, values in recorded:
+            for name in chosen.keys() & values.keys():
+                chosen[name] |= {
+                    layer: values[name][i] for i, layer in enumerate(numbers) if layers is None or layer in layers
+                }
+        return hidden, chosen, cache
 
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:
         """Does `__call__` and also returns what drafts are made from, [T, n, hidden].
@@ -227,4 +277,4 @@ class DeepseekV4ForCausalLM(nnx.Module):
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Maps [..., hidden] of `__call__`, for all or some tokens, to [..., vocab] float32 logits."""
-        return all_gather(linear(hidden, self.lm_head.weight[...])[0])
+        return all_gather(self.lm_head(hidden))

@@ -1,7 +1,5 @@
 """Mixture of experts: routers, routed experts and the shared expert."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.layers import ABSTRACT, Linear, normal
-from dsv4_jax.nn.projections import FusedLinear
+from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
+from dsv4_jax.nn.projections import FusedLinear, Projection, merged_rows
 from dsv4_jax.ops.linear import Matrix
 from dsv4_jax.quant import round_to
 
@@ -29,15 +27,19 @@ class Router(nnx.Module):
       tid2eid: [vocab, k] int32, in hash layers instead of the bias: the experts of each token id.
     """
 
-    def __init__(self, config: DSV4Config, *, hashed: bool, rngs: nnx.Rngs):
-        self.config, self.hashed = config, hashed
-        experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    def __init__(self, config: DSV4Config, *, hashed: bool, rngs: AnyRngs):
+        self.config = config
+        self.hashed = hashed
+        experts = config.n_routed_experts
+        chosen = config.num_experts_per_tok
         self.weight = normal(rngs, (experts, config.hidden_size))
-        if hashed and rngs is ABSTRACT:
-            self.tid2eid = HashTable(jax.ShapeDtypeStruct((config.vocab_size, chosen), jnp.int32))
-        elif hashed:
-            first = jax.random.randint(rngs.params(), (config.vocab_size, 1), 0, experts, jnp.int32)
-            self.tid2eid = HashTable((first + jnp.arange(chosen, dtype=jnp.int32)[None, :]) % experts)
+
+        def draw(key, shape):
+            first_expert = jax.random.randint(key, (*shape[:-1], 1), 0, experts, jnp.int32)
+            return (first_expert + jnp.arange(chosen, dtype=jnp.int32)) % experts
+
+        if hashed:
+            self.tid2eid = parameter(HashTable, rngs, (config.vocab_size, chosen), jnp.int32, draw)
         else:
             self.e_score_correction_bias = normal(rngs, (experts,), std=0.1)
 
@@ -56,11 +58,18 @@ class Router(nnx.Module):
           Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalized to sum to
           routed_scaling_factor.
         """
-        config = self.config
-        options = dict(top_k=config.num_experts_per_tok, scaling_factor=config.routed_scaling_factor)
-        if self.hashed:
-            return ops.router(x, self.weight[...], None, self.tid2eid[...], token_ids, slots, **options)
-        return ops.router(x, self.weight[...], self.e_score_correction_bias[...], slots=slots, **options)
+        bias = None if self.hashed else self.e_score_correction_bias.get_value()
+        table = self.tid2eid.get_value() if self.hashed else None
+        return ops.router(
+            x,
+            self.weight.get_value(),
+            bias,
+            table,
+            token_ids if self.hashed else None,
+            slots,
+            top_k=self.config.num_experts_per_tok,
+            scaling_factor=self.config.routed_scaling_factor,
+        )
 
 
 class MLP(nnx.Module):
@@ -71,29 +80,31 @@ class MLP(nnx.Module):
       down_proj: Linear, back.
     """
 
-    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.limit = config.swiglu_limit
-        hidden, inner = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
-        options: Any = dict(param_dtype=param_dtype, rngs=rngs)
-        names = "gate_proj", "up_proj"
-        axes = dict.fromkeys(names, ("inner",))
-        self.gate_up_proj = FusedLinear(hidden, dict.fromkeys(names, inner), axes=axes, **options)
-        self.down_proj = Linear(inner, hidden, axes=(None, "inner"), **options)
+        hidden = config.hidden_size
+        inner = config.n_shared_experts * config.moe_intermediate_size
+        projection = Projection(inner, axes=("inner",))
+        maps = {"gate_proj": projection, "up_proj": projection}
+        self.gate_up_proj = FusedLinear(hidden, maps, param_dtype=param_dtype, rngs=rngs)
+        self.down_proj = Linear(inner, hidden, axes=(None, "inner"), param_dtype=param_dtype, rngs=rngs)
 
     @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """[T, hidden] to [T, hidden]."""
-        gate_up = self.gate_up_proj.fused_matrix
-        if gate_up is not None:
-            return self.down_proj(ops.linear_swiglu(x, gate_up, self.limit))
+        """Maps [T, hidden] to [T, hidden]."""
+        if type(self.gate_up_proj) is FusedLinear:
+            return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.matrix, self.limit))
         products = self.gate_up_proj(x)
-        inner = ops.swiglu(products["gate_proj"], products["up_proj"], self.limit)
-        return self.down_proj(round_to(inner, x.dtype))
+        return self.down_proj(round_to(ops.swiglu(products["gate_proj"], products["up_proj"], self.limit), x.dtype))
 
-    def fused_matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Returns the matrices (gate and up, down) for `ops.experts`; None if gate and up are not fused."""
-        gate_up = self.gate_up_proj.fused_matrix
-        return None if gate_up is None else (gate_up, self.down_proj.weight.get_value())
+    def matrices(self) -> tuple[Matrix, Matrix] | None:
+        """Returns the matrices (gate and up, down) for `ops.experts`.
+
+        None if a user's module stands in the place of one of these maps: then it has to be called.
+        """
+        if type(self) is MLP and type(self.gate_up_proj) is FusedLinear and type(self.down_proj) is Linear:
+            return self.gate_up_proj.matrix, self.down_proj.weight.get_value()
+        return None
 
 
 class Experts(nnx.Module):
@@ -104,7 +115,7 @@ class Experts(nnx.Module):
       down_proj: [E, hidden, I] in `param_dtype`.
     """
 
-    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.limit, self.number = config.swiglu_limit, config.n_routed_experts
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         axes = "experts", None, "inner"
@@ -125,8 +136,8 @@ class Experts(nnx.Module):
         Returns:
           [T, hidden] float32; each linear is rounded to x's dtype, the sum is not, but with a shared expert.
         """
-        gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
-        gate_up = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, x.shape[-1]), gate_up)
+        gate_up = merged_rows(self.gate_up_proj.get_value())
+        down = self.down_proj.get_value()
         experts, weights, permutation = routing
         if gate_up.shape[0] < self.number:  # this device has some of the experts; ids of others add nothing
             experts, permutation = experts - ops.model_index() * gate_up.shape[0], None
@@ -142,14 +153,14 @@ class MoE(nnx.Module):
       shared_experts: MLP.
     """
 
-    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.gate = Router(config, hashed=config.is_hashed(layer), rngs=rngs)
         self.experts = Experts(config, param_dtype=param_dtype, rngs=rngs)
         self.shared_experts = MLP(config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"], routing: ops.Routing) -> Float[Array, "T D"]:
         """Maps the normed input and its routing by `gate` to [T, hidden] in x's dtype, or this device's part of it."""
-        shared = self.shared_experts.fused_matrices()
+        shared = self.shared_experts.matrices()
         y = self.experts(x, routing, shared)
         if shared is None:
             y = round_to(y + self.shared_experts(x).astype(jnp.float32), x.dtype)

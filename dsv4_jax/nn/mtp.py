@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, StepCache
-from dsv4_jax.cache.expert_counts import count_experts, counts_experts
+from dsv4_jax.cache.expert_counts import counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
@@ -65,4 +65,4 @@ class MTPBlock(DecoderLayer):
         """
         carry = StepCarry(experts={} if counts_experts(cache) else None)
         residual, carry, cache = self(ResidualStreams(streams), cache, batch, carry)
-        return *self.hc_head.pre(residual, self.norm), count_experts(cache, carry.experts)
+        return *self.hc_head.pre(residual, self.norm), carry.count_experts(cache)

@@ -21,16 +21,13 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
       expert_parallel: whether each device along "model" gets some of the experts whole, instead of a shard of each.
 
     Raises:
-      ValueError: the mesh has unknown axes, does not divide a parameter, would split blocks that share a scale, or
-        shards fused maps.
+      ValueError: the mesh has unknown axes, does not divide a parameter, or would split blocks that share a scale.
     """
     check_mesh(mesh)
     graph, state = nnx.split(module)
 
     def place(path, parameter):
         name, value = ".".join(map(str, path)), parameter.get_value()
-        if "fused" in parameter.get_metadata().get("axes", ()):
-            raise ValueError(f"{name} fuses maps that the mesh shards: shard the model before fusing its projections")
         where = parameter_sharding(parameter, mesh, expert_parallel)
         if isinstance(value, QuantizedWeight):
             check_blocks(name, value.shape, value.kind, where)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
-from dsv4_jax.quant import QuantizedWeight, round_to
+from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
 from pallas_kernels.experts import MAX_PAIRS, MAX_SHARED_TOKENS, experts as experts_kernel, grouped_experts
 
 
@@ -16,8 +16,8 @@ def experts(
     x: Float[Array, "T D"],
     selected: Int[Array, "T k"],
     weights: Float[Array, "T k"],
-    gate_up: Float[Array, "E _ D"] | QuantizedWeight,
-    down: Float[Array, "E D I"] | QuantizedWeight,
+    gate_up: Float[Array, "E _ D"] | QuantizedWeight | LayerSlice,
+    down: Float[Array, "E D I"] | QuantizedWeight | LayerSlice,
     permutation: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None,
     shared: tuple[Matrix, Matrix] | None = None,
     *,
@@ -33,8 +33,8 @@ def experts(
       x: [T, D] activations.
       selected: [T, k] int32 experts; those outside of [0, E), as on another device, add nothing.
       weights: [T, k] float32 routing weights.
-      gate_up: [E, 2 * I, D] matrices, the gate's rows first; may be quantized.
-      down: [E, D, I] matrices; may be quantized.
+      gate_up: [E, 2 * I, D] matrices, the gate's rows first; may be quantized, and a `LayerSlice`.
+      down: [E, D, I] matrices; may be quantized, and a `LayerSlice`.
       permutation: `Routing.permutation` of these experts, or None.
       shared: matrices [2 * S, D] and [D, S] of an expert that all tokens have, without a weight; or None.
       limit: clipping limit of SwiGLU.
@@ -53,14 +53,16 @@ def experts(
 
 
 def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, interpret):
+    number = gate_up.shape[0]
+    (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
-    options = dict(limit=limit, interpret=interpret)
+    options = dict(layer=layer, limit=limit, interpret=interpret)
     if selected.size <= MAX_PAIRS:
         codes = tuple((weight.codes, weight.scale) for weight in shared) or None
         y = experts_kernel(x, selected, weights, *matrices, permutation, codes, **options)
     else:
         y = grouped_experts(x, selected, weights, *matrices, **options)
-    return y if shared else _sum_of_experts(y, selected, gate_up.shape[0])
+    return y if shared else _sum_of_experts(y, selected, number)
 
 
 def _for_kernel(weight):
@@ -81,7 +83,7 @@ def _sum_of_experts(y, selected, number):
 
 def _take_one_launch(x, *matrices):
     """Returns whether one launch takes the shared expert, the last two matrices: for few tokens, stored as released."""
-    kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in matrices]
+    kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
     inner, shared = matrices[1].shape[2], matrices[3].shape[1]
     few = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
     return few and kinds == ["FP4", "FP4", "FP8", "FP8"]

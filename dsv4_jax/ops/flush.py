@@ -16,7 +16,7 @@ from dsv4_jax.arguments import check_dtype
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
-from dsv4_jax.quant import ordered_sum, round_to
+from dsv4_jax.quant import layer_stacks, layer_value, ordered_sum, round_to
 from pallas_kernels.flush import flush as flush_kernel
 from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats import exact_math
@@ -27,7 +27,7 @@ from pallas_kernels.formats.layouts import quantized
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressorWeights:
-    """The compressor's parameters that act after its projections.
+    """The compressor's parameters that act after its projections; position_bias and norm_weight may be a `LayerSlice`.
 
     Attributes:
       position_bias: [rate, width] float32, added to the gate by position in the window (`ape`), or None.
@@ -128,7 +128,7 @@ def pool_windows(
       slots, positions, dtype: as in `flush`.
     """
     _check_inputs(kv, gate)
-    rate = state.compress_rate
+    rate, weights = state.compress_rate, layer_value(weights)
     if state.kv is None:
         entries = jnp.where((slots >= 0) & (positions >= 0), positions, -1)
         return ClosedWindows(_norm(kv, weights, dtype), slots, entries), state
@@ -177,11 +177,12 @@ def _check_inputs(kv, gate):
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
     if jnp.dtype(dtype) != jnp.bfloat16:
         raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+    stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
     operands = []
-    for state, pool, kv, gate, weights in compressors:
-        if state.kv is None or weights.position_bias is None:
+    for (state, pool, kv, gate, weights), (position_bias, norm_weight) in zip(compressors, stacks, strict=True):
+        if state.kv is None or position_bias is None:
             raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
-        arrays = weights.position_bias, weights.norm_weight, weights.inv_freq, pool.block_table
+        arrays = position_bias, norm_weight, weights.inv_freq, pool.block_table
         layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
         pools, layout = tuple(jax.tree.leaves(pool.rows)), quantized(pool.layout)
         states = state.kv, state.gate
@@ -189,7 +190,7 @@ def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, int
             CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
         )
     results = []
-    options = dict(max_query_tokens=max_query_tokens, config=config, interpret=interpret)
+    options = dict(layer=layer, max_query_tokens=max_query_tokens, config=config, interpret=interpret)
     written = flush_kernel(tuple(operands), slots, positions, **options)
     for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
         rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)

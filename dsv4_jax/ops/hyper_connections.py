@@ -11,14 +11,14 @@ from dsv4_jax.ops.all_reduce import all_reduce, mailboxes
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import round_to
+from dsv4_jax.quant import LayerSlice, layer_stacks, round_to
 from pallas_kernels.hyper_connections import fuses_all_reduce, hyper_connections as hyper_connections_kernel
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HyperConnectionWeights:
-    """The parameters with which the streams are mixed; all arrays are float32.
+    """The parameters with which the streams are mixed; all arrays are float32, or each a `LayerSlice` of such ones.
 
     Attributes:
       fn: [m, h * D] projection to the logits of `pre`, `post` and `comb`, m = (2 + h) * h; or m = h: only `pre`.
@@ -40,7 +40,7 @@ class HyperConnectionWeights:
 def hyper_connections(
     streams: Float[Array, "T h D"],
     weights: HyperConnectionWeights,
-    norm_weight: Float[Array, "D"],
+    norm_weight: Float[Array, "D"] | LayerSlice,
     y: Float[Array, "T D"] | None = None,
     mixing: Float[Array, "T _"] | None = None,
     *,
@@ -55,7 +55,7 @@ def hyper_connections(
     Args:
       streams: [T, h, D] residual streams from before the block.
       weights: parameters of the next block's pre-mapping.
-      norm_weight: [D] float32 weight of the norm.
+      norm_weight: [D] float32 weight of the norm. It and the parameters may be those of a layer in a stack.
       y: [T, D] output of the block, this device's term of a sum over the "model" axis. None: the streams stay.
       mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y.
       implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, h = 4, D a multiple of 1024 up to 7168).
@@ -152,6 +152,6 @@ def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
     if y is not None and (table is None or not fuses_all_reduce(*streams.shape)):
         y, table = all_reduce(y), None
-    arrays = streams, weights.fn, weights.base, weights.scale, norm_weight, y, mixing, table
+    stacks, layer = layer_stacks((weights.fn, weights.base, weights.scale, norm_weight))
     options = dict(norm_eps=weights.norm_eps, hc_eps=weights.hc_eps, iterations=weights.iterations)
-    return hyper_connections_kernel(*arrays, **options, interpret=interpret)
+    return hyper_connections_kernel(streams, *stacks, y, mixing, table, layer=layer, **options, interpret=interpret)

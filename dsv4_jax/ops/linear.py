@@ -9,12 +9,12 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import QuantizedWeight, round_to
+from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
 from pallas_kernels import linear as kernels
 from pallas_kernels.linear import LinearSpec as LinearSpec
 
 
-Matrix = Float[Array, "_ _"] | QuantizedWeight
+Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # XLA is faster with fewer rows: it multiplies several weights of one input at once.
 MIN_ROWS = 1536
 
@@ -24,7 +24,7 @@ def linear(
     weight: Matrix | tuple[Matrix, ...],
     spec: LinearSpec = LinearSpec(),
     *,
-    norm: tuple[Float[Array, "k"], float] | None = None,
+    norm: tuple[Float[Array, "k"] | LayerSlice, float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "... _"], ...]:
     """Computes `x @ weight.T` with exact products and float32 sums, and splits it into the spec's outputs.
@@ -34,7 +34,7 @@ def linear(
     Args:
       x: [..., num_groups * k] activations.
       weight: [m, k] matrix in the checkpoint's [out, in] order, or a `QuantizedWeight` of that shape. A tuple stands
-        for several, one below the other; then each output has rows of one of them.
+        for several, one below the other; then each output has rows of one of them. Each may be a `LayerSlice`.
       spec: how the rows of the result are grouped, split and rounded.
       norm: the weight [k] float32 and the epsilon of an RMS norm of `x`, rounded before the product, in which
         `num_groups` must be 1; or None.
@@ -69,7 +69,8 @@ def linear_swiglu(
 
     Args:
       x: [..., k] activations.
-      gate_up: [2 * n, k] matrix or a `QuantizedWeight` of that shape; the first n rows are the gate's.
+      gate_up: [2 * n, k] matrix or a `QuantizedWeight` of that shape, or a `LayerSlice`; the first n rows are the
+        gate's.
       limit: bound on the gate's and the up projection's values, see `ops.swiglu`.
       implementation: as in `linear`.
 
@@ -84,7 +85,7 @@ def linear_swiglu(
     def activate(gate, up):
         return round_to(swiglu(gate, up, limit), x.dtype)
 
-    if not isinstance(gate_up, QuantizedWeight):
+    if not isinstance(layer_value(gate_up), QuantizedWeight):
         return activate(*linear(x, gate_up, spec, implementation=implementation))
     _check(x, (gate_up,), spec, None)
 
@@ -127,7 +128,7 @@ def _check(x, weights, spec, norm):
 
 def _fit_one_launch(x, weights):
     """Returns whether one kernel can read all weights."""
-    kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in weights}
+    kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (
         kinds <= {"FP8", jnp.dtype(jnp.bfloat16)}
         and "FP8" in kinds
@@ -176,24 +177,26 @@ def _rms_norm(x, weight, eps):
 
 
 def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret):
-    weight = weights[0]
-    if len(weights) > 1 or isinstance(weight, QuantizedWeight):
+    if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
         return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
-    if not interpret and weight.shape[0] < MIN_ROWS:
-        raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weight.shape[0]}")
+    if not interpret and weights[0].shape[0] < MIN_ROWS:
+        raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weights[0].shape[0]}")
     if not interpret and x.size > kernels.MAX_BFLOAT16_TOKENS * x.shape[-1]:
         raise PreferXla(f"the kernel is for up to {kernels.MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
-    return kernels.bfloat16_linear(_rms_norm(x, norm_weight, eps), weight, spec=spec, interpret=interpret)
+    x = _rms_norm(x, layer_value(norm_weight), eps)
+    (weight,), layer = layer_stacks(weights)
+    return kernels.bfloat16_linear(x, weight, layer=layer, spec=spec, interpret=interpret)
 
 
 def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
     """Runs the kernel for few tokens or that for many; `options` are those of both."""
+    if x.shape[0] > kernels.MAX_NORMED_TOKENS:
+        x = _rms_norm(x, layer_value(norm_weight), eps)
+        norm_weight = None
+    (weights, norm_weight), layer = layer_stacks((weights, norm_weight))
     if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
         raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
     weights = tuple((one.codes, one.scale) if isinstance(one, QuantizedWeight) else one for one in weights)
-    if x.shape[0] <= kernels.MAX_NORMED_TOKENS:
-        return kernels.quantized_linear(x, weights, norm_weight, eps=eps, **options)
-    x = _rms_norm(x, norm_weight, eps)
     if x.shape[0] <= kernels.MAX_QUANTIZED_TOKENS:
-        return kernels.quantized_linear(x, weights, **options)
-    return kernels.quantized_matmul(x, *weights[0], **options)
+        return kernels.quantized_linear(x, weights, norm_weight, layer=layer, eps=eps, **options)
+    return kernels.quantized_matmul(x, *weights[0], layer=layer, **options)

@@ -11,14 +11,14 @@ from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import SWAView
-from dsv4_jax.quant import Rows, round_to
+from dsv4_jax.quant import LayerSlice, Rows, layer_stacks, round_to
 from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
 def norm_rope(
     q: Float[Array, "T H D"],
     kv: Float[Array, "T D"],
-    weight: Float[Array, "D"],
+    weight: Float[Array, "D"] | LayerSlice,
     positions: Int[Array, "T"],
     inv_freq: Float[Array, "P"],
     *,
@@ -33,21 +33,21 @@ def norm_rope(
     Args:
       q: [T, H, D] queries.
       kv: [T, D] key-value rows.
-      weight: [D] float32 weight of the rows' norm.
+      weight: [D] float32 weight of the rows' norm, which may be that of a layer in a stack.
       positions: [T] absolute positions in tokens, not negative.
       inv_freq: [P] radians per token; the last 2 * P channels are rotated.
       eps: added to the mean square.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, D = 512).
     """
     args = q, kv, weight, positions, inv_freq
-    return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=norm_rope_kernel, eps=eps)
+    return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=_norm_rope_kernel, eps=eps)
 
 
 def norm_rope_append(
     view: SWAView,
     q: Float[Array, "T H D"],
     kv: Float[Array, "T D"],
-    weight: Float[Array, "D"],
+    weight: Float[Array, "D"] | LayerSlice,
     slots: Int[Array, "T"],
     positions: Int[Array, "T"],
     inv_freq: Float[Array, "P"],
@@ -82,6 +82,11 @@ def _norm_rope_xla(q, kv, weight, positions, inv_freq, *, eps):
     return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
 
 
+def _norm_rope_kernel(q, kv, weight, positions, inv_freq, *, eps, interpret):
+    weight, layer = layer_stacks(weight)
+    return norm_rope_kernel(q, kv, weight, positions, inv_freq, layer=layer, eps=eps, interpret=interpret)
+
+
 def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, eps):
     at = jnp.maximum(positions, 0)
     q, kv = norm_rope(q, kv, weight, at, inv_freq, eps=eps, implementation="xla")
@@ -89,6 +94,7 @@ def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, ep
 
 
 def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
+    weight, layer = layer_stacks(weight)
     arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
-    q, *pools = norm_rope_append_kernel(*arrays, eps=eps, interpret=interpret)
+    q, *pools = norm_rope_append_kernel(*arrays, layer=layer, eps=eps, interpret=interpret)
     return q, dataclasses.replace(view, rows=Rows(*pools))

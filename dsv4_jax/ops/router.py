@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.ops.linear import linear
+from dsv4_jax.quant import LayerSlice, layer_stacks
 from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
 
@@ -27,9 +28,9 @@ class Routing(NamedTuple):
 
 def router(
     x: Float[Array, "T D"],
-    weight: Float[Array, "E D"],
-    bias: Float[Array, "E"] | None = None,
-    table: Int[Array, "V k"] | None = None,
+    weight: Float[Array, "E D"] | LayerSlice,
+    bias: Float[Array, "E"] | LayerSlice | None = None,
+    table: Int[Array, "V k"] | LayerSlice | None = None,
     token_ids: Int[Array, "T"] | None = None,
     slots: Int[Array, "T"] | None = None,
     *,
@@ -44,7 +45,7 @@ def router(
 
     Args:
       x: [T, D] activations.
-      weight: [E, D] float32.
+      weight: [E, D] float32. Weight, bias and table may be those of a layer in a stack, all of the same one.
       bias: [E] float32, added to the scores to select the `top_k` best, of equals the first. It never changes a weight.
       table: [V, k] int32 experts of each token id; used without a bias.
       token_ids: [T] int32, clipped to [0, V); required with a table.
@@ -79,7 +80,8 @@ def _router_xla(x, weight, bias, table, token_ids, slots, *, top_k, scaling_fact
     return Routing(jnp.where(is_token, experts, -1), jnp.where(is_token, weights, 0.0))
 
 
-def _router_kernel(x, *arrays, interpret, **options):
+def _router_kernel(x, weight, bias, table, token_ids, slots, *, interpret, **options):
     if not interpret and x.shape[0] > MAX_TOKENS:
         raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
-    return Routing(*router_kernel(x, *arrays, interpret=interpret, **options))
+    weights, layer = layer_stacks((weight, bias, table))
+    return Routing(*router_kernel(x, *weights, token_ids, slots, layer=layer, interpret=interpret, **options))

@@ -15,7 +15,7 @@ from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, window_rows
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import AttentionKV, run_bounds
-from dsv4_jax.quant import round_to
+from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value, round_to
 from pallas_kernels.sparse_attention import (
     HEADS,
     MAX_PAIRS,
@@ -51,7 +51,7 @@ class PrefillConfig:
 
 def sparse_attention(
     q: Float[Array, "T H D"],
-    sinks: Float[Array, "H"],
+    sinks: Float[Array, "H"] | LayerSlice,
     kv: AttentionKV,
     slots: Int[Array, "T"],
     positions: Int[Array, "T"],
@@ -73,7 +73,7 @@ def sparse_attention(
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
-      sinks: [H] float32 sink logits.
+      sinks: [H] float32 sink logits, which may be those of a layer in a stack.
       kv: the rows to attend to.
       slots, positions: [T] request slots and absolute positions; -1 = padding.
       inv_freq: [P] radians per token: the last 2 * P channels of results are rounded, rotated back by the token's
@@ -154,20 +154,22 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
     # Kernels rotate back what lies in one warpgroup; XLA does the rest.
     in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
     kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
+    stack, layer = layer_stacks(sinks)
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
             # Each device has zeros for the entries of others.
             rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
-        padded = _pad_heads(q, HEADS), _pad_heads(sinks, HEADS, axis=0)
-        out = prefill_attention(*padded, rows, kernel_freq, interpret=interpret)
+        padded = _pad_heads(q, HEADS), _pad_heads(stack, HEADS, axis=-1)
+        out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
     entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
     if not context_parallel:
-        padded = _pad_heads(q), _pad_heads(sinks, axis=0)
-        out = decode_attention(*padded, slots, positions, rings, entries, kernel_freq, interpret=interpret)
+        padded = _pad_heads(q), _pad_heads(stack, axis=-1)
+        arrays = *padded, slots, positions, rings, entries, kernel_freq
+        out = decode_attention(*arrays, layer=layer, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
@@ -175,7 +177,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         splits = attention_sums(_pad_heads(q), slots, positions, own, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
 
-    return _inverse_rope(attend_to_shards(attend, q, sinks), positions, inv_freq)
+    return _inverse_rope(attend_to_shards(attend, q, layer_value(sinks)), positions, inv_freq)
 
 
 def _merge_splits(sums, stats):
@@ -190,5 +192,6 @@ def _pad_heads(x, multiple=None, axis=1):
     """Pads the heads to a multiple, by default to what the decode kernel takes."""
     # A device that shares a layer with others may have few heads.
     heads = x.shape[axis]
-    missing = -heads % (multiple or (8 if heads < HEADS else HEADS))
-    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = 0, -heads % (multiple or (8 if heads < HEADS else HEADS))
+    return jnp.pad(x, padding)

@@ -1,6 +1,8 @@
 """Weights that stay quantized in memory, in the release's storage format."""
 
 import dataclasses
+import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -52,3 +54,14 @@ class QuantizedWeight:
         rows, columns = codes.shape[-2:]
         scale = jnp.repeat(jnp.repeat(e8m0_value(scale), WEIGHT_BLOCK, axis=-2), WEIGHT_BLOCK, axis=-1)
         return round_to(decode_e4m3(codes) * scale[..., :rows, :columns], self.dtype)
+
+
+def quantized_struct(kind: Literal["FP8", "FP4"], values: jax.ShapeDtypeStruct) -> QuantizedWeight:
+    """Returns the shapes of values [..., out, in] that are stored quantized."""
+    *leading, rows, columns = values.shape
+    uint8 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
+    if kind == "FP8":
+        blocks = math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK)
+        return QuantizedWeight(uint8(values.shape), uint8((*leading, *blocks)), kind, values.dtype)
+    codes = (*leading, rows, columns // 2)
+    return QuantizedWeight(uint8(codes), uint8((*leading, rows, columns // 32)), kind, values.dtype)

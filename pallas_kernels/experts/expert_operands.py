@@ -1,5 +1,6 @@
 """Checks of the arguments that the kernels of experts have in common."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,19 +9,23 @@ import jax.numpy as jnp
 from pallas_kernels.matmul.quantized_weights import BF16, FP4, SCALE_BYTES, SCALED, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.layer_stack import check_weight
 
 
 class ExpertOperands(NamedTuple):
-    """The weights of all experts."""
+    """The weights of all experts, of all layers if there is an axis of layers."""
 
     layout: WeightLayout
-    number: int  # number of experts
+    number: int  # number of experts of a layer
     inner: int  # channels between the two maps of an expert
-    gate_up: tuple[Any, Any]  # [2 * number, inner, ..] codes or weights, [2 * number, .., at least 16] scales or None
-    down: tuple[Any, Any]  # [number, D, ..] codes or weights, and scales or None
+    # [layers * 2 * number, inner, ..] codes or weights, [layers * 2 * number, .., at least 16] scales or None
+    gate_up: tuple[Any, Any]
+    down: tuple[Any, Any]  # [layers * number, D, ..] codes or weights, and scales or None
 
 
-def check_operands(x: jax.Array, selected: jax.Array, weights: jax.Array, gate_up, down) -> ExpertOperands:
+def check_operands(
+    x: jax.Array, selected: jax.Array, weights: jax.Array, gate_up, down, layer: jax.Array | None
+) -> ExpertOperands:
     """Refuses arrays of other dtypes and shapes than `experts` documents."""
     tokens, depth = x.shape
     check_array("x", x, jnp.bfloat16, None, None)
@@ -28,16 +33,17 @@ def check_operands(x: jax.Array, selected: jax.Array, weights: jax.Array, gate_u
     check_array("weights", weights, jnp.float32, *selected.shape)
     layout = FP4 if isinstance(gate_up, tuple) else BF16
     pairs: list[tuple[Any, Any]] = [w if isinstance(w, tuple) else (w, None) for w in (gate_up, down)]
-    number, _, columns = pairs[1][0].shape
+    number, _, columns = pairs[1][0].shape[-3:]
     inner, matrices = layout.columns(columns * layout.dtype.itemsize), []
     shapes = (2 * inner, depth), (depth, inner)
     for name, (codes, scales), parts, (rows, columns) in zip(("gate_up", "down"), pairs, (2, 1), shapes, strict=True):
-        check_array(name, codes, layout.dtype, number, rows, layout.elements(columns))
+        check_weight(name, codes, layer, layout.dtype, number, rows, layout.elements(columns))
+        total = parts * math.prod(codes.shape[:-2])
         if layout == FP4:
-            check_array(f"{name}'s scales", scales, jnp.uint8, number, rows, columns // 32)
+            check_weight(f"{name}'s scales", scales, layer, jnp.uint8, number, rows, columns // 32)
             # A bulk copy takes at least 16 bytes: two rows of scales if a row has fewer.
-            scales = scales.reshape(number * parts, -1, max(columns // 32, SCALE_BYTES))
-        matrices.append((codes.reshape(number * parts, -1, codes.shape[-1]), scales))
+            scales = scales.reshape(total, -1, max(columns // 32, SCALE_BYTES))
+        matrices.append((codes.reshape(total, -1, codes.shape[-1]), scales))
     multiple = 512 if layout == FP4 else 256
     rule = f"256 channels of an expert, or multiples of {multiple}, got {inner}"
     valid_inner = inner == 256 or inner % multiple == 0
@@ -45,13 +51,15 @@ def check_operands(x: jax.Array, selected: jax.Array, weights: jax.Array, gate_u
     return ExpertOperands(layout, number, inner, *matrices)
 
 
-def check_shared(tokens: int, depth: int, inner: int, layout: WeightLayout, gate_up, down) -> None:
+def check_shared(
+    tokens: int, depth: int, inner: int, layout: WeightLayout, gate_up, down, layer: jax.Array | None
+) -> None:
     """Refuses a shared expert of other dtypes and shapes than `experts` documents."""
-    shared = down[0].shape[1]
+    shared = down[0].shape[-1]
     shapes = (2 * shared, depth), (depth, shared)
     for name, (codes, scales), (rows, columns) in zip(("gate_up", "down"), (gate_up, down), shapes, strict=True):
-        check_array(f"the shared {name}", codes, jnp.uint8, rows, columns)
-        check_array(f"the shared {name}'s scales", scales, jnp.uint8, rows // SCALED, columns // SCALED)
+        check_weight(f"the shared {name}", codes, layer, jnp.uint8, rows, columns)
+        check_weight(f"the shared {name}'s scales", scales, layer, jnp.uint8, rows // SCALED, columns // SCALED)
     check_rules(
         {
             f"a shared expert of up to {COLUMNS} tokens, got {tokens}": tokens <= COLUMNS,

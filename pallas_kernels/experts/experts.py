@@ -35,6 +35,7 @@ from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -53,6 +54,7 @@ def experts(
     permutation: tuple[jax.Array, jax.Array] | None = None,
     shared: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None,
     *,
+    layer: jax.Array | None = None,
     limit: float,
     interpret: bool = False,
 ) -> jax.Array:
@@ -72,6 +74,7 @@ def experts(
       shared: gate_up and down of an expert that all tokens share, for up to 8 tokens beside FP4 with I a multiple of
         512: E4M3 codes [2 * S, D] and [D, S] uint8, E8M0 scales [2 * S / 128, D / 128] and [D / 128, S / 128] uint8.
         S is a multiple of 256. None: there is none.
+      layer: [] int32 index on a leading axis of layers of all matrices and scales. None: they have no such axis.
       limit: clipping limit of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -83,19 +86,21 @@ def experts(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
-    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
+    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down, layer)
     pairs = selected.size
     check_rules({f"1 to {MAX_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MAX_PAIRS})
     selected, weights = selected.reshape(-1), weights.reshape(-1)
     if shared is not None:
-        check_shared(tokens, depth, inner, layout, *shared)
-    shared_inner = 0 if shared is None else shared[1][0].shape[1]
+        check_shared(tokens, depth, inner, layout, *shared, layer)
+    shared_inner = 0 if shared is None else shared[1][0].shape[-1]
     p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
     groups, counts = permutation or pair_groups.group_by_expert(selected, number, depth, interpret=interpret)
     check_array("groups of pairs", groups, jnp.int32, p.groups * GROUP_WORDS)
     check_array("counts of groups", counts, jnp.int32, counts_size(p.groups, depth))
     routing = RoutedPairs(selected, groups, jax.new_ref(counts), weights)
-    operands = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), matrices), shared or ()
+    layers = () if layer is None else (matrices[DOWN][0].shape[0] // number,)
+    flat = jax.tree.map(lambda array: array.reshape(*layers, -1, array.shape[-1]), matrices)
+    operands = (flat, shared or ()), layer_operand(layer)
     y = _run_maps(p, x, routing, operands, interpret)
     if not shared:
         return y[0].reshape(tokens, -1, depth)
@@ -222,7 +227,7 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
         ),
         interpret=interpret,
     )
-    return _by_map(p, run(*routing, inputs, operands), len(inputs))
+    return _by_map(p, run(*routing, inputs, *operands), len(inputs))
 
 
 def _by_map(p, outs, first):
@@ -231,8 +236,9 @@ def _by_map(p, outs, first):
 
 
 def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
-    *routing, inputs, (matrices, shared_matrices) = refs[:6]
-    routing, outs = RoutedPairs(*routing), _by_map(p, refs[6:], len(inputs))
+    *routing, inputs, weights, layer_gmem = refs[:7]
+    matrices, shared_matrices = weights_of_layer(weights, layer_gmem)
+    routing, outs = RoutedPairs(*routing), _by_map(p, refs[7:], len(inputs))
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers, groups = lax.axis_size("worker"), routing.counts[0]
     ranges = []

@@ -26,6 +26,7 @@ from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -56,6 +57,7 @@ def grouped_experts(
     gate_up: jax.Array | tuple[jax.Array, jax.Array],
     down: jax.Array | tuple[jax.Array, jax.Array],
     *,
+    layer: jax.Array | None = None,
     limit: float,
     config: Config | None = None,
     interpret: bool = False,
@@ -71,6 +73,7 @@ def grouped_experts(
       weights: [T, k] float32 routing weights.
       gate_up: weights of all experts, the gate's rows first, as for `experts`.
       down: weights of all experts, as for `experts`.
+      layer: [] int32 index on a leading axis of layers of both maps' weights. None: they have no such axis.
       limit: clipping limit of SwiGLU.
       config: tuning constants; None: `Config.heuristic`.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -82,25 +85,29 @@ def grouped_experts(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
-    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down)
+    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down, layer)
     rule = f"up to {MAX_EXPERTS} experts, got {number}"
     check_rules({"at least one token": tokens > 0, rule: number <= MAX_EXPERTS})
     config = config or Config.heuristic(selected.size, number)
     order, *tiles = sort_by_expert(selected.reshape(-1), number, config.tile_pairs, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
-    launch = functools.partial(_launch, tiles=tiles, interpret=interpret)
+    launch = functools.partial(_launch, tiles=tiles, layer=layer_operand(layer), interpret=interpret)
     gemm = DequantGemm(layout, depth, config.tile_pairs, config.warpgroups, gated=True)
-    hidden = launch(GroupedGemm(gemm, order.size, inner, limit), weights.reshape(-1)[order], x, matrices[0])
+    hidden = launch(GroupedGemm(gemm, number, order.size, inner, limit), weights.reshape(-1)[order], x, matrices[0])
     gemm = dataclasses.replace(gemm, depth=inner, gated=False)
-    y = launch(GroupedGemm(gemm, selected.size, depth, limit), order, hidden, matrices[1])
+    y = launch(GroupedGemm(gemm, number, selected.size, depth, limit), order, hidden, matrices[1])
     return y.reshape(*selected.shape, depth)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGemm:
-    """A launch: its GEMM, `gated` for gate and up, the rows and columns of the output, and SwiGLU's limit."""
+    """A launch.
+
+    Its GEMM, `gated` for gate and up, the experts of a layer, the rows and columns of the output, and SwiGLU's limit.
+    """
 
     gemm: DequantGemm
+    experts: int
     rows: int
     width: int
     limit: float
@@ -116,7 +123,7 @@ class GroupedGemm:
         return self.width // (self.channels * self.gemm.warpgroups)
 
 
-def _launch(p, table, x, weight, *, tiles, interpret):
+def _launch(p, table, x, weight, *, tiles, layer, interpret):
     """Runs one GEMM; `table` [P] has routing weights if it is gated, otherwise the output row of each sorted pair."""
     run = kernel(
         functools.partial(_body, p),
@@ -127,13 +134,14 @@ def _launch(p, table, x, weight, *, tiles, interpret):
         scratch_types=dict(dequant=p.gemm.scratch()),
         interpret=interpret,
     )
-    return run(*tiles, table, x, *weight)
+    return run(*tiles, table, x, *weight, layer)
 
 
-def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, y_gmem, *, dequant):
+def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, layer_gmem, y_gmem, *, dequant):
     worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
     tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
+    first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
         """Returns the block of pairs of this worker's n-th output tile, and the tile's number within it."""
@@ -143,7 +151,8 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
 
     def locate(n):
         block, tile = block_and_tile(n)
-        matrix, row = blocks_gmem[0, block] * (1 + p.gemm.gated), tile * (p.channels * p.gemm.warpgroups)
+        matrix = (first_expert + blocks_gmem[0, block]) * p.gemm.matrices
+        row = tile * (p.channels * p.gemm.warpgroups)
         return OutputTile(matrix, row, pl.multiple_of(blocks_gmem[1, block], 8))
 
     def finish(n, sums):

@@ -12,6 +12,7 @@ import jax
 from pallas_kernels.flush import long_windows, short_windows, states
 from pallas_kernels.flush.flush_config import Config, FlushCall
 from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.runtime.layer_stack import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -21,6 +22,7 @@ def flush(
     slots: jax.Array,
     positions: jax.Array,
     *,
+    layer: jax.Array | None = None,
     max_query_tokens: int | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -33,19 +35,20 @@ def flush(
       compressors: one compressor, or several with windows of at most 16 rows, which share a launch.
       slots: [T] int32, -1 = padding. The tokens of a slot are adjacent and in order.
       positions: [T] int32, -1 = padding; those of a slot are consecutive.
+      layer: [] int32 index of every compressor's position_bias and norm_weight in stacks. None: they are not stacked.
       max_query_tokens: maximum number of tokens per slot, or None. If a ring has room for them, one launch is enough.
       config: tuning choices, or None for the measured ones.
       interpret: whether to run on the CPU, interpreted, with race detection.
     """
     for c in compressors:
-        c.check()
+        c.check(layer)
     if len(compressors) > 1 and any(c.is_long for c in compressors):
         raise NotImplementedError("the flush kernel takes windows of more than 16 rows of one compressor only")
     tokens = slots.shape[0]
     if tokens == 0:
         return [(c.state_kv, c.state_gate, c.pools) for c in compressors]
     max_tokens = tokens if max_query_tokens is None else max_query_tokens
-    call = FlushCall(slots, positions, max_tokens, config or Config(), interpret)
+    call = FlushCall(slots, positions, layer_operand(layer), max_tokens, config or Config(), interpret)
     refs = [c.in_place() for c in compressors]
     with_states = all(call.max_tokens <= c.state_kv.shape[2] - c.rows + 1 for c in compressors)
     if compressors[0].is_long:

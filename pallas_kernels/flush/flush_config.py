@@ -28,10 +28,14 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class FlushCall:
-    """The arguments of `flush` that its launches share; `max_tokens` is the maximum number of tokens of a slot."""
+    """The arguments of `flush` that its launches share.
+
+    `max_tokens` is the maximum number of tokens of a slot, and `layer` the operand [1] int32 of `layer_operand`.
+    """
 
     slots: jax.Array
     positions: jax.Array
+    layer: jax.Array | None
     max_tokens: int
     config: Config
     interpret: bool

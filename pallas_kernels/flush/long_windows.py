@@ -108,14 +108,16 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
             out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials_smem"]), jnp.float32)]
             shared |= dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups))
 
-    def store_windows(slots_gmem, positions_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared):
+    def store_windows(
+        slots_gmem, positions_gmem, layer_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared
+    ):
         number, warpgroup, block = (lax.axis_index(name) for name in ("worker", "warpgroup", "block"))
 
         def mine(ref):
             size = ref.shape[0] // p.warpgroups
             return ref.at[pl.ds(warpgroup * size, size)]
 
-        operands = operands_gmem, slots_gmem, positions_gmem
+        operands = operands_gmem.of_layer(layer_gmem), slots_gmem, positions_gmem
         ctx = FlushContext(c, *operands, most, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
         if partials_gmem:
             shared |= dict(partials_smem=partials_gmem[0].at[number])
@@ -135,7 +137,7 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    run(call.slots, call.positions, refs)
+    run(call.slots, call.positions, call.layer, refs)
 
 
 def _run(worker, first, writer, with_states):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.layer_stack import check_weight, weights_of_layer
 
 
 @jax.tree_util.register_dataclass
@@ -19,8 +20,8 @@ class CompressorOperands:
     Attributes:
       kv: [T, width] float32 projections of this call's tokens, width = D, or 2 * D with overlap.
       gate: [T, width] float32 pooling logits, without position bias.
-      position_bias: [rate, width] float32; a window closes every `rate` tokens.
-      norm_weight: [D] float32.
+      position_bias: [rate, width] float32, or a stack [layers, rate, width]; a window closes every `rate` tokens.
+      norm_weight: [D] float32, or a stack [layers, D].
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
       block_table: [slots, blocks of a request] int32, -1 = none.
       state_layer: int32 scalar, index on axis 0 of states.
@@ -50,11 +51,11 @@ class CompressorOperands:
 
     @property
     def dim(self) -> int:
-        return self.norm_weight.shape[0]
+        return self.norm_weight.shape[-1]
 
     @property
     def rate(self) -> int:
-        return self.position_bias.shape[0]
+        return self.position_bias.shape[-2]
 
     @property
     def rows(self) -> int:
@@ -78,8 +79,17 @@ class CompressorOperands:
             pools=tuple(jax.new_ref(pool) for pool in self.pools),
         )
 
-    def check(self) -> None:
-        """Raises NotImplementedError naming the rule that a shape, dtype or layout breaks."""
+    def of_layer(self, layer_gmem: Any) -> "CompressorOperands":
+        """Returns references with those to the weights of one layer, see `weights_of_layer`."""
+        weights = self.position_bias, self.norm_weight
+        position_bias, norm_weight = weights_of_layer(weights, layer_gmem)
+        return dataclasses.replace(self, position_bias=position_bias, norm_weight=norm_weight)
+
+    def check(self, layer: jax.Array | None) -> None:
+        """Raises NotImplementedError naming the rule that a shape, dtype or layout breaks.
+
+        `layer` is the index of position_bias and norm_weight in stacks, or None if they are not stacked.
+        """
         layout, dim, ring = self.layout, self.dim, self.state_kv.shape[2]
         width = dim * (2 if self.overlap else 1)
         check_rules(
@@ -95,6 +105,8 @@ class CompressorOperands:
             }
         )
         check_array("kv", self.kv, jnp.float32, None, width)
+        check_weight("position_bias", self.position_bias, layer, jnp.float32, None, width)
+        check_weight("norm_weight", self.norm_weight, layer, jnp.float32, None)
         check_array("states", self.state_kv, jnp.float32, None, None, None, width)
         if isinstance(layout, RowLayout):
             check_row_layout(layout)

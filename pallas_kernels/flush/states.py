@@ -80,13 +80,15 @@ def run_workers(
     tokens = call.slots.shape[0]
     strides = {buffer: max(sizes(c)[buffer] for c in compressors) for buffer in sizes(compressors[0])}
 
-    def run_compressors(slots_gmem, positions_gmem, operands_gmem, **smem):
+    def run_compressors(slots_gmem, positions_gmem, layer_gmem, operands_gmem, **smem):
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block") * WARPGROUPS + warpgroup
         number = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
             own = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
-            ctx = FlushContext(c, operands_gmem[j], slots_gmem, positions_gmem, call.max_tokens, **own)
+            ctx = FlushContext(
+                c, operands_gmem[j].of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **own
+            )
             pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
 
     run = kernel(
@@ -101,7 +103,7 @@ def run_workers(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
-    run(call.slots, call.positions, refs)
+    run(call.slots, call.positions, call.layer, refs)
 
 
 def _store_rows(ctx, first, step, share):

@@ -28,6 +28,7 @@ from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.layer_stack import weights_of_layer
 
 
 CHANNELS = 1024  # channels of a warpgroup
@@ -80,10 +81,11 @@ class CollapseScratch:
     pre_full: Any  # as `pre_empty`
 
 
-def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, interpret: bool):
+def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret: bool):
     """Returns x [T, D] bfloat16 and mixing [T, 24] float32 or None, see `hyper_connections`.
 
-    `partials` is [T, slices * 32] float32 if a group has one token, otherwise [slices, T * 32].
+    `partials` is [T, slices * 32] float32 if a group has one token, otherwise [slices, T * 32]. `weights` are (base,
+    scale, weight), of the layer whose number `layer` is, [1] int32, or not stacked with None.
     """
     mixing_type = jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32) if p.rows > STREAMS else None
     scratch = CollapseScratch(
@@ -104,10 +106,11 @@ def collapse(p: CollapseProblem, streams, partials, base, scale, weight, *, inte
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(streams, partials, base, scale, weight)
+    return run(streams, partials, weights, layer)
 
 
-def _body(p, streams_gmem, partials_gmem, base_gmem, scale_gmem, weight_gmem, x_gmem, mixing_gmem, scratch):
+def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixing_gmem, scratch):
+    base_gmem, scale_gmem, weight_gmem = weights_of_layer(weights_gmem, layer_gmem)
     block, blocks, warpgroup = lax.axis_index("block"), lax.axis_size("block"), lax.axis_index("warpgroup")
     groups = block, blocks, lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
 

@@ -19,6 +19,7 @@ from pallas_kernels.hyper_connections.mixing import MIXING, STREAMS, SUMS, Strea
 from pallas_kernels.mgpu import mailbox
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -38,6 +39,7 @@ def hyper_connections(
     mixing: jax.Array | None = None,
     table: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     norm_eps: float,
     hc_eps: float,
     iterations: int,
@@ -55,6 +57,7 @@ def hyper_connections(
       mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y.
       table: table of mailboxes, see `mailbox.check_table`, for up to 4 tokens: y is a term that is summed over its
         GPUs as `all_reduce` does. None: y is whole.
+      layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
       norm_eps: constant added to mean squares, of the streams and of the collapsed ones.
       hc_eps: constant added to `pre`, to comb's softmax and to its sums.
       iterations: number of Sinkhorn iterations, at least 1.
@@ -68,7 +71,8 @@ def hyper_connections(
     Raises:
       NotImplementedError: the kernels do not take these shapes or dtypes.
     """
-    _check_operands(streams, fn, base, scale, weight, y, mixing)
+    _check_operands(streams, fn, base, scale, weight, layer, y, mixing)
+    layer_number = layer_operand(layer)
     tokens, _, width = streams.shape
     if table is not None and y is not None:
         mailbox.check_table(table, interpret=interpret)
@@ -81,21 +85,22 @@ def hyper_connections(
         launch, channels, group = _launch_slices, streams_fma.CHANNELS, 1
     else:
         launch, channels, group = streams_wgmma.launch, streams_wgmma.CHANNELS, collapse.WARPS
-    new, partials = launch(streams, fn, added, new_type, interpret)
+    new, partials = launch(streams, fn, layer_number, added, new_type, interpret)
     new, slices = streams if y is None else new, width // channels
-    problem = collapse.CollapseProblem(tokens, width, fn.shape[0], slices, group, norm_eps, hc_eps, iterations)
-    x, mixing = collapse.collapse(problem, new, partials, base, scale, weight, interpret=interpret)
+    problem = collapse.CollapseProblem(tokens, width, fn.shape[-2], slices, group, norm_eps, hc_eps, iterations)
+    weights = base, scale, weight
+    x, mixing = collapse.collapse(problem, new, partials, weights, layer_number, interpret=interpret)
     return new, x, mixing
 
 
-def _check_operands(streams, fn, base, scale, weight, y, mixing):
+def _check_operands(streams, fn, base, scale, weight, layer, y, mixing):
     check_array("streams", streams, jnp.bfloat16, None, STREAMS, None)
     tokens, _, width = streams.shape
-    check_array("fn", fn, jnp.float32, None, STREAMS * width)
-    rows = fn.shape[0]
-    check_array("base", base, jnp.float32, rows)
-    check_array("scale", scale, jnp.float32, 3 if rows == MIXING else 1)
-    check_array("weight", weight, jnp.float32, width)
+    check_weight("fn", fn, layer, jnp.float32, None, STREAMS * width)
+    rows = fn.shape[-2]
+    check_weight("base", base, layer, jnp.float32, rows)
+    check_weight("scale", scale, layer, jnp.float32, 3 if rows == MIXING else 1)
+    check_weight("weight", weight, layer, jnp.float32, width)
     if y is not None or mixing is not None:
         check_array("y", y, jnp.bfloat16, tokens, width)
         check_array("mixing", mixing, jnp.float32, tokens, MIXING)
@@ -111,12 +116,13 @@ def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
     return tokens <= streams_fma.MAX_TOKENS and width <= streams_fma.CHANNELS * mailbox.BLOCKS
 
 
-def _launch_slices(streams, fn, added, new_type, interpret):
+def _launch_slices(streams, fn, layer, added, new_type, interpret):
     """Runs `streams_fma` or `streams_mma`; returns new streams, if there is y, and [T, slices * 32] partial sums."""
     (tokens, _, width), many = streams.shape, streams.shape[0] > streams_fma.MAX_TOKENS
     regime = streams_mma if many else streams_fma
 
-    def body(streams_gmem, fn_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
+    def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
+        fn_gmem = weights_of_layer(fn_gmem, layer_gmem)
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem, new_gmem, *added_gmem)
         regime.update_slice(lax.axis_index("slice"), lax.axis_index("tile"), refs, **scratch)
 
@@ -126,7 +132,7 @@ def _launch_slices(streams, fn, added, new_type, interpret):
         out_type=(new_type, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)),
         kernel_name="hyper_connections_few",
         grid={"slice": slices, "tile": -(-tokens // regime.TOKENS)},
-        scratch_types=regime.scratch_types(tokens, fn.shape[0], added[2] is not None),
+        scratch_types=regime.scratch_types(tokens, fn.shape[-2], added[2] is not None),
         interpret=interpret,
     )
-    return run(streams, fn, added)
+    return run(streams, fn, layer, added)

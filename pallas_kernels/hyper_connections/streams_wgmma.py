@@ -29,6 +29,7 @@ from pallas_kernels.mgpu.thread_ops import U32, element
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.layer_stack import weights_of_layer
 
 
 CHANNELS = 128  # channels of a slice
@@ -40,14 +41,18 @@ ROWS = 4  # rows of a tile that a thread computes
 AHEAD = 2  # rows that it loads ahead
 
 
-def launch(streams, fn, added, new_type, interpret):
-    """Returns the new streams, if there is y, and [slices, T * 32] partial sums; `added` is (y, mixing, None)."""
+def launch(streams, fn, layer, added, new_type, interpret):
+    """Returns the new streams, if there is y, and [slices, T * 32] partial sums.
+
+    `layer` is the number of the layer within fn, [1] int32, or None, and `added` is (y, mixing, None).
+    """
     tokens, _, width = streams.shape
     slices, tiles = width // CHANNELS, -(-tokens // TOKENS)
-    warpgroups, columns = 1 if interpret else WARPGROUPS, PARTS * (-(-fn.shape[0] // 8) * 8)
+    warpgroups, columns = 1 if interpret else WARPGROUPS, PARTS * (-(-fn.shape[-2] // 8) * 8)
     groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
 
-    def body(streams_gmem, fn_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
+    def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
+        fn_gmem = weights_of_layer(fn_gmem, layer_gmem)
         index, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
         _body(index, group, warpgroup, refs, **scratch)
@@ -69,7 +74,7 @@ def launch(streams, fn, added, new_type, interpret):
         ),
         interpret=interpret,
     )
-    new, partials = run(streams, fn, added)
+    new, partials = run(streams, fn, layer, added)
     return new, partials.reshape(slices, -1)
 
 

@@ -27,6 +27,7 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 
@@ -41,13 +42,14 @@ MULTIPLY, LOAD = 0, 1  # numbers of warpgroups
 
 @cached_trace("spec")
 def bfloat16_linear(
-    x: jax.Array, weight: jax.Array, *, spec: LinearSpec, interpret: bool = False
+    x: jax.Array, weight: jax.Array, *, layer: jax.Array | None = None, spec: LinearSpec, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
     """Computes `x @ weight.T` and splits it into the spec's outputs.
 
     Args:
       x: [T, num_groups * K] bfloat16, T a multiple of 8 up to 64.
       weight: [num_groups * M, K] bfloat16, K a multiple of 256; M too of 64.
+      layer: [] int32 index on a leading axis of layers of the weight. None: it has no such axis.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -57,9 +59,9 @@ def bfloat16_linear(
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth), groups = x.shape[0], weight.shape, spec.num_groups
+    tokens, (rows, depth), groups = x.shape[0], weight.shape[-2:], spec.num_groups
     check_array("x", x, jnp.bfloat16, tokens, groups * depth)
-    check_array("weight", weight, jnp.bfloat16, rows, depth)
+    check_weight("weight", weight, layer, jnp.bfloat16, rows, depth)
     outputs = checked_outputs(spec, rows)
     rule = f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}"
     valid_tokens = tokens in range(TOKENS, MAX_TOKENS + 1, TOKENS)
@@ -88,7 +90,7 @@ def bfloat16_linear(
         ),
         interpret=interpret,
     )
-    return tuple(run(x, weight)[: len(outputs)])
+    return tuple(run(x, weight, layer_operand(layer))[: len(outputs)])
 
 
 def _splits(tiles, steps):
@@ -124,7 +126,8 @@ class Stages(NamedTuple):
     weights_smem: Any
 
 
-def _body(p, x_gmem, weight_gmem, *outs_gmem, inbox, stages):
+def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
+    weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     # A block's steps over the columns.
     first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), jnp.int32(p.splits)) for n in range(2))

@@ -30,6 +30,7 @@ from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, wait_for_inputs
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -98,6 +99,7 @@ def quantized_linear(
     weights: tuple[jax.Array | tuple[jax.Array, jax.Array], ...],
     norm: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     spec: LinearSpec,
     swiglu_limit: float | None = None,
     eps: float = 0.0,
@@ -112,6 +114,7 @@ def quantized_linear(
         [M, K] uint8, E4M3 bits, and scales [M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes. K is a
         multiple of 256.
       norm: [K] float32 weight of an RMS norm of the rows of x, which are rounded after it, or None. T is up to 16.
+      layer: [] int32 index on a leading axis of layers of all weights and of the norm's. None: they have no such axis.
       spec: outputs in float32 or bfloat16, each within one weight, whose sizes are multiples of 64. Groups have a
         multiple of 128 rows of the only weight.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
@@ -128,36 +131,36 @@ def quantized_linear(
       NotImplementedError: a shape or dtype is not one of these.
     """
     pairs = tuple(weight if isinstance(weight, tuple) else (weight, None) for weight in weights)
-    p = _problem(x, pairs, norm, spec, swiglu_limit, eps)
+    p = _problem(x, pairs, norm, layer, spec, swiglu_limit, eps)
     config = config or Config.choose(p, interpret=interpret)
     if config is None:
         raise NotImplementedError(f"the kernel takes fewer columns, got {p.depth}")
     if p.tokens > config.tokens:
-        options = dict(spec=spec, swiglu_limit=swiglu_limit, eps=eps, interpret=interpret)
+        options = dict(layer=layer, spec=spec, swiglu_limit=swiglu_limit, eps=eps, interpret=interpret)
         chunks = jnp.split(x, list(range(config.tokens, p.tokens, config.tokens)))
         products = [quantized_linear(chunk, weights, norm, **options) for chunk in chunks]
         return tuple(jnp.concatenate(outs) for outs in zip(*products, strict=True))
-    return _launch(dataclasses.replace(p, config=config), x, pairs, norm, interpret)
+    return _launch(dataclasses.replace(p, config=config), x, pairs, norm, layer, interpret)
 
 
-def _problem(x, pairs, norm, spec, swiglu_limit, eps):
+def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
     """Checks the arguments of `quantized_linear` and returns the problem that they are."""
     tokens, groups = x.shape[0], spec.num_groups
     depth = x.shape[1] // groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     for codes, scales in pairs:
         if scales is None:
-            check_array("weight", codes, jnp.bfloat16, None, depth)
+            check_weight("weight", codes, layer, jnp.bfloat16, None, depth)
         else:
-            check_array("codes", codes, jnp.uint8, None, depth)
-            check_array("scales", scales, jnp.uint8, -(-codes.shape[0] // SCALED), -(-depth // SCALED))
-    matrices = tuple((BF16 if scales is None else FP8, codes.shape[0] // ROWS) for codes, scales in pairs)
-    rows, columns = sum(codes.shape[0] for codes, _ in pairs), min_columns(matrices)
+            check_weight("codes", codes, layer, jnp.uint8, None, depth)
+            check_weight("scales", scales, layer, jnp.uint8, -(-codes.shape[-2] // SCALED), -(-depth // SCALED))
+    matrices = tuple((BF16 if scales is None else FP8, codes.shape[-2] // ROWS) for codes, scales in pairs)
+    rows, columns = sum(codes.shape[-2] for codes, _ in pairs), min_columns(matrices)
     outputs, most = checked_outputs(spec, rows, swiglu_limit), MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
     rule = f"1 to {most} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
     check_rules({f"columns in multiples of {columns}, got {depth}": depth % columns == 0, rule: 0 < tokens <= most})
     if norm is not None:
-        check_array("norm", norm, jnp.float32, depth)
+        check_weight("norm", norm, layer, jnp.float32, depth)
     assert groups == 1 or len(pairs) == 1 and norm is None
     return QuantizedLinearProblem(matrices, depth, tokens, groups, outputs, swiglu_limit, eps)
 
@@ -209,7 +212,7 @@ class QuantizedLinearProblem:
         return found
 
 
-def _launch(p, x, pairs, norm, interpret):
+def _launch(p, x, pairs, norm, layer, interpret):
     config, outputs = p.config, p.outputs if p.limit is None else p.outputs[:1]
     inbox_out, inbox = p.exchange.types(config.workers, interpret=interpret)
     run = kernel(
@@ -227,14 +230,20 @@ def _launch(p, x, pairs, norm, interpret):
         waits_in_body=True,
         interpret=interpret,
     )
-    return tuple(run(x, pairs, norm)[: len(outputs)])
+    return tuple(run(x, pairs, norm, layer_operand(layer))[: len(outputs)])
 
 
-def _body(p, x_gmem, weights_gmem, norm_gmem, *outs_gmem, factors_smem, inbox, skinny):
+def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_smem, inbox, skinny):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     first, end = p.first_tile(worker), p.first_tile(worker + 1)
-    # Weights are no kernel's results: they are loaded while the kernel before ends.
-    pl.when(warpgroup != LOAD)(wait_for_inputs)
+    if layer_gmem is None:
+        # Weights are no kernel's results: they are loaded while the kernel before ends.
+        pl.when(warpgroup != LOAD)(wait_for_inputs)
+    else:
+        # The layer's number may be a kernel's result, even of one long before: a kernel lets the next one start before
+        # it waits itself, so that any number of them may still run.
+        wait_for_inputs()
+    weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
     group_tiles, norm = p.tiles // p.num_groups, () if norm_gmem is None else (norm_gmem, factors_smem)

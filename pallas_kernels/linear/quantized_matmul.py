@@ -7,6 +7,7 @@ The warpgroups have the roles of `dequant_gemm`; the two blocks of a cluster hav
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -57,6 +59,7 @@ def quantized_matmul(
     codes: jax.Array,
     scales: jax.Array,
     *,
+    layer: jax.Array | None = None,
     spec: LinearSpec,
     swiglu_limit: float | None = None,
     config: Config | None = None,
@@ -68,6 +71,7 @@ def quantized_matmul(
       x: [T, num_groups * K] bfloat16.
       codes: [num_groups * M, K] uint8, E4M3 bits, K a multiple of 128; M too if there are several groups.
       scales: [num_groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
+      layer: [] int32 index on a leading axis of layers of codes and scales. None: they have no such axis.
       spec, swiglu_limit: see `quantized_linear`.
       config: how the launch shares its work; None chooses it.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -78,10 +82,10 @@ def quantized_matmul(
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth), groups = x.shape[0], codes.shape, spec.num_groups
+    tokens, (rows, depth), groups = x.shape[0], codes.shape[-2:], spec.num_groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
-    check_array("codes", codes, jnp.uint8, rows, depth)
-    check_array("scales", scales, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
+    check_weight("codes", codes, layer, jnp.uint8, rows, depth)
+    check_weight("scales", scales, layer, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
     outputs, gated = checked_outputs(spec, rows, swiglu_limit), swiglu_limit is not None
     rule = f"columns in multiples of {SCALED}, got {depth}"
     check_rules({rule: depth % SCALED == 0, "at least one token": tokens > 0})
@@ -104,7 +108,9 @@ def quantized_matmul(
     )
     # Bulk copies take whole tiles of 8 rows, of which there may be too few.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
-    return tuple(run(x, *(array.reshape(1 + gated, -1, array.shape[1]) for array in (codes, scales))))
+    number = math.prod(codes.shape[:-2]) * gemm.matrices
+    matrices = (array.reshape(number, -1, array.shape[-1]) for array in (codes, scales))
+    return tuple(run(x, *matrices, layer_operand(layer)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +149,17 @@ class QuantizedMatmulProblem:
         return row * (self.gemm.blocks * WARPGROUPS * self.height), token * self.gemm.inputs
 
 
-def _body(p, x_gmem, codes_gmem, scales_gmem, *outs_gmem, dequant):
+def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
     worker, block, warpgroup = (lax.axis_index(name) for name in ("worker", "block", "warpgroup"))
     workers = lax.axis_size("worker")
     tiles = lax.div(p.tiles - worker + (workers - 1), jnp.int32(workers))
+    matrix = 0 if layer_gmem is None else layer_gmem[0] * p.gemm.matrices
 
     def locate(n):
         row, token = p.place(worker + n * workers)
         # The column is the cluster's, not the block's: blocks whose rows are past the end have the inputs, too.
         column = lax.div(row, jnp.int32(p.rows // p.num_groups)) * p.gemm.depth
-        return OutputTile(0, row + block * (WARPGROUPS * p.height), token, column)
+        return OutputTile(matrix, row + block * (WARPGROUPS * p.height), token, column)
 
     def finish(n, sums):
         row, token = p.place(worker + n * workers)

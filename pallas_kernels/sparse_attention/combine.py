@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import layer_operand, weights_of_layer
 from pallas_kernels.sparse_attention.inverse_rope import vector_inverse_rope
 
 
@@ -27,6 +28,7 @@ def combine(
     positions: jax.Array | None = None,
     inv_freq: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Adds up the KV splits of each token's attention and divides by the softmax's denominator: [T, H, D] bfloat16.
@@ -35,9 +37,9 @@ def combine(
       sums: [T, S, H, D] float32 sums of weights times values; D a multiple of 512. Ignored where a split has no rows.
       stats: [T, S, 2, H] float32, each split's largest score as a power of two, and its sum of weights `2 ** (score -
         largest)`, 0 without rows.
-      sinks, positions, inv_freq, interpret: as in `sparse_attention`; negative positions count as 0.
+      sinks, positions, inv_freq, layer, interpret: as in `sparse_attention`; negative positions count as 0.
     """
-    (tokens, splits, _, dim), (heads,) = sums.shape, sinks.shape
+    (tokens, splits, _, dim), heads = sums.shape, sinks.shape[-1]
     # A block loads this many splits at once, each into columns / 128 registers of a thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
     run = kernel(
@@ -48,10 +50,12 @@ def combine(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(sums, stats, sinks, None if inv_freq is None else (positions, inv_freq))
+    rotation = None if inv_freq is None else (positions, inv_freq)
+    return run(sums, stats, sinks, layer_operand(layer), rotation)
 
 
-def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, rotation_gmem, out_gmem):
+def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, layer_gmem, rotation_gmem, out_gmem):
+    sinks_gmem = weights_of_layer(sinks_gmem, layer_gmem)
     splits, dim = sums_gmem.shape[1], sums_gmem.shape[3]
     token, head = lax.axis_index("token"), lax.axis_index("head")
     first_column = lax.axis_index("columns") * columns

@@ -31,6 +31,7 @@ from pallas_kernels.mgpu.mlir import THREADS
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import layer_operand, weights_of_layer
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.inverse_rope import inverse_rope
@@ -65,6 +66,7 @@ def decode_attention(
     q: jax.Array,
     *,
     sinks: jax.Array | None = None,
+    layer: jax.Array | None = None,
     angles: tuple[jax.Array, jax.Array] | None = None,
     splits: int | None,
     interpret: bool,
@@ -72,7 +74,8 @@ def decode_attention(
     """Launches the kernel on checked arguments, for the result of `attention_sums`, or of `sparse_attention`.
 
     `splits` is the number of KV splits whose sums are returned, or None for finished attention. That needs `sinks`, [H
-    rounded up to a multiple of 64] float32, and `angles`, (cos, sin) [T, P] float32, if results are rotated back.
+    rounded up to a multiple of 64] float32, or a stack of such with the index `layer`, and `angles`, (cos, sin) [T, P]
+    float32, if results are rotated back.
     """
     tokens, heads, _ = q.shape
     groups = pl.cdiv(heads, HEADS)
@@ -93,7 +96,7 @@ def decode_attention(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(q, sinks, problem, angles)
+    return run(q, sinks, layer_operand(layer), problem, angles)
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +182,9 @@ class Tiles:
             plgpu.barrier_wait(empty.at[self.stage(tile)])
 
 
-def _decode_kernel(splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers):
+def _decode_kernel(
+    splits, blocks, q_gmem, sinks_gmem, layer_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers
+):
     token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
     block = lax.axis_index("block") if blocks > 1 else 0
     first_head = (lax.axis_index("heads") * blocks + block) * HEADS
@@ -199,6 +204,7 @@ def _decode_kernel(splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out
     def score():
         plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
         plgpu.copy_gmem_to_smem(q_gmem.at[token, own_heads], own_queries_smem, buffers.queries_full)
+        layer_sinks_gmem = weights_of_layer(sinks_gmem, layer_gmem)
         plgpu.barrier_wait(buffers.queries_full)
         buffers.wait_for_init()
         initial = wgmma.zeros((HEADS, HALF)), *online_softmax.initial_stats()
@@ -210,7 +216,8 @@ def _decode_kernel(splits, blocks, q_gmem, sinks_gmem, problem, angles_gmem, out
             stats_gmem[token, split, 1, heads] = running_sum
             wgmma.store(out_gmem.at[token, split, heads, _columns(SCORE)], acc)
             return
-        scale = online_softmax.final_scale(online_softmax.load_sink(sinks_gmem.at[heads]), running_max, running_sum)
+        sink = online_softmax.load_sink(layer_sinks_gmem.at[heads])
+        scale = online_softmax.final_scale(sink, running_max, running_sum)
         buffers.scale_smem[...] = scale
         plgpu.barrier_arrive(buffers.scale_full)
         _put_result(SCORE, per_row(scale, acc), buffers)

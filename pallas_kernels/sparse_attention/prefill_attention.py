@@ -31,6 +31,7 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
@@ -65,6 +66,7 @@ def prefill_attention(
     rows: DenseRows,
     inv_freq: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     config: Config = Config(),
     interpret: bool = False,
 ) -> jax.Array:
@@ -75,6 +77,7 @@ def prefill_attention(
       sinks: [H] float32 sink logits.
       rows: the rows that the tokens attend to.
       inv_freq: as in `sparse_attention`, P at most `MAX_PAIRS`.
+      layer: [] int32 index of the sinks in a stack [layers, H]. None: they are not stacked.
       config: tuning.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -84,7 +87,7 @@ def prefill_attention(
     Raises:
       NotImplementedError: the kernel does not take a shape or dtype.
     """
-    _check(q, sinks, rows, inv_freq)
+    _check(q, sinks, layer, rows, inv_freq)
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q
@@ -102,13 +105,13 @@ def prefill_attention(
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
     rows = dataclasses.replace(rows, metadata=rows.metadata.reshape(-1))
-    return run(q, sinks, rows, angles)
+    return run(q, sinks, layer_operand(layer), rows, angles)
 
 
-def _check(q, sinks, rows, inv_freq):
+def _check(q, sinks, layer, rows, inv_freq):
     tokens, heads, _ = q.shape
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
-    check_array("sinks", sinks, jnp.float32, heads)
+    check_weight("sinks", sinks, layer, jnp.float32, heads)
     check_array("window_rows", rows.window_rows, jnp.bfloat16, None, ROW_DIM)
     check_array("metadata", rows.metadata, jnp.int32, tokens, 4)
     check_array("counts", rows.counts, jnp.int32, tokens)
@@ -146,14 +149,14 @@ class PrefillBuffers:
     scale_empty: Any = plgpu.Barrier(num_arrivals=2)
 
 
-def _prefill_kernel(blocks, q_gmem, sinks_gmem, rows, angles_gmem, out_gmem, *, buffers):
+def _prefill_kernel(blocks, q_gmem, sinks_gmem, layer_gmem, rows, angles_gmem, out_gmem, *, buffers):
     warpgroup = lax.axis_index("warpgroup")
     tokens, heads, _ = q_gmem.shape
     items = WorkItems(rows, lax.axis_index("block"), blocks, tokens, heads // HEADS)
 
     def score():
         plgpu.set_max_registers(SCORE_REGISTERS, action="decrease")
-        _score_items(items, q_gmem, sinks_gmem, buffers)
+        _score_items(items, q_gmem, weights_of_layer(sinks_gmem, layer_gmem), buffers)
 
     def add_low():
         plgpu.set_max_registers(ADD_REGISTERS, action="increase")

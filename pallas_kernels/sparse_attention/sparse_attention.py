@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.layer_stack import check_weight
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
@@ -30,6 +31,7 @@ def sparse_attention(
     compressed: Paged | None,
     inv_freq: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -44,6 +46,7 @@ def sparse_attention(
       compressed: entries of the same layout, or None.
       inv_freq: [P] float32, at most 1, P a multiple of 4 up to 128: the last 2 * P channels of results are
         rotated back by the token's position, in interleaved pairs. Rounded before and after. None: no rotation.
+      layer: [] int32 index of the sinks in a stack [layers, H]. None: they are not stacked.
       config: tuning, or None for `Config.choose`. The result's bits depend on it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -53,7 +56,7 @@ def sparse_attention(
     Raises:
       NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
-    check_array("sinks", sinks, jnp.float32, q.shape[1])
+    check_weight("sinks", sinks, layer, jnp.float32, q.shape[1])
     check_frequencies(inv_freq, HALF // 2)
     problem = _check_and_merge(q, slots, positions, rings, compressed)
     if not q.size:
@@ -61,10 +64,10 @@ def sparse_attention(
     splits = (config or Config.choose(problem, *q.shape[:2])).splits
     if splits > 1:
         sums, stats = decode_attention(problem, q, splits=splits, interpret=interpret)
-        return combine(sums, stats, sinks, positions, inv_freq, interpret=interpret)
-    sinks = jnp.pad(sinks, (0, -sinks.size % HEADS))
+        return combine(sums, stats, sinks, positions, inv_freq, layer=layer, interpret=interpret)
+    sinks = jnp.pad(sinks, [(0, 0)] * (sinks.ndim - 1) + [(0, -sinks.shape[-1] % HEADS)])
     angles = None if inv_freq is None else rope_angles(positions, inv_freq)
-    return decode_attention(problem, q, sinks=sinks, angles=angles, splits=None, interpret=interpret)
+    return decode_attention(problem, q, sinks=sinks, layer=layer, angles=angles, splits=None, interpret=interpret)
 
 
 @cached_trace()

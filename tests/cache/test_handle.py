@@ -14,6 +14,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, SWAView
+from dsv4_jax.quant import LayerSlice
 from tests.cache.reference import poisoned_cache, random_token, random_weights
 from tests.ops.pools import ints, same_bytes
 from tests.paths import TINY
@@ -332,6 +333,35 @@ class TestWrites:
         same_bytes(before, first.cache)
         same_bytes(before, cache)
         assert flushed.batch is first.batch and flushed.spec is first.spec
+
+    @pytest.mark.parametrize("prefill", [False, True])
+    def test_weights_of_a_stack_are_those_of_their_layer(self, prefill):
+        """Every method that takes weights; references read the layer's values, never the stack."""
+        draw = np.random.default_rng(3).standard_normal
+
+        def floats(*shape):
+            return jnp.asarray(draw(shape), jnp.float32)
+
+        kv, gate, weights, index = flush_arguments(LAYER[CSA])
+        q, norm, sinks, inv_freq = floats(TOKENS, 2, 96).astype(jnp.bfloat16), floats(96), floats(2), floats(4)
+
+        def in_stack(value):
+            return LayerSlice(value, jnp.full((3, *value.shape), jnp.nan), ints(1))
+
+        def in_stacks(weights):
+            arrays = in_stack(weights.position_bias), in_stack(weights.norm_weight)
+            return CompressorWeights(*arrays, weights.inv_freq, weights.eps)
+
+        def run(weights, index, norm, sinks):
+            handle = table_cache().handle(LAYER[CSA], one_request(0, prefill=prefill))
+            rows = layer_inputs(LAYER[CSA]).window
+            q_out, handle = handle.norm_rope_append(q, rows, norm, inv_freq, eps=1e-6)
+            closed, _ = handle.pool_windows(kv, gate, weights)
+            out, handle = handle.flush(kv, gate, weights, index).attend(q_out, sinks)
+            return q_out, closed, out, handle.cache
+
+        stacked = in_stacks(weights), (*index[:2], in_stacks(index[2])), in_stack(norm), in_stack(sinks)
+        same_bytes(run(*stacked), run(weights, index, norm, sinks))
 
     @pytest.mark.parametrize("kind", [CSA, HCA])
     def test_other_layers_keep_their_bytes(self, kind):

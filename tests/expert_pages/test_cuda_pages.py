@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
-from dsv4_jax.expert_pages import CudaMemory, ExpertPages, Mover
+from dsv4_jax.expert_pages import CudaMemory, ExpertStack, Mover
 from dsv4_jax.expert_pages.paged_experts import copy_to_host
 from dsv4_jax.quant import QuantizedWeight
 
@@ -32,11 +32,11 @@ def codes():
 
 
 def make(memory, codes, on_host):
-    layer = [ExpertPages(memory, x.shape, on_host, jax.devices()[0]) for x in codes]
-    for pages, data in zip(layer, codes, strict=True):
-        for expert, rows in enumerate(data):
-            pages.write(expert, rows)
-    return layer
+    """Returns a stack of a single layer, with no axis of layers, for each matrix."""
+    stacks = [ExpertStack(memory, x.shape, on_host[None], jax.devices()[0]) for x in codes]
+    for stack, data in zip(stacks, codes, strict=True):
+        stack.write(0, list(data))
+    return stacks
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,11 @@ def test_a_table_in_host_memory_is_read_from_there(memory):
 def test_kernels_compute_the_same_bits_before_and_after_moves(memory, codes, step):
     expected = np.asarray(step(*map(jnp.asarray, codes)))
     assert np.isfinite(expected).all() and expected.any()
-    layer = make(memory, codes, np.arange(E) >= 4)
+    stacks = make(memory, codes, np.arange(E) >= 4)
+    layer = [stack.layers[0] for stack in stacks]
     assert [pages.on_host.sum() for pages in layer] == [4, 4]
     mover = Mover(memory, [layer])
-    arrays = [pages.array for pages in layer]
+    arrays = [stack.array for stack in stacks]
     chex.assert_trees_all_equal(np.asarray(step(*arrays)), expected)
     for hot, cold in ((5, 0), (7, 1)):
         assert mover.stage(0, hot, cold)
@@ -83,12 +84,13 @@ def test_kernels_compute_the_same_bits_before_and_after_moves(memory, codes, ste
     mover.close()
 
 
-def test_the_memory_is_freed(memory, codes):
+@pytest.mark.parametrize("keep", [lambda stack: stack.array, lambda stack: stack.layers[0]])
+def test_the_memory_is_freed(memory, codes, keep):
     before = memory.free_bytes()
-    arrays = [pages.array for pages in make(memory, codes, np.arange(E) >= 4)]
+    kept = [keep(stack) for stack in make(memory, codes, np.arange(E) >= 4)]
     held = 4 * sum(x[0].nbytes for x in codes)
     assert before - memory.free_bytes() >= held
-    del arrays
+    del kept
     for _ in range(100):
         gc.collect()
         if memory.free_bytes() == before:
@@ -99,7 +101,48 @@ def test_the_memory_is_freed(memory, codes):
 
 def test_a_gpu_without_room_leaves_nothing(memory):
     before = memory.free_bytes()
-    experts = before // (8 << 20) + 8
+    experts = before // (16 << 20) + 8
     with pytest.raises(MemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        ExpertPages(memory, (experts, 8 << 20), np.zeros(experts, bool), jax.devices()[0])
+        ExpertStack(memory, (2, experts, 8 << 20), np.zeros((2, experts), bool), jax.devices()[0])
     assert memory.free_bytes() == before
+
+
+def test_layers_of_a_stack_before_and_after_moves(memory):
+    """The array has 4.5 GiB, so that 32 bits do not count its bytes; half of each layer's experts are the host's."""
+    layers, experts = 9, 64
+    on_host = np.stack([np.arange(experts) % 2 == layer % 2 for layer in range(layers)])
+    stack = ExpertStack(memory, (layers, experts, 2048, 4096), on_host, jax.devices()[0])
+    assert stack.array.nbytes == 9 << 29
+    random = np.random.default_rng(0).integers(0, 256, (8 << 20) + 4096 * layers * experts, np.uint8)
+
+    def codes(layer, expert):
+        start = 4096 * (layer * experts + expert)
+        return random[start : start + (8 << 20)]
+
+    for layer in range(layers):
+        stack.write(layer, [codes(layer, expert) for expert in range(experts)])
+
+    @jax.jit
+    def read(x, layer, expert):
+        return x[layer, expert]
+
+    def check():
+        for layer in range(layers):
+            for expert in (0, 1, layer, 30, 31, experts - 2, experts - 1):
+                chex.assert_trees_all_equal(np.asarray(read(stack.array, layer, expert)).ravel(), codes(layer, expert))
+
+    check()
+    mover = Mover(memory, [[pages] for pages in stack.layers], batch=3)
+    for layer, hot, cold in ((0, 0, 1), (8, 62, 63), (3, 31, 30)):
+        assert mover.stage(layer, hot, cold)
+    check()
+    mover.wait()
+    assert mover.remap() == 3
+    # The spare memory goes on to another layer, and one pair goes back.
+    assert mover.stage(7, 1, 0) and mover.stage(0, 1, 0)
+    mover.wait()
+    assert mover.remap() == 2
+    check()
+    assert [int(pages.on_host.sum()) for pages in stack.layers] == [experts // 2] * layers
+    assert stack.layers[8].on_host[[62, 63]].tolist() == [False, True]
+    mover.close()

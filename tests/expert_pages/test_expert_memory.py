@@ -85,13 +85,106 @@ def test_experts_get_the_memory_that_fused_projections_leave(monkeypatch, make):
 
 def test_frequent_experts_stay_on_the_gpu():
     memory = ExpertMemory(device_bytes=3 * LAYERS * EACH, memory=CpuMemory())
-    memory.plan(LAYERS, [(EXPERTS, EACH // 4096, 4096)])
+    memory.plan(list("012345"), [(EXPERTS, EACH // 4096, 4096)])
     memory.frequencies["1"] = np.array([0, 3, 0, 9, 5, 1, 0, 0])
     data = [np.full(EACH, expert, np.uint8) for expert in range(EXPERTS)]
-    codes = {layer: memory.place(layer, data, (EXPERTS, EACH // 4096, 4096)) for layer in "01"}
+    codes = {}
+    for layer in "01":
+        stack = memory.place_stack([layer], (EXPERTS, EACH // 4096, 4096))
+        stack.write(0, data)
+        codes[layer] = stack.array
     for layer, on_device in {"0": [0, 2, 5], "1": [1, 3, 4]}.items():
         chex.assert_trees_all_equal(np.asarray(codes[layer])[:, 0, 0], np.arange(EXPERTS, dtype=np.uint8))
         assert np.flatnonzero(~memory.layers[layer][0].on_host).tolist() == on_device
+
+
+NAMES = [f"model.layers.{i}.mlp.experts" for i in range(5)]
+SHAPES = [(EXPERTS, 2, 4096), (EXPERTS, 4096)]
+LAYER_BYTES = EXPERTS * 3 * 4096
+
+
+def test_stacks_of_layers_that_take_turns():
+    """The layers 0, and 1 to 4 in periods of two, which are placed one stack after another."""
+    memory = ExpertMemory(device_bytes=3 * 5 * 3 * 4096, memory=CpuMemory())
+    memory.plan(NAMES, SHAPES)
+    rng = np.random.default_rng(0)
+    memory.frequencies |= {name: rng.permutation(EXPERTS).astype(float) for name in NAMES[1:]}
+    data = [rng.integers(0, 256, (5, *shape), np.uint8) for shape in SHAPES]
+    for layers in ([1, 3], [2, 4], [0]):
+        stacks = [memory.place_stack([NAMES[layer] for layer in layers], (len(layers), *shape)) for shape in SHAPES]
+        for index, layer in enumerate(layers):
+            for stack, matrices in zip(stacks, data, strict=True):
+                stack.write(index, list(matrices[layer]))
+        for stack, matrices in zip(stacks, data, strict=True):
+            chex.assert_trees_all_equal(np.asarray(stack.array), matrices[layers])
+    # Rows of the cache's counts are in the order of the layers.
+    assert list(memory.layers) == NAMES
+    for name, pages in memory.layers.items():
+        assert [matrix.nbytes for matrix in pages] == [2 * 4096, 4096]
+        for matrix in pages:
+            hottest = np.argsort(-memory.frequencies[name])[:3] if name in memory.frequencies else [0, 2, 5]
+            assert set(np.flatnonzero(~matrix.on_host)) == set(hottest)
+    assert memory.host_bytes == (1 << 40) - memory.memory.room[True] == 5 * 5 * 3 * 4096
+
+
+def test_experts_move_within_stacks_and_are_named_by_layer_in_the_file(tmp_path):
+    file = tmp_path / "placement.npz"
+
+    def place():
+        memory = ExpertMemory(device_bytes=4 * 2 * 4096, memory=CpuMemory(), placement_file=file)
+        memory.plan(NAMES[:2], [(EXPERTS, 4096)])
+        return memory, memory.place_stack([NAMES[1], NAMES[0]], (2, EXPERTS, 4096))
+
+    memory, stack = place()
+    data = np.random.default_rng(0).integers(0, 256, (2, EXPERTS, 4096), np.uint8)
+    for index in range(2):
+        stack.write(index, list(data[index]))
+    moves, counts = memory.migration, np.zeros((2, 2, EXPERTS), np.int32)
+    moves.interval, moves.remap_share = 1, 1e9
+    moves.start(jnp.asarray(counts), experts_per_token=2)
+    cold = np.flatnonzero(memory.layers[NAMES[1]][0].on_host)[:2]
+    for _ in range(3):
+        counts[:, 1, cold] += 50
+        moves.between_steps(jnp.asarray(counts))
+        moves.wait()
+    moves.finish(jnp.asarray(counts))
+    assert moves.metrics.swaps == 2
+    chex.assert_trees_all_equal(np.asarray(stack.array), data)
+    assert not memory.layers[NAMES[1]][0].on_host[cold].any() and not stack.layers[0].on_host[cold].any()
+    assert np.flatnonzero(~memory.layers[NAMES[0]][0].on_host).tolist() == [0, 2, 5, 7]  # as they were placed
+    with np.load(file) as stored:
+        assert stored.files == NAMES[:2]
+        assert not stored[NAMES[0]].any() and np.flatnonzero(stored[NAMES[1]]).tolist() == cold.tolist()
+    again, _ = place()
+    assert not again.layers[NAMES[1]][0].on_host[cold].any()
+
+
+def test_another_layer_or_shape_than_planned_is_refused():
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
+    memory.plan(NAMES[:2], SHAPES)
+    with pytest.raises(ValueError, match=r"layers \['layers.7'\] are not among the planned ones: \['model.layers.0"):
+        memory.place_stack([NAMES[1], "layers.7"], (2, *SHAPES[0]))
+    for layers, shape in ((2, SHAPES[0]), (1, (2, *SHAPES[0])), (2, (2, EXPERTS - 1, 4096))):
+        message = f"{layers} layers of 8 experts must have .* got \\[{shape[0]}, {shape[1]}"
+        with pytest.raises(ValueError, match=message):
+            memory.place_stack(NAMES[:layers], shape)
+    assert memory.memory.is_empty() and memory.layers == {name: [] for name in NAMES[:2]}
+
+
+def test_a_stack_that_does_not_fit_leaves_nothing_and_can_be_placed_later():
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory(host_bytes=3 * LAYER_BYTES))
+    memory.plan(NAMES[:3], SHAPES)
+    memory.memory.room[True] -= LAYER_BYTES  # other programs took it since then
+    memory.place_stack(NAMES[:3], (3, *SHAPES[1]))
+    before = dict(memory.memory.ranges), dict(memory.memory.mapped)
+    with pytest.raises(MemoryError, match="no 8192 bytes on the host"):
+        memory.place_stack(NAMES[:3], (3, *SHAPES[0]))
+    assert (memory.memory.ranges, memory.memory.mapped) == before
+    assert [len(pages) for pages in memory.layers.values()] == [1, 1, 1]
+    memory.memory.room[True] += LAYER_BYTES
+    memory.place_stack(NAMES[:3], (3, *SHAPES[0]))
+    assert [len(pages) for pages in memory.layers.values()] == [2, 2, 2]
+    assert memory.host_bytes == 3 * LAYER_BYTES and memory.memory.room[True] == 0
 
 
 @pytest.mark.parametrize(("room", "weight"), [(0, "model.embed_tokens"), (1, "model.layers.0.mlp.experts")])
@@ -116,9 +209,9 @@ def test_auto_leaves_room_for_scales_and_programs():
     shapes = [(256, 4096, 64), (256, 4096, 64)]
     each = 4 * 2 * 4096 * 64
     on_device = (3 * 10**8 - 256 * each // 16) // each
-    assert memory.plan(4, shapes).startswith(f"{256 - on_device} of 256 experts a layer")
+    assert memory.plan(list("0123"), shapes).startswith(f"{256 - on_device} of 256 experts a layer")
     assert (
-        ExpertMemory(memory=CpuMemory(device_bytes=10**10)).plan(4, shapes)
+        ExpertMemory(memory=CpuMemory(device_bytes=10**10)).plan(list("0123"), shapes)
         == "all 256 experts a layer fit the GPU (0.5 GB)"
     )
 
@@ -127,11 +220,11 @@ def test_memory_that_is_short_is_told_before_anything_is_made():
     memory = CpuMemory(device_bytes=10**9, host_bytes=10**9)
     shapes = [(256, 4096, 64), (256, 4096, 64)]
     with pytest.raises(ValueError, match=r"experts may take 2.0 GB of the GPU, of which 1.0 GB are free.*PREALLOCATE"):
-        ExpertMemory(2 * 10**9, memory=memory).plan(64, shapes)
+        ExpertMemory(2 * 10**9, memory=memory).plan([f"layers.{i}" for i in range(64)], shapes)
     with pytest.raises(
         ValueError, match=r"\d+ of 256 experts a layer \(8.1 GB\) would have to lie in host memory, of which 1.0"
     ):
-        ExpertMemory(5 * 10**8, memory=memory).plan(64, shapes)
+        ExpertMemory(5 * 10**8, memory=memory).plan([f"layers.{i}" for i in range(64)], shapes)
     assert memory.is_empty()
 
 

@@ -21,7 +21,7 @@ from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, decode_loop, decode_step, forward
 from dsv4_jax.engine import DSparkDrafter, Engine, EngineMetrics, MTPDrafter
 from dsv4_jax.engine.generate import generate
-from dsv4_jax.expert_pages import ExpertMemory, ExpertMetrics, ExpertMigration, ExpertPages, migration
+from dsv4_jax.expert_pages import ExpertMemory, ExpertMetrics, ExpertMigration, ExpertStack, migration
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.serve.async_engine import AsyncEngine
@@ -225,8 +225,8 @@ class Small:
         self.memory, self.now = CpuMemory(), 100.0
         if monkeypatch is not None:
             monkeypatch.setattr(migration, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
-        device, on_host = jax.devices()[0], np.arange(6) >= 3
-        self.layers = {name: [ExpertPages(self.memory, (6, 4096), on_host, device)] for name in ("first", "second")}
+        stack = ExpertStack(self.memory, (2, 6, 4096), np.tile(np.arange(6) >= 3, (2, 1)), jax.devices()[0])
+        self.layers = {name: [pages] for name, pages in zip(("first", "second"), stack.layers, strict=True)}
         self.moves = ExpertMigration(self.memory, self.layers, {}, file, **options)
         self.counts = jnp.zeros((2, 2, 6), jnp.int32)
         self.moves.start(self.counts, experts_per_token=2)
@@ -351,7 +351,7 @@ def test_a_file_that_is_not_of_this_model_is_ignored(tmp_path, caplog, kind):
             np.savez(new, first=rows[kind])
     memory = ExpertMemory(device_bytes=3 * 4096, memory=CpuMemory(), placement_file=file)
     with caplog.at_level(logging.WARNING):
-        memory.plan(1, [(6, 4096)])
+        memory.plan(["first"], [(6, 4096)])
     assert f"the placement of experts in {file} is ignored" in caplog.text and not memory.frequencies
 
 

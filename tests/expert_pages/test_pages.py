@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.expert_pages import ExpertPages, Mover, dlpack
+from dsv4_jax.expert_pages import ExpertStack, Mover, dlpack
 from dsv4_jax.expert_pages.paged_experts import copy_to_host
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
-EXPERTS, SHAPE = 6, (6, 4, 2048)
+LAYERS, EXPERTS, SHAPE = 3, 6, (6, 4, 2048)
+# The experts of each layer that lie in host memory.
+ON_HOST = (3, 4, 5), (0, 2, 4), (0, 1, 5)
 
 
 @pytest.fixture
@@ -35,24 +37,80 @@ def data():
     return np.random.default_rng(0).integers(0, 256, SHAPE, np.uint8)
 
 
-def make(memory, data, on_host=range(3, 6)):
-    pages = ExpertPages(memory, SHAPE, np.isin(np.arange(EXPERTS), list(on_host)), jax.devices()[0])
-    for expert, rows in enumerate(data):
-        pages.write(expert, rows)
-    return pages
+def make(memory, on_host=ON_HOST):
+    rows = np.stack([np.isin(np.arange(EXPERTS), experts) for experts in on_host])
+    return ExpertStack(memory, (len(rows), *SHAPE), rows, jax.devices()[0])
 
 
-def test_an_array_over_pages(memory, data):
-    pages = make(memory, data)
-    chex.assert_trees_all_equal(np.asarray(pages.array), data)
-    assert pages.on_host.tolist() == [False] * 3 + [True] * 3
+def make_layer(memory, data):
+    """Returns the pages of a stack of one layer."""
+    stack = make(memory, ON_HOST[:1])
+    stack.write(0, list(data))
+    return stack.layers[0]
 
 
-def test_memory_lives_as_long_as_the_array(memory, data):
-    array = make(memory, data).array
+def on_host(stack):
+    return tuple(tuple(np.flatnonzero(pages.on_host)) for pages in stack.layers)
+
+
+def test_every_expert_of_a_stack_has_its_bytes(memory):
+    data = np.random.default_rng(0).integers(0, 256, (LAYERS, *SHAPE), np.uint8)
+    stack = make(memory)
+    assert memory.room[True] == (1 << 40) - 9 * data[0, 0].nbytes == memory.room[False]
+    for layer in (2, 0, 1):
+        stack.write(layer, list(data[layer]))
+    chex.assert_trees_all_equal(np.asarray(stack.array), data)
+    assert on_host(stack) == ON_HOST
+    (nbytes,) = memory.ranges.values()
+    assert nbytes == data.nbytes
+    # The second layer again, in pieces, of which some come from addresses of the GPU.
+    pieces = data[0].reshape(2 * EXPERTS, -1)
+    stack.write(1, [piece.ctypes.data if i % 3 else piece for i, piece in enumerate(pieces)])
+    chex.assert_trees_all_equal(np.asarray(stack.array), data[[0, 0, 2]])
+
+
+def test_a_layer_of_its_own_has_no_axis_of_layers(memory, data):
+    stack = ExpertStack(memory, SHAPE, np.arange(EXPERTS)[None] >= 3, jax.devices()[0])
+    stack.write(0, list(data))
+    chex.assert_trees_all_equal(np.asarray(stack.array), data)
+    assert on_host(stack) == ((3, 4, 5),)
+
+
+def test_a_stack_of_more_bytes_than_32_bits_count(memory):
+    """It has the range of V4-Flash: 20 layers of 2 GiB. Its memory is made when it is touched."""
+    layers, experts, rows, columns = 20, 4, 1 << 14, 1 << 15
+    on_host = np.arange(layers * experts).reshape(layers, experts) % 3 == 0
+    stack = ExpertStack(memory, (layers, experts, rows, columns), on_host, jax.devices()[0])
+    assert list(memory.ranges.values()) == [layers << 31] and stack.array.nbytes == layers << 31
+    pieces = rows * columns // 4096
+    for layer, pages in enumerate(stack.layers):
+        for expert in range(experts):
+            for piece in (0, pieces - 1):
+                marks = np.full(4096, 7 * layer + 40 * expert + (piece > 0), np.uint8)
+                pages.write(expert, marks, piece, pieces)
+
+    @jax.jit
+    def corners(x, layer, expert):
+        return jnp.stack([x[layer, expert, 0, 0], x[layer, expert, -1, -1]])
+
+    for layer in range(layers):
+        for expert in range(experts):
+            mark = np.uint8(7 * layer + 40 * expert)
+            values = np.asarray(corners(stack.array, layer, expert))
+            chex.assert_trees_all_equal(values, np.array([mark, mark + np.uint8(1)]))
+
+
+@pytest.mark.parametrize("keep", [lambda stack: stack.array, lambda stack: stack.layers[1].array])
+def test_memory_lives_as_long_as_the_array_or_the_pages_of_a_layer(memory, data, keep):
+    stack = make(memory)
+    for layer in range(LAYERS):
+        stack.write(layer, list(data))
+    kept = keep(stack)
+    del stack
     gc.collect()
     assert not memory.is_empty()
-    chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x: x + jnp.uint8(1))(array)), data + np.uint8(1))
+    added = np.asarray(jax.jit(lambda x: x + jnp.uint8(1))(kept))
+    chex.assert_trees_all_equal(added, np.stack([data + np.uint8(1)] * LAYERS))
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float32, jnp.bfloat16])
@@ -67,38 +125,42 @@ def test_a_copy_in_host_memory(memory, data, dtype):
     chex.assert_trees_all_equal(copied, x)
 
 
-def test_a_step_compiles_once(memory, data):
-    pages = make(memory, data)
+def test_a_step_compiles_once(memory):
+    array = make(memory).array
 
     @jax.jit
     def step(x, y):
         return y + x.astype(jnp.int32).sum()
 
-    jax.block_until_ready(step(pages.array, step(pages.array, jnp.int32(0))))
+    jax.block_until_ready(step(array, step(array, jnp.int32(0))))
     assert step._cache_size() == 1
 
 
-def test_moves_change_no_value(memory, data):
-    layers = [[make(memory, data), make(memory, data[::-1])] for _ in range(2)]
-    mover = Mover(memory, layers, batch=2)
-    assert mover.stage(1, hot=4, cold=0) and mover.stage(0, hot=3, cold=2)
-    assert not mover.stage(0, hot=5, cold=1)  # no spare memory is left
+def test_moves_change_no_value(memory):
+    """Two matrices in two stacks of the same layers, whose spare memory goes from layer to layer."""
+    data = np.random.default_rng(0).integers(0, 256, (2, LAYERS, *SHAPE), np.uint8)
+    stacks = [make(memory), make(memory)]
+    for stack, layers in zip(stacks, data, strict=True):
+        for layer, matrices in enumerate(layers):
+            stack.write(layer, list(matrices))
+    written, nbytes = memory.copied, data[0, 0, 0].nbytes
+    mover = Mover(memory, list(zip(*(stack.layers for stack in stacks), strict=True)), batch=2)
+    assert mover.stage(1, hot=4, cold=1) and mover.stage(0, hot=3, cold=2)
+    assert not mover.stage(2, hot=5, cold=2)  # no spare memory is left
     mover.wait()
     assert mover.remap() == 2 and mover.remap() == 0
-    assert mover.stage(1, hot=0, cold=4)  # and back
+    assert mover.stage(1, hot=1, cold=4) and mover.stage(2, hot=5, cold=2)  # one goes back
     mover.wait()
     mover.remap()
-    for pages in layers:
-        chex.assert_trees_all_equal(np.asarray(pages[0].array), data)
-        chex.assert_trees_all_equal(np.asarray(pages[1].array), data[::-1])
-    assert np.flatnonzero(layers[0][0].on_host).tolist() == np.flatnonzero(layers[0][1].on_host).tolist() == [2, 4, 5]
-    assert np.flatnonzero(layers[1][0].on_host).tolist() == [3, 4, 5]
-    assert memory.copied == 4 * data[:3].nbytes + 3 * 2 * 2 * data[0].nbytes
+    for stack, layers in zip(stacks, data, strict=True):
+        chex.assert_trees_all_equal(np.asarray(stack.array), layers)
+        assert on_host(stack) == ((2, 4, 5), (0, 2, 4), (0, 1, 2))
+    assert memory.copied == written + 4 * 2 * 2 * nbytes
     mover.close()
 
 
 def test_a_swap_in_the_wrong_direction_is_refused(memory, data):
-    mover = Mover(memory, [[make(memory, data)]])
+    mover = Mover(memory, [[make_layer(memory, data)]])
     with pytest.raises(ValueError, match="layer 0: expert 0 must be in host memory, expert 1 must not"):
         mover.stage(0, hot=0, cold=1)
     mover.stage(0, hot=4, cold=0)
@@ -108,22 +170,22 @@ def test_a_swap_in_the_wrong_direction_is_refused(memory, data):
 
 
 def test_closing_drops_staged_swaps(memory, data):
-    pages = make(memory, data)
+    pages = make_layer(memory, data)
     mover = Mover(memory, [[pages]])
     mover.stage(0, hot=5, cold=0)
     mover.close()
-    chex.assert_trees_all_equal(np.asarray(pages.array), data)
+    chex.assert_trees_all_equal(np.asarray(pages.array[0]), data)
 
 
-@pytest.mark.parametrize("room", [0, 1, 2])
+@pytest.mark.parametrize("room", [0, 1, 8])
 def test_nothing_stays_when_memory_is_short(room):
     memory = CpuMemory(host_bytes=room * 8192)
     with pytest.raises(MemoryError, match="8192 bytes on the host"):
-        make(memory, [])
+        make(memory)
     assert memory.is_empty()
 
 
-@pytest.mark.parametrize("call", range(6))
+@pytest.mark.parametrize("call", [0, 1, 7, 17])
 def test_nothing_stays_when_mapping_fails(monkeypatch, call):
     memory = CpuMemory()
     original, calls = memory.map, []
@@ -136,7 +198,7 @@ def test_nothing_stays_when_mapping_fails(monkeypatch, call):
 
     monkeypatch.setattr(memory, "map", map_or_fail)
     with pytest.raises(RuntimeError, match="cuMemSetAccess"):
-        make(memory, [])
+        make(memory)
     assert memory.is_empty()
 
 
@@ -144,13 +206,13 @@ def test_nothing_stays_when_jax_refuses_the_memory(monkeypatch):
     memory, before = CpuMemory(), set(dlpack._owned)
     monkeypatch.setattr("jax.dlpack.from_dlpack", mock.Mock(side_effect=RuntimeError("no such memory")))
     with pytest.raises(RuntimeError, match="no such memory"):
-        make(memory, [])
+        make(memory)
     assert memory.is_empty() and set(dlpack._owned) <= before
 
 
 def test_spare_memory_that_is_short_leaves_nothing(data):
     memory = CpuMemory(host_bytes=4 * 8192)
-    pages = make(memory, data)
+    pages = make_layer(memory, data)
     ranges = dict(memory.ranges)
     with pytest.raises(MemoryError):
         Mover(memory, [[pages]], batch=2)
@@ -161,10 +223,11 @@ def test_spare_memory_that_is_short_leaves_nothing(data):
 
 
 def test_experts_of_part_of_a_page_are_refused(memory):
-    with pytest.raises(ValueError, match=r"a matrix \[3, 1000\] of an expert has 3000 bytes; only whole pages of 4096"):
-        ExpertPages(memory, (2, 3, 1000), np.zeros(2, bool), jax.devices()[0])
+    message = r"an expert of the matrices \[2, 3, 1000\] has 3000 bytes; only whole pages of 4096"
+    with pytest.raises(ValueError, match=message):
+        ExpertStack(memory, (2, 3, 1000), np.zeros((1, 2), bool), jax.devices()[0])
 
 
 def test_data_of_another_size_is_refused(memory, data):
     with pytest.raises(ValueError, match="data must hold 8192 contiguous bytes, got 2048"):
-        make(memory, data).write(0, data[0, 0])
+        make_layer(memory, data).write(0, data[0, 0])

@@ -10,11 +10,12 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.quant import QuantizedWeight
-from pallas_kernels.experts.experts import ExpertsProblem
+from pallas_kernels.experts.experts import ExpertsProblem, experts
 from pallas_kernels.matmul.quantized_weights import FP4
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_quantized_linear import random_weight
+from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_op
 
 
 LIMIT = 7.0
@@ -154,6 +155,59 @@ def test_pairs_grouped_by_the_router(implementation):
     other = table.at[0].set((table[0] + 1) % 128), counts
     with pytest.raises(AssertionError):
         compare(implementation, *arrays, other)
+
+
+def layers_of(number, depth, inner, kind="FP4"):
+    """The matrices of each layer: of its routed experts, and of the one that all tokens share."""
+    rng = np.random.default_rng(0)
+    for i in range(LAYERS):
+        routed = (
+            random_experts(2 * i, number, 2 * inner, depth, kind),
+            random_experts(2 * i + 1, number, depth, inner, kind),
+        )
+        shapes = (2 * inner, depth), (depth, inner)
+        yield routed, tuple(random_weight(rng, *shape, scales=(113, 118))[0] for shape in shapes)
+
+
+def stored(matrix):
+    """A matrix as kernels take it."""
+    return (matrix.codes, matrix.scale) if isinstance(matrix, QuantizedWeight) else matrix
+
+
+# Two rows of FP4's scales in 16 bytes, and bfloat16.
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_one_layer_of_a_stack(implementation, kind):
+    x, selected, weights, *_ = operands(1, 2, 3, 512, 256)
+
+    def run(matrices, **layer):
+        routed, _ = matrices
+        options = dict(limit=LIMIT, interpret=implementation == "interpret")
+        return experts(x, selected, weights, *map(stored, routed), **layer, **options)
+
+    check_kernel(run, list(layers_of(3, 512, 256, kind)))
+
+
+# In one launch with the shared expert; XLA and a GPU also have it beside bfloat16. A pair has no expert here.
+@pytest.mark.parametrize(
+    ("implementation", "kind"),
+    [
+        ("xla", "FP4"),
+        ("xla", "BF16"),
+        ("interpret", "FP4"),
+        pytest.param("mosaic_gpu", "FP4", marks=pytest.mark.gpu),
+        pytest.param("mosaic_gpu", "BF16", marks=pytest.mark.gpu),
+    ],
+)
+def test_layers_in_a_loop(implementation, kind):
+    x, _, weights, *_ = operands(1, 2, 3, 512, 512)
+    selected = jnp.asarray([[2, -1]], jnp.int32)
+
+    def run(matrices):
+        routed, shared = matrices
+        return ops.experts(x, selected, weights, *routed, None, shared, limit=LIMIT, implementation=implementation)
+
+    check_op(run, list(layers_of(3, 512, 512, kind)))
 
 
 @pytest.mark.gpu

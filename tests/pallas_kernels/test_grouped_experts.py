@@ -6,15 +6,15 @@ import chex
 import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.quant import QuantizedWeight
 from pallas_kernels.experts.grouped_experts import Config, grouped_experts
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.test_experts import LIMIT, check, compare, operands, without_some_experts
+from tests.pallas_kernels.stacks import check_kernel
+from tests.pallas_kernels.test_experts import LIMIT, check, compare, layers_of, operands, stored, without_some_experts
 
 
 def run(x, selected, weights, gate_up, down, *, implementation, config=None):
     """The kernel alone, also for few tokens, and the sum over each token's experts."""
-    matrices = [(w.codes, w.scale) if isinstance(w, QuantizedWeight) else w for w in (gate_up, down)]
+    matrices = [stored(weight) for weight in (gate_up, down)]
     options = dict(limit=LIMIT, config=config, interpret=implementation == "interpret")
     y = grouped_experts(x, selected, weights, *matrices, **options)
     here = (selected >= 0) & (selected < gate_up.shape[0])
@@ -38,6 +38,19 @@ def test_interpreted(inner, kind, tile_pairs):
 def test_pairs_without_an_expert_here_add_nothing(implementation):
     x, selected, *others = operands(4, 2, 2, 512, 512)
     compare(implementation, x, without_some_experts(selected), *others, run=run)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_one_layer_of_a_stack(implementation, kind):
+    x, selected, weights, *_ = operands(2, 1, 3, 512, 256)
+
+    def run(matrices, **layer):
+        gate_up, down = map(stored, matrices[0])
+        options = dict(limit=LIMIT, config=Config(16, warpgroups=4), interpret=implementation == "interpret")
+        return grouped_experts(x, selected, weights, gate_up, down, **layer, **options)
+
+    check_kernel(run, list(layers_of(3, 512, 256, kind)))
 
 
 @pytest.mark.gpu

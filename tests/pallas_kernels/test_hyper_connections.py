@@ -12,6 +12,7 @@ from dsv4_jax import ops
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from pallas_kernels import hyper_connections
 from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.stacks import check_layers
 
 
 MIXED, HEAD = 24, 4
@@ -64,6 +65,24 @@ def test_interpreted(tokens, width, rows, added):
     check(run("interpret", *arrays), run("xla", *arrays))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, MIXED), (5, MIXED), (66, HEAD)])
+def test_layers_of_a_stack(implementation, tokens, rows):
+    """Each kernel of the first launch; on a GPU, `wgmma` needs more tokens."""
+    if implementation == "mosaic_gpu" and tokens == 66:
+        tokens = 300
+    streams, *weights, y, mixing = operands(tokens, 1024, rows)
+
+    def draw(layer):
+        return jax.tree.map(lambda weight: jnp.roll(weight, layer, axis=-1) + 0.1 * layer, tuple(weights))
+
+    def call(weights, streams, implementation):
+        outputs = run(implementation, streams, *weights, y, mixing)
+        return outputs[0], outputs
+
+    check_layers(implementation, call, draw, streams)
+
+
 def test_values_and_gradient_interpreted():
     arrays = operands(5, 1024)
 
@@ -103,6 +122,7 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import hyper_connections
+from tests.pallas_kernels.stacks import LAYERS, check_not_copied, looped
 S, f32, bf16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
 call = functools.partial(hyper_connections, norm_eps=1e-6, hc_eps=1e-6, iterations=20)
 sizes = dict(one=(1, 4096, 24), some=(32, 7168, 24), many=(8192, 4096, 24), head=(1, 4096, 4), head_many=(999, 4096, 4))
@@ -113,6 +133,12 @@ for name, (tokens, width, rows) in sizes.items():
     compile_for_h100(name + "_first", call, streams, *own)
     if tokens == 1:
         compile_for_h100(name + "_parts", call, streams, *own, y, mixing, S((20,), jnp.uint32))
+    def call_layer(carry, layer, *operands):
+        new, x, _ = call(carry, *operands, layer=layer)
+        return new + x[:, None, :]
+    stacks = [S((LAYERS, *x.shape), x.dtype) for x in own]
+    compiled = compile_for_h100(name + "_stack", looped(call_layer), streams, *stacks, y, mixing)
+    check_not_copied(compiled, *stacks)
 """)
     # Of the launch for many tokens, 384 threads a multiprocessor.
     assert max(used.values()) <= 168, used

@@ -11,6 +11,7 @@ import pytest
 from dsv4_jax import ops
 from tests.ops.pools import ints, poison, same_bytes
 from tests.pallas_kernels.kernels import FORMATS, NOPE, ROPE, registers
+from tests.pallas_kernels.stacks import check_layers
 
 
 def arguments(tokens, heads=8, pairs=32):
@@ -87,6 +88,20 @@ def test_append_on_gpu(fmt, tokens, heads):
     check_append("mosaic_gpu", fmt, tokens, heads, slots=100, ring=128)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_layers_of_a_stack(implementation):
+    q, kv, weight, _, inv_freq = arguments(3, 2)
+    view, slots, positions = rings_of(np.random.default_rng(3), 3, "v4")
+
+    def call(weight, view, implementation):
+        options = dict(eps=1e-6, implementation=implementation)
+        outputs = ops.norm_rope(q, kv, weight, jnp.maximum(positions, 0), inv_freq, **options)
+        rotated, view = ops.norm_rope_append(view, q, kv, weight, slots, positions, inv_freq, **options)
+        return view, (outputs, rotated, view.rows)
+
+    check_layers(implementation, call, functools.partial(jnp.roll, weight), view)
+
+
 def test_the_first_position_is_not_rotated():
     q, kv, weight, _, inv_freq = arguments(1, 1)
     q, kv = ops.norm_rope(q, kv, weight, jnp.zeros(1, jnp.int32), inv_freq, eps=0.0, implementation="interpret")
@@ -120,6 +135,7 @@ def test_compiles_for_h100_without_spills():
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import Rings, norm_rope, norm_rope_append
 from tests.pallas_kernels.kernels import LAYOUTS
+from tests.pallas_kernels.stacks import LAYERS, check_not_copied, looped
 S = jax.ShapeDtypeStruct
 args = S((8, 64, 512), jnp.bfloat16), S((8, 512), jnp.bfloat16), S((512,), jnp.float32), S((8,), jnp.int32)
 compile_for_h100("norm_rope", functools.partial(norm_rope, eps=1e-6), *args, S((32,), jnp.float32))
@@ -133,9 +149,19 @@ for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 12
     compiled = compile_for_h100(name, append, *args, donate_argnums=(7, 8, 9))
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
     assert " copy(" not in compiled.as_text()
+    def append_layer(carry, layer, stack, slots, positions, inv_freq, ring):
+        q, kv, *pools = carry
+        rings = Rings(ring, tuple(pools), 128, LAYOUTS[name])
+        q, *pools = norm_rope_append(q, kv, stack, slots, positions, inv_freq, rings, layer=layer, eps=1e-6)
+        return q, kv, *pools
+    stack = S((LAYERS, 512), jnp.float32)
+    args = (q, kv, *pools), stack, ints, ints, S((32,), jnp.float32), S((), jnp.int32)
+    compiled = compile_for_h100(name + "_stack", looped(append_layer), *args, donate_argnums=0)
+    check_not_copied(compiled, stack)
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20, "copies more than the queries"
 """)
     # Four warpgroups on a multiprocessor, each with enough rows on their way.
-    assert len(used) == 3 and max(used.values()) <= 128, used
+    assert len(used) == 5 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused():

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from pallas_kernels import router
 from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.stacks import check_layers
 
 
 TOP_K = 6
@@ -104,6 +106,21 @@ def test_on_gpu(tokens, depth, experts, hashed):
     check("mosaic_gpu", *operands(tokens, depth, experts, hashed=hashed))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("tokens", "hashed"), [(2, False), (2, True), (9, False)])
+def test_layers_of_a_stack(implementation, tokens, hashed):
+    x, weight, bias, table, ids, slots = operands(tokens, 512, 128, hashed=hashed)
+    given = weight, bias, table
+
+    def draw(layer):
+        return jax.tree.map(lambda array: jnp.roll(array, layer, axis=0), given)
+
+    def call(weights, carry, implementation):
+        return carry, run(implementation, x, *weights, ids, slots)
+
+    check_layers(implementation, call, draw)
+
+
 def test_its_gradient_is_that_of_the_reference():
     arrays = operands(2, 512, 128)
 
@@ -124,6 +141,7 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import router
+from tests.pallas_kernels.stacks import LAYERS, check_not_copied, looped
 S, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
 call = functools.partial(router, top_k=6, scaling_factor=1.5)
 flash = 4096, 256
@@ -131,7 +149,17 @@ pro = 7168, 384
 for name, tokens, depth, experts in ("one", 1, *flash), ("few", 7, *flash), ("some", 32, *flash), ("pro", 256, *pro):
     x, weight, slots = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32), S((tokens,), i32)
     compile_for_h100(name, call, x, weight, S((experts,), f32), None, None, slots)
-    compile_for_h100(name + "_hashed", call, x, weight, None, S((1000, 6), i32), S((tokens,), i32), slots)
+    table = S((1000, 6), i32)
+    compile_for_h100(name + "_hashed", call, x, weight, None, table, S((tokens,), i32), slots)
+    weight, bias, table = (S((LAYERS, *x.shape), x.dtype) for x in (weight, S((experts,), f32), table))
+    def add_weights(x, layer, weight, bias=None, table=None, ids=None):
+        weights = call(x, weight, bias, table, ids, layer=layer)[1]
+        return x + weights[:, :1].astype(x.dtype)
+    check_not_copied(compile_for_h100(name + "_stack", looped(add_weights), x, weight, bias), weight, bias)
+    def add_hashed(x, layer, weight, table, ids):
+        return add_weights(x, layer, weight, None, table, ids)
+    hashed = compile_for_h100(name + "_hashed_stack", looped(add_hashed), x, weight, table, S((tokens,), i32))
+    check_not_copied(hashed, weight, table)
 """)
     # Three blocks of 128 threads a multiprocessor.
     assert max(used.values()) <= 168, used
@@ -148,3 +176,8 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(jnp.concatenate([x] * 129), weight, bias)
     with pytest.raises(ValueError, match="either bias, or table and token_ids must be given, got none of them"):
         call(x, weight)
+    options = dict(top_k=TOP_K, scaling_factor=1.0, interpret=True)
+    with pytest.raises(NotImplementedError, match="takes weight as float32.any, any, 512., got float32.128, 512."):
+        router(x, weight, bias, layer=jnp.int32(0), **options)
+    with pytest.raises(NotImplementedError, match=r"takes layer as int32.., got int32.1."):
+        router(x, weight[None], bias[None], layer=jnp.zeros(1, jnp.int32), **options)

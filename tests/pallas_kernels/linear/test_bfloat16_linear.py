@@ -10,8 +10,10 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.ops import LinearSpec
+from pallas_kernels.linear import bfloat16_linear
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_quantized_linear import BF16, F32, make_spec
+from tests.pallas_kernels.stacks import LAYERS, check_kernel
 
 
 def check(implementation, tokens, outputs, depth, groups=1):
@@ -60,6 +62,15 @@ def test_interpreted(tokens, outputs, depth, groups):
 @pytest.mark.parametrize("tokens", [8, 32, 64])
 def test_on_gpu(tokens, outputs, depth, groups):
     check("mosaic_gpu", tokens, outputs, depth, groups)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_one_layer_of_a_stack(implementation):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((8, 512)), jnp.bfloat16)
+    layers = [jnp.asarray(rng.standard_normal((128, 512)), jnp.bfloat16) for _ in range(LAYERS)]
+    run = functools.partial(bfloat16_linear, x, spec=LinearSpec(), interpret=implementation == "interpret")
+    check_kernel(run, layers)
 
 
 def test_its_gradient_is_that_of_the_reference():

@@ -13,8 +13,9 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import QuantizedWeight
-from pallas_kernels.linear.quantized_linear import Config, quantized_linear
+from pallas_kernels.linear.quantized_linear import MAX_TOKENS, Config, quantized_linear
 from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_op
 
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -204,6 +205,47 @@ def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
 @pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
 def test_scales_far_from_one_on_gpu(scales):
     check("mosaic_gpu", 8, ((256, F32),), 512, scales=scales)
+
+
+def layers_of(rng, rows, plain, depth):
+    """The weights of each layer, FP8 above bfloat16, and of its norm."""
+    for _ in range(LAYERS):
+        plain_weight = jnp.asarray(rng.standard_normal((plain, depth)), jnp.bfloat16)
+        norm = jnp.asarray(rng.uniform(0.5, 2, depth), jnp.float32)
+        yield (random_weight(rng, rows, depth)[0], plain_weight), norm
+
+
+# The scales of 192 rows have more rows than those of 1.5 blocks; more tokens than a norm takes, and than a launch.
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("tokens", "norm", "config"), [(3, True, None), (9, False, Config(workers=2))])
+def test_one_layer_of_a_stack(implementation, tokens, norm, config):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16)
+    options = dict(spec=LinearSpec((192, 64)), eps=1e-6, config=config, interpret=implementation == "interpret")
+
+    def run(weights, **layer):
+        (quantized, plain), norm_weight = weights
+        pairs = (quantized.codes, quantized.scale), plain
+        return quantized_linear(x, pairs, norm_weight if norm else None, **layer, **options)
+
+    check_kernel(run, list(layers_of(rng, 192, 64, 512)))
+
+
+# A norm in the kernel and before it; the kernel for many tokens takes one weight.
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [2, 17, 33])
+def test_layers_in_a_loop(implementation, tokens):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16)
+
+    def run(weights):
+        matrices, norm = weights
+        matrices = matrices if tokens <= MAX_TOKENS else matrices[:1]
+        spec = LinearSpec(tuple(matrix.shape[0] for matrix in matrices))
+        products = ops.linear(x, matrices, spec, norm=(norm, 1e-6), implementation=implementation)
+        return products, ops.linear_swiglu(x, matrices[0], 7.0, implementation=implementation)
+
+    check_op(run, list(layers_of(rng, 256, 64, 512)))
 
 
 @pytest.mark.aot

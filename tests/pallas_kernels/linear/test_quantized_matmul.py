@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from dsv4_jax import ops
+from dsv4_jax.ops import LinearSpec
 from pallas_kernels.linear.quantized_matmul import Config, quantized_matmul
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_quantized_linear import BF16, F32, check, check_swiglu, random_weight
+from tests.pallas_kernels.stacks import LAYERS, check_kernel
 
 
 # Tiles with fewer rows and tokens than others, outputs of two dtypes; several tiles a block, not all in one batch
@@ -27,6 +29,21 @@ def test_interpreted(tokens, outputs, depth, groups):
 
 def test_swiglu_interpreted():
     check_swiglu("interpret", 33, 128, 256)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_one_layer_of_a_stack(implementation, limit):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((33, 256)), jnp.bfloat16)
+    # Without SwiGLU: scales of one and a half blocks of rows.
+    sizes = (64, 128) if limit is None else (128, 128)
+    options = dict(spec=LinearSpec(sizes, BF16), swiglu_limit=limit, interpret=implementation == "interpret")
+
+    def run(weight, **layer):
+        return quantized_matmul(x, weight.codes, weight.scale, **layer, **options)
+
+    check_kernel(run, [random_weight(rng, sum(sizes), 256)[0] for _ in range(LAYERS)])
 
 
 @pytest.mark.gpu

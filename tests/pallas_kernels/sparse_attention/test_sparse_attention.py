@@ -21,6 +21,7 @@ from pallas_kernels.sparse_attention.decode_attention import Config as DecodeCon
 from pallas_kernels.sparse_attention.prefill_attention import Config as PrefillKernelConfig
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
+from tests.pallas_kernels.stacks import check_layers
 
 
 # Queries and rows are normal, so scores are of size 1 and results below 4. Weights are rounded to 8 bits before the
@@ -190,6 +191,25 @@ def test_many_tokens_interpreted(count):
     got = prefill_interpreted(*args)
     assert_close(got, jitted("xla")(*args, inv_freq=INV_FREQ))
     assert not np.asarray(got, np.float32)[3].any(), "padding gives zeros"
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["KV splits", "one split", "prefill"])
+def test_sinks_of_a_stack(kind, implementation):
+    """A single split is that of one tile of rows, here for the heads of a device that has a quarter of a layer's."""
+    rng, prefill = np.random.default_rng(9), PrefillConfig(min_tokens=2)
+    sizes = SMALL | dict(heads=16 if kind == "one split" else 64)
+    q, sinks, kv, *tokens = call(FORMATS["v4"], rng, [2, 0], [101, 0], rate=4, count=40, **sizes)
+    if kind == "one split":
+        kv = dataclasses.replace(kv, compressed=None, indices=None)
+    if kind == "prefill":
+        kv = dataclasses.replace(kv, new_kv=values(rng, 2, DIM))
+
+    def attend(sinks, carry, implementation):
+        options = dict(inv_freq=INV_FREQ, prefill=prefill, implementation=implementation)
+        return carry, ops.sparse_attention(q, sinks, kv, *tokens, **options)
+
+    check_layers(implementation, attend, functools.partial(jnp.roll, sinks))
 
 
 @pytest.mark.parametrize("spare", [0, -1])
@@ -375,6 +395,7 @@ from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.sparse_attention import DenseRows, prefill_attention, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
+from tests.pallas_kernels.stacks import LAYERS, check_not_copied, looped
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
 for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jnp.float32)):
@@ -389,9 +410,15 @@ for name, block, scale in ("v4", 64, (8, jnp.uint8)), ("per_entry", None, (1, jn
         args += pools(64, 128), ints(64, 8192), pools(8192, 128 // rate), indices
         args += (S((32,), jnp.float32),)
         compile_for_h100(f"{name}-{label}", attend, *args)
+        def attend_layer(q, layer, sinks, slots, positions, ring, rings, table, pools, indices, inv_freq):
+            rows = Rings(ring, rings, 128, layout), Paged(ring, table, pools, indices, rate, layout)
+            return sparse_attention(q, sinks, slots, positions, *rows, inv_freq, layer=layer)
+        stack = S((LAYERS, heads), jnp.float32)
+        compiled = compile_for_h100(f"{name}-{label}-stack", looped(attend_layer), args[0], stack, *args[2:])
+        check_not_copied(compiled, stack)
     run("lists", 128, 4, ints(128, 512))
     run("lists-split", 1, 4, ints(1, 512))
-    run("lists-pairs", 128, 4, ints(128, 1024), heads=128)
+    run("lists-pairs", 120, 4, ints(120, 1024), heads=128)
     run("all-split", 8, 128, None)
     def prefill(q, sinks, slots, positions, layer, rings, own_rows):
         return sparse_attention(q, sinks, slots, positions, Rings(layer, rings, 128, layout, own_rows), None)
@@ -405,7 +432,12 @@ def bfloats(*shape): return S(shape, jnp.bfloat16)
 rows = DenseRows(bfloats(2175, 512), bfloats(16384, 512), ints(2048, 512), ints(2048, 4), ints(2048), 128)
 sums = S((1, 40, 64, 512), jnp.float32), S((1, 40, 2, 64), jnp.float32), S((64,), jnp.float32)
 compile_for_h100("combine", combine, *sums, ints(1), S((32,), jnp.float32))
-compile_for_h100("many", prefill_attention, bfloats(2048, 64, 512), S((64,), jnp.float32), rows, S((32,), jnp.float32))
+q, inv_freq = bfloats(2048, 64, 512), S((32,), jnp.float32)
+compile_for_h100("many", prefill_attention, q, S((64,), jnp.float32), rows, inv_freq)
+def attend_layer(q, layer, sinks, rows, inv_freq):
+    return prefill_attention(q, sinks, rows, inv_freq, layer=layer)
+stack = S((LAYERS, 64), jnp.float32)
+check_not_copied(compile_for_h100("many-stack", looped(attend_layer), q, stack, rows, inv_freq), stack)
 """)
     spills = dict.fromkeys(re.findall(r"^kernel (\S+)", printed, re.MULTILINE), 0)
     name = None
@@ -414,8 +446,8 @@ compile_for_h100("many", prefill_attention, bfloats(2048, 64, 512), S((64,), jnp
             name = match[1]
         elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spills[name] = max(spills[name], *map(int, match.groups()))
-    assert len(spills) == 14
-    assert spills["many"] == spills["combine"] == 0
+    assert len(spills) == 23
+    assert spills["many"] == spills["many-stack"] == spills["combine"] == 0
     # A few addresses of the loading warpgroup, which stay in the L1 cache.
     assert max(spills.values()) <= 64, spills
 

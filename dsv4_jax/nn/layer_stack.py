@@ -1,0 +1,213 @@
+"""The layers of a model: equal ones have stacked parameters and run in one loop."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Shaped
+
+from dsv4_jax.cache import Batch, StepCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.layer_runs import LayerRun, find_runs
+from dsv4_jax.nn.attention import StepCarry
+from dsv4_jax.nn.layers import AnyRngs, StackedRngs
+from dsv4_jax.quant import LayerSlice
+
+
+# The numbers of equal layers, and {name: [layers, ...]}, the values that a step recorded of them (`block.RECORDED`).
+Recorded = list[tuple[tuple[int, ...], dict[str, Shaped[Array, "..."]]]]
+
+
+class LayerLoop(nnx.Module):
+    """A run of layers: a period of layers whose parameters are stacked, in a loop over the repeats.
+
+    Attributes:
+      run: the numbers of the layers (static).
+      layers: the period's layers, each with parameters [repeats, ...].
+    """
+
+    def __init__(self, run: LayerRun, make_layer: Callable[[int, AnyRngs], nnx.Module], rngs: nnx.Rngs):
+        self.run = run
+        stacked = StackedRngs(rngs, run.repeats)
+        self.layers = nnx.List([make_layer(run.start + position, stacked) for position in range(run.period)])
+
+    def __call__(
+        self,
+        x: Any,
+        cache: StepCache,
+        batch: Batch,
+        carry: StepCarry,
+        *,
+        tap_layers: Sequence[int],
+        record: Collection[str],
+        exports: Collection[int],
+    ) -> tuple[Any, StepCarry, Any, Recorded]:
+        """Runs the layers, each of which is called as `DecoderLayer` is.
+
+        Args:
+          x: input of the first layer, a tree of arrays; every layer returns the same types.
+          cache, batch: cache and inputs of the step.
+          carry: values of earlier layers.
+          tap_layers: numbers of the layers whose output streams go to the carry's taps.
+          record: names of the values to return, see `block.RECORDED`.
+          exports: numbers of layers whose selection is read by layers behind this run.
+
+        Returns:
+          x, the carry, the cache, and the recorded values.
+        """
+        run = self.run
+        graphs, stacks = zip(*map(nnx.split, self.layers), strict=True)
+        # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
+        stacks, x = jax.lax.optimization_barrier((stacks, x))
+        names = [set(record) | ({"selection"} & _needed(exports, run.layers(p))) for p in range(run.period)]
+        tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
+
+        def run_period(state: Any, scanned: Any) -> tuple[Any, Any]:
+            x, cache, taps = state
+            repeat, values, tap_rows = scanned
+            inner = dataclasses.replace(carry, taps=taps)
+            outputs = []
+            for position, layer in enumerate(self.layers):
+                module = nnx.merge(graphs[position], _slices(stacks[position], values[position], repeat))
+                x, inner, cache = module(
+                    x,
+                    cache,
+                    batch,
+                    inner,
+                    number=layer.layer + run.period * repeat,
+                    tap_row=tap_rows[position],
+                    record=names[position],
+                )
+                outputs.append((inner.recorded, nnx.state(module, _is_other_state)))
+            return (x, cache, inner.taps), outputs
+
+        repeats = jnp.arange(run.repeats, dtype=jnp.int32)
+        (x, cache, taps), outputs = jax.lax.scan(
+            run_period, (x, cache, carry.taps), (repeats, stacks, tap_rows), length=run.repeats
+        )
+        recorded: Recorded = []
+        selections = dict(carry.selections)
+        for position, (values, state) in enumerate(outputs):
+            layers = tuple(run.layers(position))
+            if state:
+                nnx.update(self.layers[position], state)
+            for repeat, layer in enumerate(layers):
+                if layer in exports:
+                    selections[layer] = values["selection"][repeat]
+            recorded.append((layers, {name: values[name] for name in record if name in values}))
+        return x, dataclasses.replace(carry, selections=selections, taps=taps, recorded={}), cache, recorded
+
+
+class LayerStack(nnx.Module):
+    """Consecutive layers of a model, in as few loops as their forms allow.
+
+    `stack[i]` is a view of layer i for reading: a module of its own with a copy of the layer's parameters.
+    `nn.parameter_views` also writes them.
+
+    Attributes:
+      start: number of the first layer (static).
+      loops: LayerLoop of each run.
+    """
+
+    def __init__(
+        self, config: DSV4Config, layers: range, make_layer: Callable[[int, AnyRngs], nnx.Module], rngs: nnx.Rngs
+    ):
+        self.config = config
+        self.start = layers.start
+        forms = [_form(config, layer) for layer in layers]
+        self.loops = nnx.List([LayerLoop(run, make_layer, rngs) for run in find_runs(forms, layers.start)])
+
+    def __call__(
+        self,
+        x: Any,
+        cache: StepCache,
+        batch: Batch,
+        carry: StepCarry = StepCarry(),
+        *,
+        tap_layers: Sequence[int] = (),
+        record: Collection[str] = (),
+    ) -> tuple[Any, StepCarry, Any, Recorded]:
+        """Runs all layers; arguments and results are those of `LayerLoop`."""
+        recorded: Recorded = []
+        for loop in self.loops:
+            exports = self._exports(loop.run)
+            x, carry, cache, values = loop(
+                x, cache, batch, carry, tap_layers=tap_layers, record=record, exports=exports
+            )
+            recorded += values
+        return x, carry, cache, recorded
+
+    def __len__(self) -> int:
+        return sum(loop.run.period * loop.run.repeats for loop in self.loops)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns a copy of one layer, with parameters of its own."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"layer {index} of {len(self)}")
+        number = self.start + index % len(self)
+        (loop,) = (loop for loop in self.loops if loop.run.start <= number < loop.run.stop)
+        repeat, position = divmod(number - loop.run.start, loop.run.period)
+        graph, stack = nnx.split(loop.layers[position])
+        layer = nnx.merge(graph, jax.tree.map(lambda x: x[repeat], stack))
+        for _, module in nnx.iter_modules(layer):
+            if hasattr(module, "layer"):
+                module.layer = number
+        return layer
+
+    def _exports(self, run):
+        """Returns the layers of a run whose selections are read by layers behind it."""
+        later = self.config.layers[run.stop : self.start + len(self)]
+        return {spec.selection for spec in later if spec.selection is not None} & {*range(run.start, run.stop)}
+
+
+def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
+    """Returns a module of the structure of equal modules, whose variables are stacked: [modules, ...].
+
+    Such a module can stand in the place of one of ours in a `LayerLoop`, which gives it one layer's values.
+    """
+    graph, _ = nnx.split(modules[0])
+    return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, modules)))
+
+
+def _form(config, layer):
+    """Returns what equal layers have in common, and the layer whose selection this one reads, if it is another."""
+    spec = config.layers[layer]
+    form = dataclasses.replace(spec.kind, selection=None)
+    reads_other = spec.selection is not None and not spec.selects
+    return (form, spec.selects, config.is_hashed(layer)), spec.selection if reads_other else None
+
+
+def _needed(exports, layers):
+    return {"selection"} if exports & {*layers} else set()
+
+
+def _tap_rows(tap_layers, layers):
+    """Returns, for each layer, the row of the taps for its input streams, which the layer before it returned."""
+    rows = [tap_layers.index(layer - 1) if layer - 1 in tap_layers else len(tap_layers) for layer in layers]
+    return None if set(rows) == {len(tap_layers)} else jnp.array(rows, jnp.int32)
+
+
+def _slices(stacks, values, repeat):
+    """Returns a layer's state: slices of our own parameters, which kernels read in the stack, and plain values."""
+    flat = []
+    for (path, stack), (_, value) in zip(nnx.to_flat_state(stacks), nnx.to_flat_state(values), strict=True):
+        if stack.get_metadata().get("axes", ())[:1] == ("layers",):
+            whole = jax.tree.map(jax.lax.stop_gradient, stack.get_value())
+            value = value.replace(LayerSlice(value.get_value(), whole, repeat))
+        flat.append((path, value))
+    return nnx.from_flat_state(flat)
+
+
+def _is_other_state(path, variable):
+    """Whether a variable is no parameter, but state that a call may have changed."""
+    return (
+        isinstance(variable, nnx.Variable)
+        and "axes" not in variable.get_metadata()
+        and not isinstance(variable, nnx.Param)
+    )
