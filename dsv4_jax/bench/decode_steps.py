@@ -87,7 +87,8 @@ class StepOptions:
                 raise ValueError(f"--contexts {context} must be from {MARGIN + 1} to {longest} tokens")
         if not batches or not contexts:
             raise ValueError("--batches and --contexts need at least one number each")
-        if self.drafts > (most := MAX_DRAFTS if config.dspark is None else config.dspark.block_size):
+        limit = None if config.drafts is None else config.drafts.max_drafts
+        if self.drafts > (most := limit or MAX_DRAFTS):
             raise ValueError(f"--drafts {self.drafts} must be at most {most}")
         if not 0 <= self.layers <= config.num_hidden_layers:
             raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")

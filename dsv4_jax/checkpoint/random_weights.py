@@ -165,8 +165,9 @@ def _place_experts(module, expert_memory):
     is_model = isinstance(module, DeepseekV4ForCausalLM)
     layers = module.model.layers if is_model else module.layers
     names = [f"{'model.' * is_model}layers.{i}" for i in range(len(layers))]
-    names += [f"mtp.{i}" for i in range(len(module.mtp))]
-    experts = [layer.mlp.experts for layer in (*layers, *module.mtp)]
+    draft_layers = [] if module.drafts is None else module.drafts.layers
+    names += [f"drafts.layers.{i}" for i in range(len(draft_layers))]
+    experts = [layer.mlp.experts for layer in (*layers, *draft_layers)]
     matrices = [(layer.gate_up_proj, layer.down_proj) for layer in experts]
     shapes = [matrix.get_value().codes.shape for matrix in matrices[0]]
     _log.info("%s", expert_memory.plan(len(names), [(shape[0], math.prod(shape[1:])) for shape in shapes]))

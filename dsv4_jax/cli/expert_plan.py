@@ -37,7 +37,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.nn.layers import ABSTRACT
 
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    layers = [layer.mlp.experts for layer in (*model.model.layers, *model.mtp)]
+    draft_layers = [] if model.drafts is None else model.drafts.layers
+    layers = [layer.mlp.experts for layer in (*model.model.layers, *draft_layers)]
     first = [matrix.get_value().codes.shape for matrix in (layers[0].gate_up_proj, layers[0].down_proj)]
     experts, expert = config.n_routed_experts, sum(math.prod(shape[1:]) for shape in first)
     each, codes = len(layers) * expert, len(layers) * experts * expert
@@ -53,7 +54,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(taken)}: weights, of which "
             f"{readable_bytes(on_device * each)} experts, and {readable_bytes(programs)} for programs"
         )
-    drafting = tree_bytes(nnx.state(model.mtp))
+    drafting = tree_bytes(model.drafts)
     other = whole - drafting - sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in model.model.layers)
     sizes = dict(layers=config.num_hidden_layers, experts=experts, chosen=config.num_experts_per_tok)
     cost = TokenCost(**sizes, expert_bytes=expert, other_bytes=other, read_rate=READ_RATES[gpu])

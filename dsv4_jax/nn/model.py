@@ -13,10 +13,9 @@ from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
-from dsv4_jax.nn.dspark import DSparkLayer
+from dsv4_jax.nn.drafts import make_drafts
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
-from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.nn.projections import fuse_in_place
 from dsv4_jax.ops import all_gather, linear
 from dsv4_jax.quant import round_to
@@ -83,7 +82,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
       config: DSV4Config.
       model: DeepseekV4Model.
       lm_head: Linear, hidden to vocab.
-      mtp: list of the layers that make drafts: an MTPBlock, or `config.dspark.num_layers` DSparkLayer; or none.
+      drafts: the layers that make drafts, see `decode.drafts.Drafts`: MTPDrafts, DSparkDrafts or None.
     """
 
     def __init__(
@@ -118,9 +117,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         self.lm_head = Linear(
             config.hidden_size, config.vocab_size, param_dtype=param_dtype, axes=("vocab",), rngs=rngs
         )
-        draft_layers = range(config.num_hidden_layers, len(config.layers))
-        kind = MTPBlock if config.dspark is None else DSparkLayer
-        self.mtp: Any = nnx.List([kind(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
+        self.drafts: Any = make_drafts(config, param_dtype=param_dtype, rngs=rngs)
         if fused:
             fuse_in_place(self)
 
@@ -139,90 +136,15 @@ class DeepseekV4ForCausalLM(nnx.Module):
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:
         """Does `__call__` and also returns what drafts are made from, [T, n, hidden].
 
-        For an MTP block these are the n = hc_mult residual streams before the model's head, for DSpark the means of the
-        streams that leave each of its n target layers.
+        These are the means of the streams that leave each of the n target layers in `config.drafts`, or, if it has
+        none, the n = hc_mult residual streams before the model's head.
         """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache
 
-    def mtp_forward(
-        self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
-        """Runs the multi-token-prediction block, which predicts the token after the next.
-
-        Args:
-          streams: [T, hc_mult, hidden], the model's at the tokens of `batch.positions`, or, to predict further ahead
-            from a draft, those that this method returned for the position before.
-          cache: the cache; the block's window is written where `batch` has tokens.
-          batch: T tokens, each the one that *follows* the token at its position.
-
-        Returns:
-          hidden [T, hidden], for `logits`; the block's own streams [T, hc_mult, hidden]; the updated cache.
-        """
-        block = self.mtp[0]
-        # Without the barrier XLA would dequantize stored weights before a loop that calls this.
-        block, streams = jax.lax.optimization_barrier((block, streams))
-        return block.draft(block.join(streams, self.model.embed(batch)), cache, batch)
-
-    def mtp_write(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
-        """Updates the cache as `mtp_forward` does, without the rest of its work.
-
-        Args:
-          streams, cache, batch: as in `mtp_forward`.
-        """
-        block = self.mtp[0]
-        return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
-
-    def dspark_write(self, taps: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores the rows that DSpark's layers attend to, one per token and layer; returns the updated cache.
-
-        Args:
-          taps: [T, n, hidden] of `forward_streams`.
-          cache: the cache.
-          batch: the T tokens' positions and slots.
-        """
-        x = self.mtp[0].project(taps)
-        rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.mtp}
-        return cache.write_windows(rows, batch)
-
-    def dspark_forward(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T V"], Any]:
-        """Runs DSpark's layers on blocks of tokens, each of which sees all of its block and a window before it.
-
-        The cache holds the rows of all tokens before the blocks; those of the blocks are overwritten. The T tokens of
-        the batch, with `draft_block` set, are each request's newest token, which the model has not run yet, and then
-        `config.dspark.noise_token_id`.
-
-        Returns:
-          hidden [T, hidden] before the norm, and logits [T, vocab] float32 of the token after each position, both for
-            `dspark_correct`; the updated cache.
-        """
-        layers = jax.lax.optimization_barrier(self.mtp)
-        x = self.model.embed(batch)
-        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
-        carry = StepCarry(experts={} if counts_experts(cache) else None)
-        for layer in layers:
-            residual, carry, cache = layer(residual, cache, batch, carry)
-        hidden = layers[-1].hc_head(residual.merged())
-        return hidden, self.logits(layers[-1].norm(hidden)), count_experts(cache, carry.experts)
-
-    def dspark_correct(
-        self, hidden: Float[Array, "T D"], logits: Float[Array, "T V"], previous: Int[Array, "T"]
-    ) -> tuple[Float[Array, "T V"], Float[Array, "T"]]:
-        """Adds to logits of a block's position what the token before the draft says.
-
-        Args:
-          hidden: [T, hidden] of `dspark_forward`.
-          logits: [T, vocab] float32 of `dspark_forward`.
-          previous: [T] int32, the token before the draft.
-
-        Returns:
-          the draft's logits [T, vocab] float32, and the logit [T] float32 of the probability that it is accepted if all
-          drafts before it are.
-        """
-        last = self.mtp[-1]
-        embedded = round_to(last.markov_head.markov_w1(previous), hidden.dtype)
-        corrected = logits + all_gather(linear(embedded, last.markov_head.markov_w2.weight[...])[0])
-        return corrected, last.confidence_head(hidden, embedded)
+    def embed(self, batch: Batch) -> Float[Array, "T D"]:
+        """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""
+        return self.model.embed(batch)
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
