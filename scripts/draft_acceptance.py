@@ -49,7 +49,8 @@ class DraftAcceptance:
         """Measures, prints and returns the report."""
         checkpoint = self.checkpoint or packaged_checkpoint()
         config = DSV4Config.from_hf(checkpoint, mtp=True)
-        prompts, most = self._prompts(config), (config.drafts and config.drafts.max_drafts) or 3
+        assert config.drafts is not None
+        prompts, most = self._prompts(config), config.drafts.max_drafts or 3
         model = CompiledModel(load_checkpoint(checkpoint, config))
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
         report |= dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)

@@ -46,7 +46,7 @@ _DSPARK = (
     ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", "vocab markov", "last"),
     ("confidence_head.proj.weight", "confidence_head.proj.weight", "1 with_markov", "last"),
 )
-_DRAFTS = {MTPConfig: (*_MTP, *_DRAFT_HEAD), DSparkConfig: (*_DRAFT_HEAD, *_DSPARK)}
+_DRAFTS = {type(None): (), MTPConfig: (*_MTP, *_DRAFT_HEAD), DSparkConfig: (*_DRAFT_HEAD, *_DSPARK)}
 # The same after `model.layers.N.` or `drafts.layers.N.`, and `layers.N.` or `mtp.N.`, with transformers' name if it is
 # not ours. The last column names the layers that have the parameter: all, those that store entries ("owner")
 # or index keys ("keys"), those that score keys ("selects"), or an MLP type. A release name with {expert}
@@ -152,7 +152,7 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
             "hash_moe" if config.is_hashed(layer) else "moe": True,
         }  # fmt: skip
         places = {"first": draft_layer == 0, "last": draft_layer == config.num_draft_layers - 1}
-        for path, release, shape, place in _DRAFTS[type(config.drafts)] if draft_layer >= 0 else ():
+        for path, release, shape, place in _DRAFTS[type(config.drafts)]:
             if places[place]:
                 yield _weight(f"drafts.{path}", shape, sizes, theirs + (path if naming == "module" else release))
         for path, release, module, shape, part in _LAYER:
