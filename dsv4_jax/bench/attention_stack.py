@@ -137,9 +137,9 @@ class AttentionStack(DraftingStack):
         ids = batch.token_ids[:, None]
         return jnp.broadcast_to(ids, (len(ids), self.config.hidden_size)).astype(jnp.bfloat16)
 
-    def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T 1"]:
-        """Returns one channel as logits [T, 1] float32."""
-        return hidden[:, :1].astype(jnp.float32)
+    def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
+        """Returns copies of one channel as logits [T, vocab] float32."""
+        return jnp.broadcast_to(hidden[:, :1], (len(hidden), self.config.vocab_size)).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("tokens", "drafts"))

@@ -70,18 +70,11 @@ class CompiledModel:
         """Calls the module's `logits`, without compiling it."""
         return self.module.logits(hidden)
 
-    def forward_streams(self, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """Calls the module's `forward_streams`, without compiling it."""
-        return self.module.forward_streams(cache, batch)
-
-    def embed(self, batch: Batch) -> Float[Array, "T D"]:
-        """Calls the module's `embed`, without compiling it."""
-        return self.module.embed(batch)
-
-    @property
-    def drafts(self) -> Any:
-        """The module's draft layers."""
-        return self.module.drafts
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the module, such as `drafts`."""
+        if name.startswith("_"):  # a copy asks for these before it has a structure
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
     def run(self, function: Any, *args: Any, **options: Any) -> Any:
         """Calls a jitted function of a model and a cache, with a program from the `program_store` if there is one.

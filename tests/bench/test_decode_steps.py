@@ -146,8 +146,8 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
         assert row["times_one_token"] == pytest.approx(row["milliseconds"] / rows[0]["milliseconds"], rel=1e-3)
     # Two drafts read the block's weights and a window of 128 rows twice, for two requests; verifying reads no more.
     config = dataclasses.replace(read_config(packaged_checkpoint()), num_nextn_predict_layers=1)
-    options = dict(layer_type=AttentionLayer, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    block = tree_bytes(jax.eval_shape(lambda: make_drafts(config, **options))) + 2 * 128 * 200
+    drafts = make_drafts(config, layer_type=AttentionLayer, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    block = tree_bytes(drafts) + 2 * 128 * 200
     assert [row["floor_bytes"] - rows[0]["floor_bytes"] for row in rows] == [0, 0, 2 * block]
     rate = 2000 / rows[2]["milliseconds"] * (1 + 0.7 + 0.49)
     assert rows[2]["tokens_per_second"]["0.7"] == pytest.approx(rate, rel=1e-3)

@@ -213,7 +213,7 @@ def test_the_packaged_models_drafts_are_mostly_right_and_change_nothing():
     assert min(drafted.acceptance for _, drafted in pairs) > 0.45
 
 
-def test_what_is_no_drafter_is_refused(small):
+def test_what_is_no_drafter_is_refused(small, untyped):
     assert isinstance(PromptLookup(), Drafter)
     for drafter in ("prompt", 3):
         with pytest.raises(ValueError, match="must be 'model', an object with a method `draft`, or None"):
