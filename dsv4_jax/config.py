@@ -284,8 +284,10 @@ class DSV4Config:
         return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
 
     def with_drafts_of(self, other: "DSV4Config") -> "DSV4Config":
-        """Returns the configuration with the draft layers of another model, fitted to this one."""
-        return self if other.dspark is None else self.with_dspark(other.dspark.markov_rank)
+        """Returns the configuration with the kind of draft layers that another model has, or without."""
+        if other.dspark is not None:
+            return self.with_dspark(other.dspark.markov_rank)
+        return self.with_drafts(other.drafts is not None)
 
     def compress_rate(self, layer: int) -> int:
         """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""
@@ -404,14 +406,4 @@ _SMALL: dict[str, Any] = dict(
 
 
 def __dir__() -> list[str]:
-    return [
-        "CSA",
-        "HCA",
-        "LAYER_TYPES",
-        "SLIDING",
-        "DSV4Config",
-        "DSparkConfig",
-        "LayerSpec",
-        "MTPConfig",
-        "RopeScaling",
-    ]
+    return ["CSA", "HCA", "LAYER_TYPES", "SLIDING", "DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]
