@@ -1,7 +1,6 @@
 """Draft tokens made on the device by the model's draft layers, such as multi-token prediction (MTP) or DSpark."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, sample
+from dsv4_jax.nn.draft_layers import Draw
 
 
 class Drafts(Protocol):
@@ -36,7 +36,7 @@ class Drafts(Protocol):
         streams: Float[Array, "n h D"],
         cache: KVCache,
         batch: Batch,
-        draw: Callable[[Float[Array, "n vocab"], Int[Array, "n"]], Int[Array, "n"]],
+        draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} vocab"], Float[Array, "n {count}"] | None, KVCache]:
         """Drafts the tokens behind each request's newest token.

@@ -1,10 +1,11 @@
 """The layers that draft modules have in common."""
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.cache.expert_counts import count_experts, counts_experts
@@ -12,6 +13,10 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import DecoderLayer
 from dsv4_jax.nn.hyper_connection import ResidualStreams
+
+
+# Maps logits [n, vocab] float32, and the positions [n] of the tokens to draw, to tokens [n] int32.
+Draw = Callable[[Float[Array, "n V"], Int[Array, "n"]], Int[Array, "n"]]
 
 
 class DraftLayers(nnx.Module):
@@ -30,7 +35,12 @@ class DraftLayers(nnx.Module):
         self.layers = nnx.List([layer_type(config, number, param_dtype=param_dtype, rngs=rngs) for number in numbers])
 
     def run_layers(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> tuple[ResidualStreams, Any]:
-        """Runs the layers on streams [T, hc_mult, hidden]; returns the residual streams and the updated cache."""
+        """Runs the layers; returns the residual streams and the updated cache.
+
+        Args:
+          streams: [T, hc_mult, hidden] input of the first layer.
+          cache, batch: cache and inputs of the step.
+        """
         carry = StepCarry(experts={} if counts_experts(cache) else None)
         residual = ResidualStreams(streams)
         for layer in self.layers:

@@ -1,7 +1,6 @@
 """DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813: a block of tokens in one pass."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.config import DSparkConfig, DSV4Config
-from dsv4_jax.nn.draft_layers import DraftLayers
+from dsv4_jax.nn.draft_layers import DraftLayers, Draw
 from dsv4_jax.nn.hyper_connection import HyperHead
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
 from dsv4_jax.ops import all_gather, linear
@@ -76,7 +75,11 @@ class DSparkDrafts(DraftLayers):
         self.confidence_head = ConfidenceHead(config, rank, param_dtype=param_dtype, rngs=rngs)
 
     def write(self, model: Any, streams: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores the rows that the layers attend to, one per token and layer; see `decode.drafts.Drafts`."""
+        """Stores the rows that the layers attend to, one per token and layer; returns the updated cache.
+
+        Args:
+          model, streams, cache, batch: as in `decode.drafts.Drafts`.
+        """
         x = self.main_norm(self.main_proj(streams.reshape(streams.shape[0], -1)))
         rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers}
         return cache.write_windows(rows, batch)
@@ -87,12 +90,15 @@ class DSparkDrafts(DraftLayers):
         streams: Float[Array, "n t D"],
         cache: KVCache,
         batch: Batch,
-        draw: Callable[[Float[Array, "n V"], Int[Array, "n"]], Int[Array, "n"]],
+        draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], Float[Array, "n {count}"], KVCache]:
         """Runs a block, then corrects and draws the drafts one after another; see `decode.drafts.Drafts`.
 
-        The streams are not used. The block is as wide for fewer drafts, and its rows in the cache are overwritten.
+        The block is as wide for fewer drafts.
+
+        Args:
+          model, streams, cache, batch, draw, count: as there; the streams are not used.
         """
         assert isinstance(self.config.drafts, DSparkConfig)
         size, noise = self.config.drafts.block_size, self.config.drafts.noise_token_id

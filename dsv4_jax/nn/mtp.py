@@ -1,7 +1,6 @@
 """Multi-token prediction: a layer that predicts the token after the next one, and so drafts token after token."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.cache import Batch, KVCache, StepCache
 from dsv4_jax.cache.streams import advance_streams
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.draft_layers import DraftLayers
+from dsv4_jax.nn.draft_layers import DraftLayers, Draw
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layers import Linear, RMSNorm
 from dsv4_jax.quant import round_to
@@ -68,7 +67,11 @@ class MTPDrafts(DraftLayers):
         return *drafts.hc_head.pre(residual, drafts.norm), cache
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores a window row of each token's predecessor, which needs the token; see `decode.drafts.Drafts`."""
+        """Stores a window row of each token's predecessor, which needs the token; returns the updated cache.
+
+        Args:
+          model, streams, cache, batch: as in `decode.drafts.Drafts`.
+        """
         streams, shifted, cache = advance_streams(cache, streams, batch)
         (layer,) = self.layers
         joined = self.join(streams, model.embed(shifted))
@@ -82,10 +85,14 @@ class MTPDrafts(DraftLayers):
         streams: Float[Array, "n h D"],
         cache: KVCache,
         batch: Batch,
-        draw: Callable[[Float[Array, "n V"], Int[Array, "n"]], Int[Array, "n"]],
+        draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], None, KVCache]:
-        """Drafts one token after another, each from the streams of the pass before; see `decode.drafts.Drafts`."""
+        """Drafts one token after another, each from the streams of the pass before; see `decode.drafts.Drafts`.
+
+        Args:
+          model, streams, cache, batch, draw, count: as there.
+        """
 
         def draft_one(carry: Any, _: None) -> tuple[Any, Any]:
             streams, batch, cache = carry
