@@ -32,9 +32,7 @@ from .decode import (
     forward as forward,
 )
 from .engine import (
-    DSparkDrafter as DSparkDrafter,
     Engine as Engine,
-    MTPDrafter as MTPDrafter,
     PromptLookup as PromptLookup,
     beam_search as beam_search,
     generate as generate,

@@ -46,13 +46,40 @@ class RopeScaling:
             )
 
 
+class MTPConfig:
+    """The multi-token-prediction block, a layer that drafts one token after another.
+
+    Every kind of draft layers has these attributes and the method `spare_rows`; nothing else asks for the kind.
+
+    Attributes:
+        num_layers: number of draft layers, which have a window only.
+        block_size: number of tokens that a pass over the layers drafts.
+        max_drafts: the most tokens that can be drafted for a request in a step; None = no limit.
+        keeps_streams: whether the cache stores the residual streams of each request's last tokens.
+        estimates_confidence: whether a draft has a probability of being accepted.
+        target_layer_ids: layers of the model, ascending, whose streams drafts are made from, each as a mean; () = the
+            streams before the model's head.
+    """
+
+    num_layers = 1
+    block_size = 1
+    max_drafts = None
+    keeps_streams = True
+    estimates_confidence = False
+    target_layer_ids = ()
+
+    def spare_rows(self, drafts: int) -> int:
+        """Returns the number of window rows behind a request's last token that drafting so many tokens writes."""
+        return max(drafts - 1, 0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkConfig:
     """The draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass (DSpark).
 
     Attributes:
         num_layers: number of draft layers, which have a window only.
-        block_size: number of tokens that a pass drafts.
+        block_size: number of tokens that a pass drafts, and that a step can draft.
         noise_token_id: token id that stands in the block for every token but the first.
         target_layer_ids: layers of the model, ascending; the draft layers read the streams that leave them.
         markov_rank: width of the correction of a draft's logits by the token before it.
@@ -63,6 +90,18 @@ class DSparkConfig:
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
     markov_rank: int
+
+    keeps_streams = False
+    estimates_confidence = True
+
+    @property
+    def max_drafts(self) -> int:
+        """The most tokens that can be drafted for a request in a step."""
+        return self.block_size
+
+    def spare_rows(self, drafts: int) -> int:
+        """Returns the number of rows of a block, which has the same size for any number of drafts."""
+        return self.block_size
 
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:
         """Raises ValueError if a value is impossible in a model of so many layers and tokens."""
@@ -185,9 +224,14 @@ class DSV4Config:
         return tuple(spec.layer_type for spec in self.specs)
 
     @property
+    def drafts(self) -> MTPConfig | DSparkConfig | None:
+        """The description of the layers that make drafts; None without such layers."""
+        return (self.dspark or MTPConfig()) if self.num_nextn_predict_layers else None
+
+    @property
     def num_draft_layers(self) -> int:
         """The number of layers that make drafts."""
-        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.num_layers
+        return 0 if self.drafts is None else self.drafts.num_layers
 
     def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers. DSpark's target layers are the last ones.
@@ -215,6 +259,12 @@ class DSV4Config:
     def with_drafts(self, drafts: bool) -> "DSV4Config":
         """Returns the configuration with the model's layers that make drafts, or without them."""
         return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
+
+    def with_drafts_of(self, other: "DSV4Config") -> "DSV4Config":
+        """Returns the configuration with the kind of draft layers that another model has, or without."""
+        if other.dspark is not None:
+            return self.with_dspark(other.dspark.markov_rank)
+        return self.with_drafts(other.drafts is not None)
 
     def compress_rate(self, layer: int) -> int:
         """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""

@@ -45,7 +45,7 @@ def find_runs(forms: Sequence[tuple[Hashable, int | None]], start: int = 0) -> t
         (form, source), (earlier_form, earlier_source) = forms[layer - start], forms[layer - period - start]
         if form != earlier_form or (source is None) != (earlier_source is None):
             return False
-        if source is None or source == earlier_source:
+        if source is None or earlier_source is None or source == earlier_source:
             return source is None or source < first
         in_period = (layer - first) % period
         return source - earlier_source == period and layer - source <= in_period

@@ -15,7 +15,6 @@ from dsv4_jax import DSV4Config, KVCacheManager, SamplingParams, load_checkpoint
 from dsv4_jax.data import packaged_checkpoint
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import Engine, Request, generate
-from dsv4_jax.engine.drafters import DeviceDrafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,8 @@ class DraftAcceptance:
         """Measures, prints and returns the report."""
         checkpoint = self.checkpoint or packaged_checkpoint()
         config = DSV4Config.from_hf(checkpoint, mtp=True)
-        prompts, most = self._prompts(config), config.dspark.block_size if config.dspark else 3
+        assert config.drafts is not None
+        prompts, most = self._prompts(config), config.drafts.max_drafts or 3
         model = CompiledModel(load_checkpoint(checkpoint, config))
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
         report |= dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
@@ -58,7 +58,7 @@ class DraftAcceptance:
             model,
             self._manager(model, most),
             token_budget=self.requests * (1 + most),
-            drafter=DeviceDrafter.of(config),
+            drafter="model",
             draft_tokens=most,
             batch_invariant=True,
         )

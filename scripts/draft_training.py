@@ -47,7 +47,7 @@ def draft_losses(
         inside = jnp.arange(shape[1])[None, :] + number < shape[1]
         after = jnp.roll(ids[:, 1:], 1 - number, axis=1)
         step = dataclasses.replace(batch, token_ids=after.reshape(-1), positions=batch.positions + number - 1)
-        hidden, streams, cache = model.mtp_forward(streams, cache, step)
+        hidden, streams, cache = model.drafts(model, streams, cache, step)
         logits, target = model.logits(hidden).reshape(*shape, -1), jnp.roll(model_logits, -number, axis=1)
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(target))
         losses += jnp.where(inside, np.float32(weight) * loss, 0)

@@ -52,7 +52,7 @@ def load_rate(
                 where: dict[str, Any] = dict(mesh=devices)
                 if experts is not None:
                     where = dict(expert_memory=ExpertMemory(None if experts == "auto" else experts))
-                model = load_checkpoint(folder, config, weights="quantized", fused=True, **where)
+                model = load_checkpoint(folder, config, weights="quantized", **where)
                 jax.block_until_ready(model)
             seconds = time.perf_counter() - start
             loads.append(dict(seconds=seconds, rate=size / seconds, host_bytes=memory.peak))

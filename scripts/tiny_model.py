@@ -18,7 +18,6 @@ from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, StepCarry
 from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.model import DecoderLayer
 from dsv4_jax.nn.moe import Experts
-from dsv4_jax.nn.mtp import MTPBlock
 from dsv4_jax.ops import swiglu
 from dsv4_jax.quant import round_to
 
@@ -129,7 +128,7 @@ def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
     Balancing biases and tables of hash layers are not trained by gradients. If there is a multi-token-prediction block,
     everything outside it is not trained.
     """
-    frozen = ("model.", "lm_head.") if any(path.startswith("mtp.") for path in tensors) else ()
+    frozen = ("model.", "lm_head.") if any(path.startswith("drafts.") for path in tensors) else ()
     fixed = {path: x for path, x in tensors.items() if path.endswith((_BALANCE, "tid2eid")) or path.startswith(frozen)}
     return {path: value for path, value in tensors.items() if path not in fixed}, fixed
 
@@ -150,9 +149,9 @@ def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> Deepseek
 
 
 def _layer(config, path):
-    """Returns the index of a tensor's layer; the multi-token-prediction block comes last."""
-    first, second, *rest = path.split(".")
-    return config.num_hidden_layers + int(second) if first == "mtp" else int(rest[0])
+    """Returns the index of a tensor's layer; draft layers come last."""
+    part, _, number, *_ = path.split(".")
+    return int(number) + (config.num_hidden_layers if part == "drafts" else 0)
 
 
 def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"], rate: float) -> Tensors:
@@ -170,8 +169,8 @@ def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"
 
 def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     """Changes a model in place: layers become `TrainedLayer`, projections of indexers learn from their own loss."""
-    for block in model.mtp:
-        block.__class__ = TrainedMTPBlock
+    for layer in model.drafts.layers if model.drafts else ():
+        layer.__class__ = TrainedLayer
     for layer in model.model.layers:
         layer.__class__ = TrainedLayer
         layer.self_attn.input_projections.__class__ = DetachedIndexer
@@ -198,10 +197,6 @@ class TrainedLayer(DecoderLayer):
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
         after = after.with_load(self.layer, experts)
         return residual.post(after.dropped(y, 2 * self.layer + 1)), carry, after
-
-
-class TrainedMTPBlock(TrainedLayer, MTPBlock):
-    """The multi-token-prediction block as a `TrainedLayer`."""
 
 
 def all_experts(

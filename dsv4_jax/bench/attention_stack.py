@@ -2,26 +2,29 @@
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.decode.drafts import draft_block
+from dsv4_jax.decode.drafts import draft
 from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention, StepCarry
+from dsv4_jax.nn.drafts import make_drafts
 from dsv4_jax.nn.hyper_connection import ResidualStreams
-from dsv4_jax.nn.layers import Linear, RMSNorm
+from dsv4_jax.nn.layer_stack import LayerStack
+from dsv4_jax.nn.layers import AnyRngs, RMSNorm
 from dsv4_jax.ops import all_reduce
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.parallel.mailboxes import make_mailboxes
@@ -31,127 +34,111 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 DRAWS = 32  # steps in a row that have different tokens
 
 
+class FirstStream(nnx.Module):
+    """Stands for a layer's hyper-connection: collapses streams to the first one."""
+
+    def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
+        """Returns the normed first stream [T, hidden] and the residual."""
+        return norm(residual.streams[:, 0]), residual
+
+
 class AttentionLayer(nnx.Module):
-    """`x + attention(norm(x))` of a layer, with random weights."""
+    """The attention of a DecoderLayer, with random weights: each stream plus `attention(norm(first stream))`."""
 
-    def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
+    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.layer = layer
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
-        self.self_attn = Attention(config, layer, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.self_attn = Attention(config, layer, param_dtype=param_dtype, rngs=rngs)
+        self.attn_hc = FirstStream()
 
-    def attend(self, x, cache, batch, carry):
-        """Maps x [T, hidden] to the attention's output; also returns the carry and the updated cache."""
-        y, carry, cache = self.self_attn(self.norm(x), cache.handle(self.layer, batch), carry)
-        return all_reduce(y), carry, cache
-
-    def __call__(self, x, cache, batch, carry):
-        """Maps x [T, hidden] to the same; also returns the carry and the updated cache."""
-        y, carry, cache = self.attend(x, cache, batch, carry)
-        return x + y, carry, cache
-
-
-class DraftAttention(AttentionLayer):
-    """The attention of the multi-token-prediction block and its input projections."""
-
-    def __init__(self, config: DSV4Config, layer: int, rngs: nnx.Rngs):
-        super().__init__(config, layer, rngs)
-        hidden, options = config.hidden_size, dict(param_dtype=jnp.bfloat16, rngs=rngs)
-        self.e_proj, self.h_proj = Linear(hidden, hidden, **options), Linear(hidden, hidden, **options)
-
-    def join(self, streams, embedded):
-        """Combines the streams with the next token's embedding, like `MTPBlock.join`."""
-        projected = self.h_proj(self.norm(streams.reshape(-1, streams.shape[-1]))).reshape(streams.shape)
-        return projected + self.e_proj(self.norm(embedded))[:, None, :]
-
-    def __call__(self, residual, cache, batch, carry):
-        """Maps streams [T, hc_mult, hidden] to the same; also returns the carry and the updated cache."""
-        y, carry, cache = self.attend(residual.streams[:, 0], cache, batch, carry)
-        return ResidualStreams(residual.streams + y[:, None, :]), carry, cache
-
-    def write_window(self, streams, cache, batch):
-        """Returns the cache as `__call__` updates it."""
-        rows = self.self_attn.window_rows(self.norm(streams[:, 0]), batch.positions)
-        return cache.handle(self.layer, batch).write_swa(rows).cache
+    def __call__(
+        self, residual: ResidualStreams, cache: KVCache, batch: Batch, carry: StepCarry, *, number: Any, **_: Any
+    ) -> tuple[ResidualStreams, StepCarry, KVCache]:
+        """Runs the layer; arguments and results are those of `DecoderLayer`."""
+        x, _ = self.attn_hc.pre(residual, self.input_layernorm)
+        y, carry, cache = self.self_attn(x, cache.handle(number, batch, like=self.layer), carry)
+        return dataclasses.replace(residual, streams=residual.streams + all_reduce(y)[:, None, :]), carry, cache
 
 
 class DraftingStack(nnx.Module):
-    """A stack of layers that can draft tokens."""
+    """A stack of layers that can draft tokens.
+
+    Attributes:
+      config: DSV4Config.
+      drafts: the module of the draft layers, or None.
+    """
 
     config: DSV4Config
-    mtp: nnx.List  # the layers that draft
+    drafts: Any
 
     def step_bytes(self, tokens: int) -> int:
         """Returns the bytes of weights that a step of `tokens` tokens reads, without those that only drafts read."""
-        return tree_bytes(nnx.state(self)) - tree_bytes(nnx.state(self.mtp))
+        return tree_bytes(self) - tree_bytes(self.drafts)
 
     def draft_bytes(self, requests: int, count: int) -> int:
-        """Returns the bytes of weights that drafts read: all of a block for each, or all of DSpark's layers once."""
-        return (count if self.config.dspark is None else min(count, 1)) * tree_bytes(nnx.state(self.mtp))
+        """Returns the bytes of weights that drafting `count` tokens of each request reads.
+
+        A pass reads all weights, but for those of DSpark's Markov head: `markov_w1` is looked up, and `markov_w2` is
+        read for each draft.
+        """
+        times = dict(markov_w1=0, markov_w2=count)
+        passes = draft_passes(self.config, count)
+        weights = [] if self.drafts is None else nnx.to_flat_state(nnx.state(self.drafts))
+        return sum(
+            tree_bytes(weight) * next((times[name] for name in path if name in times), passes)
+            for path, weight in weights
+        )
 
     def draft(
         self, x: Float[Array, "T D"], cache: KVCache, batch: Batch, tokens: int, count: int
-    ) -> tuple[Shaped[Array, "R ..."], KVCache]:
+    ) -> tuple[Int[Array, "R count"], KVCache]:
         """Writes the draft layers' windows for a step's tokens, then drafts as if all of them were accepted.
 
-        Takes the step's output, cache and batch, its tokens a request, and the number of drafts of each request. What
-        drafts are made from is made up from the output, and for an MTP block a draft's embedding from its streams.
+        Takes the step's output, cache and batch, its tokens a request, and the number of drafts of each request. The
+        streams that drafts are made from are copies of the output.
         """
         last = jnp.arange(1, x.shape[0] // tokens + 1, dtype=jnp.int32) * tokens - 1
-        at_last = {name: getattr(batch, name)[last] for name in ("token_ids", "positions", "slots")}
-        last_tokens = dataclasses.replace(batch, **at_last)
-        if (dspark := self.config.dspark) is not None:
-            model, taps = cast(Any, self), jnp.repeat(x[:, None, :], len(dspark.target_layer_ids), axis=1)
-            anchors = dataclasses.replace(last_tokens, positions=last_tokens.positions + 1)
-            cache, seeds = model.dspark_write(taps, cache, batch), jnp.zeros(last.shape, jnp.uint32)
-            drafts, _, _, cache = draft_block(model, cache, anchors, GREEDY, seeds, count=count)
-            return drafts, cache
-        (block,) = self.mtp
-        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
-        cache = block.write_window(block.join(streams, x), cache, batch)
+        drafts = self.config.drafts
+        assert drafts is not None
+        width = len(drafts.target_layer_ids) or self.config.hc_mult
+        streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], width, x.shape[1]))
+        cache = self.drafts.write(self, streams, cache, batch)
+        newest = dataclasses.replace(
+            batch, token_ids=batch.token_ids[last], positions=batch.positions[last] + 1, slots=batch.slots[last]
+        )
+        seeds = jnp.zeros(last.shape, jnp.uint32)
+        ids, _, _, cache = draft(self, cache, streams[last], newest, GREEDY, seeds, drafts=count)
+        return ids, cache
 
-        def draft_one(carry, ahead):
-            streams, cache = carry
-            drafted = dataclasses.replace(last_tokens, positions=last_tokens.positions + ahead)
-            residual = ResidualStreams(block.join(streams, streams[:, -1]))
-            residual, _, cache = block(residual, cache, drafted, StepCarry())
-            return (residual.merged(), cache), None
 
-        (streams, cache), _ = lax.scan(draft_one, (streams[last], cache), jnp.arange(1, count + 1, dtype=jnp.int32))
-        return streams[:, 0], cache
+def draft_passes(config: DSV4Config, count: int) -> int:
+    """Returns the number of times that the draft layers run to draft `count` tokens of a request."""
+    return 0 if config.drafts is None else -(-count // config.drafts.block_size)
 
 
 class AttentionStack(DraftingStack):
-    """`x + attention(norm(x))`, layer after layer, with random weights."""
+    """`x + attention(norm(x))`, layer after layer, with random weights. Drafts have made-up embeddings and no head."""
 
     def __init__(self, config: DSV4Config, rngs: nnx.Rngs):
+        options: dict[str, Any] = dict(param_dtype=jnp.bfloat16, rngs=rngs)
         self.config = config
-        self.layers = nnx.List([AttentionLayer(config, i, rngs) for i in range(config.num_hidden_layers)])
-        kind = DraftAttention if config.dspark is None else AttentionLayer
-        self.mtp = nnx.List([kind(config, i, rngs) for i in range(config.num_hidden_layers, len(config.layers))])
+        self.layers = LayerStack(config, range(config.num_hidden_layers), AttentionLayer, **options)
+        self.drafts = make_drafts(config, layer_type=AttentionLayer, **options)
 
     def __call__(self, x: Float[Array, "T D"], cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
         """Maps [T, hidden] bfloat16 to the same; also returns the updated cache."""
-        cache, carry = cache.begin_step(batch), StepCarry()
-        for layer in self.layers:
-            x, carry, cache = layer(x, cache, batch, carry)
-        return x, cache
+        residual = ResidualStreams(x[:, None, :])
+        residual, _, cache, _ = self.layers(residual, cache.begin_step(batch), batch, StepCarry())
+        return residual.streams[:, 0], cache
 
-    def dspark_write(self, taps, cache, batch):
-        """Returns the cache with the rows of DSpark's layers, made from taps [T, n, hidden]."""
-        rows = {layer.layer: layer.self_attn.window_rows(taps[:, 0], batch.positions) for layer in self.mtp}
-        return cache.write_windows(rows, batch)
+    def embed(self, batch: Batch) -> Float[Array, "T D"]:
+        """Returns token ids as embeddings [T, hidden]."""
+        ids = batch.token_ids[:, None]
+        return jnp.broadcast_to(ids, (len(ids), self.config.hidden_size)).astype(jnp.bfloat16)
 
-    def dspark_forward(self, cache, batch):
-        """Runs blocks whose embeddings are made up; returns x [T, hidden], logits [T, 1] and the updated cache."""
-        x = jnp.broadcast_to(batch.token_ids[:, None], (*batch.token_ids.shape, self.config.hidden_size))
-        x, carry = x.astype(jnp.bfloat16), StepCarry()
-        for layer in self.mtp:
-            x, carry, cache = layer(x, cache, batch, carry)
-        return x, x[:, :1].astype(jnp.float32), cache
-
-    def dspark_correct(self, hidden, logits, previous):
-        """Returns the logits and as many confidences: this stack has no head."""
-        return logits, logits[:, 0]
+    def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
+        """Returns copies of one channel as logits [T, vocab] float32."""
+        return jnp.broadcast_to(hidden[:, :1], (len(hidden), self.config.vocab_size)).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("tokens", "drafts"))
@@ -313,12 +300,12 @@ def _program(function, args, **options):
 def floor_bytes(decoder: StackDecoder, context: int) -> int:
     """Returns the bytes that a device has to read in a step: weights, attended rows and scored keys.
 
-    An MTP block and its window are read once for each draft, DSpark's layers once. Of the routed experts, the expected
-    number is counted that tokens hit at random.
+    Draft layers and their windows are read in each pass over them. Of the routed experts, the expected number is
+    counted that tokens hit at random.
     """
     schema, stack = decoder.manager.schema, decoder.stack.module
     config, row = schema.config, tree_bytes(schema.window_codec.struct)
-    windows = decoder.drafts if config.dspark is None else config.num_draft_layers * (decoder.drafts > 0)
+    windows = config.num_draft_layers * draft_passes(config, decoder.drafts)
     read = windows * min(context, config.sliding_window) * row
     for spec in config.specs:
         read += min(context, config.window(spec.layer)) * row

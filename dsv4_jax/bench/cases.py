@@ -48,9 +48,8 @@ class Case:
 
 
 def small_config(config: DSV4Config) -> DSV4Config:
-    """Returns the packaged model's configuration, with DSpark's layers if `config` has them."""
-    small = read_config(packaged_checkpoint())
-    return small if config.dspark is None else small.with_dspark(config.dspark.markov_rank)
+    """Returns the packaged model's configuration, with draft layers of the kind that `config` has."""
+    return read_config(packaged_checkpoint()).with_drafts_of(config)
 
 
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:

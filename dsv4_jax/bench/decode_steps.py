@@ -27,7 +27,7 @@ from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import fuse_projections, shardings
+from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
 
@@ -87,7 +87,8 @@ class StepOptions:
                 raise ValueError(f"--contexts {context} must be from {MARGIN + 1} to {longest} tokens")
         if not batches or not contexts:
             raise ValueError("--batches and --contexts need at least one number each")
-        if self.drafts > (most := MAX_DRAFTS if config.dspark is None else config.dspark.block_size):
+        limit = None if config.drafts is None else config.drafts.max_drafts
+        if self.drafts > (most := limit or MAX_DRAFTS):
             raise ValueError(f"--drafts {self.drafts} must be at most {most}")
         if not 0 <= self.layers <= config.num_hidden_layers:
             raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")
@@ -208,7 +209,6 @@ def _measure(config, kv_format, options, report, loop=True):
         layers = AttentionStack(config, nnx.Rngs(0))
         if options.mesh is not None:
             layers = jax.device_put(layers, shardings(layers, options.mesh))
-        layers = fuse_projections(layers)
     cases: list[StepCase] = []
     for skew in options.skew if options.whole else (0.0,):
         if len(options.skew) > 1:

@@ -19,7 +19,7 @@ from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, DraftOptions
-from dsv4_jax.engine import DeviceDrafter, Engine
+from dsv4_jax.engine import Engine
 from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from dsv4_jax.host import KVCacheManager
@@ -162,8 +162,8 @@ class _Case:
     def _engine(self, cache=None, **config):
         drafts, budget = self.options.drafts, self.options.token_budget
         budget = max(budget, self.requests * (1 + drafts))
-        drafter = DeviceDrafter.of(self.manager.schema.config) if drafts else None
-        return Engine(self.model, self.manager, cache, token_budget=budget, drafter=drafter, **config)
+        config["drafter"] = "model" if drafts else None
+        return Engine(self.model, self.manager, cache, token_budget=budget, **config)
 
     def _start(self, engine):
         """Starts the requests and runs steps until all of them decode."""

@@ -36,9 +36,10 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     for name, group in schema.groups.items():
         attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
-            dtypes = tuple(dtype or jnp.bfloat16 for dtype in fused.out_dtypes)
-            shape = sum(fused.output_sizes), fused.weights[fused.names[0]].shape[1]
-            maps[f"{name.upper()}, of {source}"] = LinearSpec(fused.output_sizes, dtypes), shape
+            dtypes = tuple(projection.out_dtype or jnp.bfloat16 for projection in fused.projections.values())
+            sizes = tuple(projection.size for projection in fused.projections.values())
+            columns = config.hidden_size if source == "hidden" else config.q_lora_rank
+            maps[f"{name.upper()}, of {source}"] = LinearSpec(sizes, dtypes), (sum(sizes), columns)
         # The maps of queries and outputs have the same shapes in all groups.
         queries = attention.latent_projections.weights["q_b_proj"]
         shapes = dict(q_b=queries.shape, o_a=attention.o_a_proj.weight.shape, o_b=attention.o_b_proj.weight.shape)

@@ -154,14 +154,10 @@ class CacheSchema:
 
     @property
     def swa_ring(self) -> int:
-        """The number of rows in a sliding window's ring, with room for those of drafts if the model makes them.
-
-        An MTP block writes a row for each draft but the first, DSpark's layers write one for each token of a block.
-        """
-        config = self.config
-        ahead = max(self.max_query_tokens - 2, 0) * config.num_nextn_predict_layers
-        ahead = ahead if config.dspark is None else config.dspark.block_size
-        return self.max_window + self.max_query_tokens - 1 + ahead
+        """The number of rows in a sliding window's ring, with room for those of drafts if the model makes them."""
+        drafts = self.config.drafts
+        spare = self.max_query_tokens - 1
+        return self.max_window + spare + (0 if drafts is None else drafts.spare_rows(spare))
 
     def state_ring(self, group: str) -> int:
         """Returns the number of rows in the ring of a group's compressor states."""
@@ -191,12 +187,13 @@ class CacheSchema:
         return dict(entries=paged(spec.entry), keys=paged(spec.key), state=states(spec.entry), key_state=key_states)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None without an MTP block."""
+        """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None unless drafts need it."""
         config, slots, struct = self.config, self.max_requests, jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
+        keeps_streams = config.drafts is not None and config.drafts.keeps_streams
         return dict(
             swa=_prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
-            streams=struct(shape, self.dtype) if config.num_nextn_predict_layers and config.dspark is None else None,
+            streams=struct(shape, self.dtype) if keeps_streams else None,
             block_table=struct((slots, self.max_blocks), jnp.int32),
             lengths=struct((slots,), jnp.int32),
         )

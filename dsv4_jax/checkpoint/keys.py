@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, get_args
 
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
 
 
 type Naming = Literal["release", "hybrid", "module"]
@@ -26,26 +26,33 @@ _TOP = (
     ("model.hc_head.hc_scale", "hc_head_scale", "1"),
     ("lm_head.weight", "head.weight", "vocab hidden"),
 )
-# The same after `model.layers.N.` / `layers.N.` or `mtp.N.`, with transformers' name if it is not ours. The last column
-# names the layers that have the parameter: all, the multi-token-prediction block ("mtp"), the first or last of DSpark
-# ("dspark_first", "dspark_last"), the one that drafts' logits come from ("drafts"), those that store entries ("owner")
+# The same after `drafts.` and `mtp.N.`, where N is the first or the last draft layer.
+_MTP = (
+    ("e_proj.weight", "e_proj.weight", "hidden hidden", "first"),
+    ("h_proj.weight", "h_proj.weight", "hidden hidden", "first"),
+    ("enorm.weight", "enorm.weight", "hidden", "first"),
+    ("hnorm.weight", "hnorm.weight", "hidden", "first"),
+)
+_DRAFT_HEAD = (
+    ("norm.weight", "norm.weight", "hidden", "last"),
+    ("hc_head.hc_fn", "hc_head_fn", "hc hc*hidden", "last"),
+    ("hc_head.hc_base", "hc_head_base", "hc", "last"),
+    ("hc_head.hc_scale", "hc_head_scale", "1", "last"),
+)
+_DSPARK = (
+    ("main_proj.weight", "main_proj.weight", "hidden taps*hidden", "first"),
+    ("main_norm.weight", "main_norm.weight", "hidden", "first"),
+    ("markov_head.markov_w1.weight", "markov_head.markov_w1.weight", "vocab markov", "last"),
+    ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", "vocab markov", "last"),
+    ("confidence_head.proj.weight", "confidence_head.proj.weight", "1 with_markov", "last"),
+)
+_DRAFTS = {type(None): (), MTPConfig: (*_MTP, *_DRAFT_HEAD), DSparkConfig: (*_DRAFT_HEAD, *_DSPARK)}
+# The same after `model.layers.N.` or `drafts.layers.N.`, and `layers.N.` or `mtp.N.`, with transformers' name if it is
+# not ours. The last column names the layers that have the parameter: all, those that store entries ("owner")
 # or index keys ("keys"), those that score keys ("selects"), or an MLP type. A release name with {expert}
 # stands for one tensor per expert, stacked on axis 0 with {expert} outermost. "2|moe" is two axes of the parameter but
 # a single axis of the stored tensor.
 _LAYER = (
-    ("e_proj.weight", "e_proj.weight", None, "hidden hidden", "mtp"),
-    ("h_proj.weight", "h_proj.weight", None, "hidden hidden", "mtp"),
-    ("enorm.weight", "enorm.weight", None, "hidden", "mtp"),
-    ("hnorm.weight", "hnorm.weight", None, "hidden", "mtp"),
-    ("norm.weight", "norm.weight", None, "hidden", "drafts"),
-    ("hc_head.hc_fn", "hc_head_fn", None, "hc hc*hidden", "drafts"),
-    ("hc_head.hc_base", "hc_head_base", None, "hc", "drafts"),
-    ("hc_head.hc_scale", "hc_head_scale", None, "1", "drafts"),
-    ("main_proj.weight", "main_proj.weight", None, "hidden taps*hidden", "dspark_first"),
-    ("main_norm.weight", "main_norm.weight", None, "hidden", "dspark_first"),
-    ("markov_head.markov_w1.weight", "markov_head.markov_w1.weight", None, "vocab markov", "dspark_last"),
-    ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", None, "vocab markov", "dspark_last"),
-    ("confidence_head.proj.weight", "confidence_head.proj.weight", None, "1 with_markov", "dspark_last"),
     ("input_layernorm.weight", "attn_norm.weight", None, "hidden", "all"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", None, "hidden", "all"),
     ("attn_hc.fn", "hc_attn_fn", None, "mix hc*hidden", "all"),
@@ -129,24 +136,25 @@ class Weight:
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""
-    sizes, last = _sizes(config), len(config.layers) - 1
+    sizes = _sizes(config)
     for path, release, shape in _TOP:
         is_release = naming == "release" or (naming == "hybrid" and path == "lm_head.weight")
         yield _weight(path, shape, sizes, release if is_release else path)
     for layer, spec in enumerate(config.layers):
         draft_layer = layer - config.num_hidden_layers
-        ours = f"model.layers.{layer}." if draft_layer < 0 else f"mtp.{draft_layer}."
-        theirs = ours.removeprefix("model.")
+        ours = f"model.layers.{layer}." if draft_layer < 0 else f"drafts.layers.{draft_layer}."
+        theirs = f"layers.{layer}." if draft_layer < 0 else f"mtp.{draft_layer}."
         if naming == "hybrid" or (naming == "module" and draft_layer < 0):
             theirs = f"model.{theirs}"
         sizes |= {"rate": spec.compress_rate, "pair": 2 if spec.overlap else 1}
         parts = {
-            "all": True, "mtp": draft_layer >= 0 and config.dspark is None,
-            "drafts": draft_layer >= 0 and layer == last, "dspark_first": config.dspark and draft_layer == 0,
-            "dspark_last": config.dspark and layer == last, "owner": spec.owner,
-            "keys": spec.owner and spec.key_compressor, "selects": spec.selects,
+            "all": True, "owner": spec.owner, "keys": spec.owner and spec.key_compressor, "selects": spec.selects,
             "hash_moe" if config.is_hashed(layer) else "moe": True,
         }  # fmt: skip
+        places = {"first": draft_layer == 0, "last": draft_layer == config.num_draft_layers - 1}
+        for path, release, shape, place in _DRAFTS[type(config.drafts)]:
+            if places[place]:
+                yield _weight(f"drafts.{path}", shape, sizes, theirs + (path if naming == "module" else release))
         for path, release, module, shape, part in _LAYER:
             if parts.get(part):
                 sources = (module or path) if naming == "module" else release

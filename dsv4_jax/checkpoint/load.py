@@ -205,9 +205,9 @@ class _Loader:
                 sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")
         return sentences
 
-    def quantized_kind(self, weights: list[Weight]) -> str | None:
+    def quantized_kind(self, weights: list[Weight]) -> Literal["FP8", "FP4"] | None:
         """Returns the quantized storage, "FP8" or "FP4", that all these weights have; None if they cannot keep one."""
-        kinds = set()
+        kinds: set[Literal["FP8", "FP4"]] = set()
         for weight in weights:
             for source in weight.sources:
                 piece = self._tensors[source]
@@ -223,7 +223,7 @@ class _Loader:
         self,
         weights: list[Weight],
         views: list[ParameterView],
-        kind: str | None,
+        kind: Literal["FP8", "FP4"] | None,
         memory: ExpertMemory | None,
         advance: Callable[[Weight], None],
     ) -> None:
@@ -270,7 +270,7 @@ class _Loader:
                 )
                 write_leaf(variable, field, value, index)
             if whole is not None:
-                set_leaf(variable, field, self._staging.place([lambda: whole], whole.shape, whole.dtype, where))
+                set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
         for weight in weights:
             advance(weight)
 

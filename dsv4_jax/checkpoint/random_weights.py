@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def as_released[Module: nnx.Module](
     arguments are those of `random_weights`.
     """
     stored = {weight.path: stored_kind(weight.sources[0], weight.source_shape) for weight in weights(config, "release")}
-    kinds = {"F8_E4M3": "FP8", "I8": "FP4"}
+    kinds: dict[str, Literal["FP8", "FP4"]] = {"F8_E4M3": "FP8", "I8": "FP4"}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
         kind = kinds.get(stored[path if path in stored else f"model.{path}"])
@@ -146,7 +146,7 @@ def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
     """Replaces the biases and tables of a module's routers by those of another skew, see `random_weights`."""
     for path, view in parameter_views(module).items():
         if path.endswith(SELECTS):
-            where = view.get_value().sharding
+            where = getattr(view.get_value(), "sharding", None)
             view.set_value(_selects(path, view.shape, config, skew, where)[0])
 
 
@@ -178,29 +178,36 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
 def _place_experts(views, expert_memory):
     """Makes random codes of all experts, where they lie."""
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
+    shapes = {}
+    names = []
     for path, view in views.items():
-        if ".mlp.experts." in path:
-            stacks[id(view.variable)].append((path.rpartition(".")[0], view))
-    layers = list(dict.fromkeys(name for stack in stacks.values() for name, _ in stack))
-    shapes = list(dict.fromkeys(stack[0][1].variable.get_value().codes.shape[1:] for stack in stacks.values()))
-    _log.info("%s", expert_memory.plan(layers, shapes))
-    each = max(math.prod(shape[1:]) for shape in shapes)
+        module, _, name = path.rpartition(".")
+        if module.endswith(".mlp.experts"):
+            stacks[id(view.variable)].append((module, view))
+            *leading, columns = view.shape
+            shapes[name] = (*leading, columns // 2)
+            names.append(module)
+    names = sorted(set(names), key=_in_layer_order)
+    _log.info("%s", expert_memory.plan(names, list(shapes.values())))
+    each = max(math.prod(shape[1:]) for shape in shapes.values())
     # Experts begin at different bytes of the same random ones.
     random = jax.block_until_ready(_made(np.uint32(0), make=jax.random.bits, args=((2 * each,), jnp.uint8), where=None))
     start = random.unsafe_buffer_pointer()
-    bar = track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True))
-    for stack in bar:
+    for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
         value = variable.get_value()
-        pages = expert_memory.place_stack([name for name, _ in stack], value.codes.shape[1:])
-        for number, (name, _) in enumerate(stack):
-            offset = 7 * layers.index(name)
-            starts = [
-                start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(value.codes.shape[1])
-            ]
+        pages = expert_memory.place_stack([name for name, _ in stack], value.codes.shape)
+        for number, (name, view) in enumerate(stack):
+            offset = 7 * names.index(name)
+            starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
             pages.write(number, starts)
         scale = _made(np.uint32(0), make=_scales, args=(value.scale.shape,), where=None)
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
+
+
+def _in_layer_order(name):
+    """Returns the key by which names of layers are sorted: the model's before the draft layers, by number."""
+    return name.startswith("drafts"), [int(word) for word in name.split(".") if word.isdecimal()]
 
 
 @functools.partial(jax.jit, static_argnames=("make", "args", "where"))

@@ -1,6 +1,5 @@
 """The part of `dsv4-jax plan` that is about experts in host memory."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -37,10 +36,10 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.nn.layers import ABSTRACT
 
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    layers = [layer.mlp.experts for layer in (*model.model.layers, *model.mtp)]
-    first = [matrix.get_value().codes.shape for matrix in (layers[0].gate_up_proj, layers[0].down_proj)]
-    experts, expert = config.n_routed_experts, sum(math.prod(shape[1:]) for shape in first)
-    each, codes = len(layers) * expert, len(layers) * experts * expert
+    expert = 3 * config.hidden_size * config.moe_intermediate_size // 2  # bytes of FP4 codes
+    experts = config.n_routed_experts
+    each = len(config.layers) * expert
+    codes = experts * each
     embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # in host memory, too
     whole = tree_bytes(nnx.state(model)) - embedding
     programs = program_bytes(STEP_TOKENS, config)
@@ -53,8 +52,12 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(taken)}: weights, of which "
             f"{readable_bytes(on_device * each)} experts, and {readable_bytes(programs)} for programs"
         )
-    drafting = tree_bytes(nnx.state(model.mtp))
-    other = whole - drafting - sum(tree_bytes(nnx.state(layer.mlp.experts)) for layer in model.model.layers)
+    drafting = tree_bytes(model.drafts)
+    other = (
+        whole
+        - drafting
+        - sum(tree_bytes(layer.mlp.experts) for loop in model.model.layers.loops for layer in loop.layers)
+    )
     sizes = dict(layers=config.num_hidden_layers, experts=experts, chosen=config.num_experts_per_tok)
     cost = TokenCost(**sizes, expert_bytes=expert, other_bytes=other, read_rate=READ_RATES[gpu])
     on_host = experts - on_device

@@ -16,8 +16,10 @@ def check_min_confidence(min_confidence: float, config: "DSV4Config") -> None:
     """Raises ValueError unless --min-confidence is a probability, and the model estimates one if it is not 0."""
     if not 0 <= min_confidence <= 1:
         raise ValueError(f"--min-confidence {min_confidence} must be from 0 to 1, a probability")
-    if min_confidence and config.dspark is None:
-        raise ValueError(f"--min-confidence {min_confidence} needs drafts of a model with DSpark's layers")
+    if min_confidence and not (config.drafts is not None and config.drafts.estimates_confidence):
+        raise ValueError(
+            f"--min-confidence {min_confidence} needs drafts of layers that estimate their confidence, such as DSpark's"
+        )
 
 
 def check_context(config: "DSV4Config", tokens: int, option: str) -> None:

@@ -43,11 +43,9 @@ class ScoreCommand(ModelOptions):
         that all tokens go in chunks.
       index_topk: number of entries that a token attends to in CSA layers. Default: as in config.json.
       window_only: attend to the sliding window only, in all layers.
-      drafts: number of drafts K; also write draft_tokens [B, T, K] int32, greedy drafts, and draft_logits
-        [B, T, K, vocab] float32, of the model's draft layers. With a multi-token-prediction block these follow tokens 0
-        to t and the model's own next token, and mtp_logits [B, T-1, vocab] float32 are its predictions given the true
-        next tokens. With DSpark they follow tokens 0 to t, and confidence [B, T, K] float32 are the logits of the
-        drafts' probabilities to be accepted.
+      drafts: number of drafts K; also write draft_tokens [B, T-1, K] int32, greedy drafts of the model's draft layers
+        after tokens 0 to t for each t from 1, and draft_logits [B, T-1, K, vocab] float32. With DSpark also confidence
+        [B, T-1, K] float32, the logits of the drafts' probabilities to be accepted.
       layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, the input and output of attention in layer L.
     """
 
@@ -98,8 +96,8 @@ class ScoreCommand(ModelOptions):
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         record = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
         results = _collect(score_ids(model, manager, ids, sizes, **record), rows, sizes)
-        if "mtp_logits" in results:
-            results["mtp_logits"] = results["mtp_logits"][:, 1:]  # nothing precedes the first token
+        for name in {"draft_tokens", "draft_logits", "confidence"} & results.keys():
+            results[name] = results[name][:, :-1]  # nothing follows the last token
         likelihoods = np.stack([log_likelihoods(*row) for row in zip(results["logits"], ids, strict=True)])
         means = likelihoods.mean(axis=1)
         results |= dict(log_likelihoods=likelihoods, perplexity=np.exp(-means))

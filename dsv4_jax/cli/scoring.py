@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
-from dsv4_jax.cache.streams import advance_streams
 from dsv4_jax.decode import CompiledModel, Model
-from dsv4_jax.decode.drafts import draft, draft_block, one_token_batch
+from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import find_layout
@@ -27,66 +26,54 @@ from dsv4_jax.quant import LayerSlice
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
 @sharded_step
 def score_step(
-    compiled: CompiledModel, cache: Any, batch: Batch, *, layers: bool, drafts: int, per_row: int
+    compiled: CompiledModel,
+    cache: Any,
+    batch: Batch,
+    next_tokens: Int[Array, "T"],
+    *,
+    layers: bool,
+    drafts: int,
+    per_row: int,
 ) -> tuple[dict[str, Array], Any]:
     """Runs the batch's tokens, `per_row` of each slot; the cache is donated.
 
     Returns:
       The results, float32, and the cache. The results are "logits" [T, vocab]; with `layers` also "attn_in_L" and
-      "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of `_score_mtp`
-      or `_score_dspark`.
+      "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of
+      `_score_drafts`.
     """
     model = compiled.module
-    hidden, streams, activations, cache = model.model(cache, batch, record=layers)
-    results = {name: x.astype(jnp.float32) for name, x in activations.items()} | {"logits": model.logits(hidden)}
+    names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}
+    hidden, streams, recorded, cache = model.model(cache, batch, record=names)
+    results = {"logits": model.logits(hidden)}
+    for numbers, values in recorded:
+        for name, stacked in values.items():
+            results |= {f"{names[name]}_{i}": x.astype(jnp.float32) for i, x in zip(numbers, stacked, strict=True)}
     if drafts:
-        score = _score_mtp if cache.schema.config.dspark is None else _score_dspark
-        drafted, cache = score(model, cache, batch, streams, results["logits"], drafts, per_row)
+        drafted, cache = _score_drafts(model, cache, batch, streams, next_tokens, drafts, per_row)
         results |= drafted
     return results, cache
 
 
-def _score_mtp(model, cache, batch, streams, logits, count, per_row):
-    """Runs the multi-token-prediction block at a step's tokens, those of a request one after another.
+def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
+    """Drafts behind the token that follows each token of a step, for a request's tokens one after another.
 
-    Returns the cache and "mtp_logits" [T, vocab] of each token, "draft_tokens" [T, count] after it and their
-    "draft_logits" [T, count, vocab].
+    Returns "draft_tokens" [T, count], their "draft_logits" [T, count, vocab] and, if the draft layers estimate it,
+    "confidence" [T, count]; and the cache.
     """
-    before, shifted, cache = advance_streams(cache, streams, batch)
-
-    def score_one(cache, at, seeds):
-        mine = one_token_batch(shifted.token_ids[at], shifted.positions[at])
-        hidden, _, cache = model.mtp_forward(before[at], cache, mine)
-        chosen = one_token_batch(jnp.argmax(logits[at], axis=1).astype(jnp.int32), batch.positions[at])
-        tokens, draft_logits, cache = draft(model, cache, streams[at], chosen, GREEDY, seeds, drafts=count)
-        return cache, dict(mtp_logits=model.logits(hidden), draft_tokens=tokens, draft_logits=draft_logits)
-
-    return _one_after_another(score_one, cache, per_row)
-
-
-def _score_dspark(model, cache, batch, taps, logits, count, per_row):
-    """Drafts a block with DSpark's layers at a step's tokens, those of a request one after another.
-
-    Returns the cache and, of each token as a block's first one, "draft_tokens" [T, count] after it, their
-    "draft_logits" [T, count, vocab] and "confidence" [T, count].
-    """
-
-    def score_one(cache, at, seeds):
-        mine = one_token_batch(batch.token_ids[at], batch.positions[at])
-        tokens, draft_logits, confidence, cache = draft_block(model, cache, mine, GREEDY, seeds, count=count)
-        # Its row comes after the block that it begins, whose rows it overwrites.
-        cache = model.dspark_write(taps[at], cache, mine)
-        return cache, dict(draft_tokens=tokens, draft_logits=draft_logits, confidence=confidence)
-
-    return _one_after_another(score_one, cache, per_row)
-
-
-def _one_after_another(score_one, cache, per_row):
-    """Scores the first token of each row, then the second ones; returns the results [T, ...] and the cache."""
     slots = cache.lengths.shape[0]
-    first, seeds = jnp.arange(slots, dtype=jnp.int32) * per_row, jnp.zeros((slots,), jnp.uint32)
-    steps = jnp.arange(per_row, dtype=jnp.int32)
-    cache, results = jax.lax.scan(lambda cache, i: score_one(cache, first + i, seeds), cache, steps)
+    seeds = jnp.zeros((slots,), jnp.uint32)
+
+    def score_one(cache, i):
+        at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
+        positions = batch.positions[at]
+        cache = model.drafts.write(model, streams[at], cache, one_token_batch(batch.token_ids[at], positions))
+        newest = one_token_batch(next_tokens[at], jnp.where(positions >= 0, positions + 1, -1))
+        tokens, logits, confidence, cache = draft(model, cache, streams[at], newest, GREEDY, seeds, drafts=count)
+        results = dict(draft_tokens=tokens, draft_logits=logits)
+        return cache, results if confidence is None else results | dict(confidence=confidence)
+
+    cache, results = jax.lax.scan(score_one, cache, jnp.arange(per_row, dtype=jnp.int32))
     return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
 
 
@@ -109,14 +96,17 @@ def score_ids(
     """
     slots, compiled = [manager.admit(row) for row in ids], CompiledModel.of(model)
     cache, at = manager.init_cache(), 0
+    followers = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
     if window_only:
         cache = WindowOnlyCache(**vars(cache))
     for n in sizes:
         batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
-        options = dict(layers=layers, drafts=drafts, per_row=n if drafts else 0)
-        results, cache = compiled.run(score_step, cache, batch, **options)
         layout = find_layout(manager.requests, np.array(slots), np.full((len(slots),), n), None, None)
         here = layout.first[:, None] + np.arange(n)
+        next_tokens = np.zeros(batch.token_ids.shape, np.int32)
+        next_tokens[here] = followers[:, at : at + n]
+        options = dict(layers=layers, drafts=drafts, per_row=n if drafts else 0)
+        results, cache = compiled.run(score_step, cache, batch, manager.requests.put(next_tokens, "tokens"), **options)
         yield {name: x[here] for name, x in manager.requests.get(results).items()}
         at += n
     for slot in slots:

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
@@ -182,7 +182,8 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
-        from dsv4_jax.engine import DeviceDrafter, Engine, PromptLookup
+        from dsv4_jax.decode.drafts import DraftOptions, check_drafts
+        from dsv4_jax.engine import Engine, PromptLookup
         from dsv4_jax.host import KVCacheManager
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
@@ -198,15 +199,14 @@ class ServeCommand(RandomModelOptions):
             **self.cache_options(config),
         )
         prefix = self._prefix(manager, checkpoint, name)
-        drafter: Any = PromptLookup()
         if self.drafter == "model":
-            drafter = DeviceDrafter.of(config, self.min_confidence)
-            drafter.options(manager.schema, self.drafts)  # before the weights are read
+            check_drafts(manager.schema, DraftOptions(self.drafts, self.min_confidence))  # before the weights are read
         return Engine(
             self.load_model(checkpoint, manager.schema, step_tokens=self._step_tokens),
             manager,
             token_budget=self._step_tokens,
-            drafter=drafter if self.drafts else None,
+            drafter=None if not self.drafts else "model" if self.drafter == "model" else PromptLookup(),
+            min_confidence=self.min_confidence,
             prefix=prefix,
             batch_invariant=self.batch_invariant,
             num_scheduler_steps=self.num_scheduler_steps,

@@ -74,7 +74,7 @@ def decode_loop(
     """
     options = DraftOptions.of(drafts)
     if options.count:
-        check_drafts(cache.schema, options.count)
+        check_drafts(cache.schema, options)
     # The host's decisions are applied once, before the loop: resetting again would lose the blocks.
     cache = cache.begin_step(batch)
     num_slots = cache.lengths.shape[0]

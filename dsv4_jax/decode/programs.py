@@ -70,45 +70,11 @@ class CompiledModel:
         """Calls the module's `logits`, without compiling it."""
         return self.module.logits(hidden)
 
-    def forward_streams(self, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """Calls the module's `forward_streams`, without compiling it."""
-        return self.module.forward_streams(cache, batch)
-
-    def mtp_forward(self, streams: Array, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """Calls the module's `mtp_forward`, without compiling it.
-
-        Args:
-          streams, cache, batch: as in the module's method.
-        """
-        return self.module.mtp_forward(streams, cache, batch)
-
-    def mtp_write(self, streams: Array, cache: KVCache, batch: Batch) -> KVCache:
-        """Calls the module's `mtp_write`, without compiling it.
-
-        Args:
-          streams, cache, batch: as in the module's method.
-        """
-        return self.module.mtp_write(streams, cache, batch)
-
-    def dspark_write(self, taps: Array, cache: KVCache, batch: Batch) -> KVCache:
-        """Calls the module's `dspark_write`, without compiling it.
-
-        Args:
-          taps, cache, batch: as in the module's method.
-        """
-        return self.module.dspark_write(taps, cache, batch)
-
-    def dspark_forward(self, cache: KVCache, batch: Batch) -> tuple[Array, Array, KVCache]:
-        """Calls the module's `dspark_forward`, without compiling it."""
-        return self.module.dspark_forward(cache, batch)
-
-    def dspark_correct(self, hidden: Array, logits: Array, previous: Array) -> tuple[Array, Array]:
-        """Calls the module's `dspark_correct`, without compiling it.
-
-        Args:
-          hidden, logits, previous: as in the module's method.
-        """
-        return self.module.dspark_correct(hidden, logits, previous)
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the module, such as `drafts`."""
+        if name.startswith("_"):  # a copy asks for these before it has a structure
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
     def run(self, function: Any, *args: Any, **options: Any) -> Any:
         """Calls a jitted function of a model and a cache, with a program from the `program_store` if there is one.

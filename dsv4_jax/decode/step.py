@@ -179,7 +179,7 @@ def sample_step(
     all tokens of a request, so prompts have to run with `drafts` too.
 
     Args:
-      model: the model, or a `CompiledModel` if many steps run. With `drafts`, a `DraftingModel` or `DSparkModel`.
+      model: the model, or a `CompiledModel` if many steps run. With `drafts`, it has draft layers, see `Drafts`.
       cache: the cache; donated: use the returned one from here on.
       batch: from `KVCacheManager.prepare_forward`.
       logits_indices: [n] indices of the batch's tokens to draw after; -1 = none. None: [slots], each slot's last token.
@@ -220,7 +220,7 @@ def sample_tokens(
     streams: Any = None
     options = DraftOptions.of(drafts)
     if options.count:
-        check_drafts(cache.schema, options.count)
+        check_drafts(cache.schema, options)
         hidden, streams, cache = forward_for_drafts(model, cache, batch)
     else:
         hidden, cache = run_model(model, cache, batch)
@@ -231,8 +231,8 @@ def sample_tokens(
         return output, cache
     last = last_accepted(batch, indices, tokens, num_slots)
     row = jnp.maximum(last, 0)
-    last_tokens = one_token_batch(tokens[row], jnp.where(last >= 0, batch.positions[at[row]], -1))
-    draft_tokens, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, drafts=options)
+    last_tokens = one_token_batch(tokens[row], jnp.where(last >= 0, batch.positions[at[row]] + 1, -1))
+    draft_tokens, _, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens[row]), cache
 
 

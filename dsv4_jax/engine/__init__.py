@@ -1,6 +1,6 @@
 """Serving: an engine for many requests, and streams, generation and search on top of it."""
 
-from dsv4_jax.engine.drafters import DeviceDrafter, Drafter, DSparkDrafter, MTPDrafter, PromptLookup
+from dsv4_jax.engine.drafters import Drafter, PromptLookup
 from dsv4_jax.engine.engine import Engine
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.generate import generate, stream

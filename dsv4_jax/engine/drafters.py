@@ -5,17 +5,13 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from dsv4_jax.cache import CacheSchema
-from dsv4_jax.config import DSV4Config
-from dsv4_jax.decode.drafts import DraftOptions, check_drafts
-
 
 @runtime_checkable
 class Drafter(Protocol):
     """Guesses how a request continues. A wrong guess costs time but never changes a token.
 
     Any object with a method `draft` is a drafter. The engine calls it for many requests in turn, so guesses should
-    depend on the arguments only. The engine does not call a `DeviceDrafter`.
+    depend on the arguments only.
     """
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
@@ -29,67 +25,6 @@ class Drafter(Protocol):
           0 to `count` token ids.
         """
         ...
-
-
-class DeviceDrafter:
-    """Selects drafts of the model's draft layers, made on the device by the step before.
-
-    The engine's model and manager must have the layers: read their configuration with
-    `DSV4Config.from_hf(..., mtp=True)`.
-
-    Attributes:
-      kind: which draft layers, "MTP" or "DSpark".
-      min_confidence: as in `decode.drafts.DraftOptions`.
-    """
-
-    kind: str
-    min_confidence: float = 0.0
-
-    @classmethod
-    def of(cls, config: DSV4Config, min_confidence: float = 0.0) -> "DeviceDrafter":
-        """Returns the drafter for a model's own kind of draft layers.
-
-        Args:
-          config: configuration of the model.
-          min_confidence: as in `decode.drafts.DraftOptions`.
-
-        Raises:
-          ValueError: `min_confidence` is not 0 to 1, or above 0 for an MTP block, which estimates none.
-        """
-        if config.dspark is not None:
-            return DSparkDrafter(min_confidence)
-        if min_confidence:
-            raise ValueError(
-                f"{min_confidence=} needs DSpark layers; this model has MTP, which estimates no confidence"
-            )
-        return MTPDrafter()
-
-    def options(self, schema: CacheSchema, drafts: int) -> DraftOptions:
-        """Returns how steps make a number of drafts; raises ValueError if the model or the cache cannot."""
-        check_drafts(schema, drafts)
-        if (own := type(self).of(schema.config).kind) != self.kind:
-            raise ValueError(f"drafter={type(self).__name__}() needs {self.kind} layers; this model has {own}")
-        return DraftOptions(drafts, self.min_confidence)
-
-    def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
-        """Returns no tokens, since the step makes the drafts; see `Drafter`."""
-        return ()
-
-
-class MTPDrafter(DeviceDrafter):
-    """Selects drafts of the model's multi-token-prediction block; see `DeviceDrafter`."""
-
-    kind = "MTP"
-
-
-class DSparkDrafter(DeviceDrafter):
-    """Selects drafts of DSpark's layers (V4-Flash-0731, V4-Pro-0813); see `DeviceDrafter`."""
-
-    kind = "DSpark"
-
-    def __init__(self, min_confidence: float = 0.0):
-        """Ends drafts at `min_confidence`, see `decode.drafts.DraftOptions`; raises ValueError if it is not 0 to 1."""
-        self.min_confidence = DraftOptions(min_confidence=min_confidence).min_confidence
 
 
 class PromptLookup:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import reprlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.step import Model
-from dsv4_jax.engine.drafters import DeviceDrafter, Drafter
+from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
@@ -57,7 +57,7 @@ class Engine(Summarized):
         manager: KVCacheManager,
         cache: KVCache | None = None,
         *,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Literal["model"] | None = None,
         prefix: PrefixCache | None = None,
         **options: Any,
     ):
@@ -67,15 +67,15 @@ class Engine(Summarized):
           model: the model. A `CompiledModel` with its `expert_memory` has hot experts moved to the GPU between steps.
           manager: the manager, which must hold no request.
           cache: a cache of the manager, which the engine donates; None = an empty one.
-          drafter: source of draft tokens, such as `PromptLookup()`, or the model's own draft layers: `MTPDrafter()` or
-            `DSparkDrafter()`; None = no drafts.
+          drafter: source of draft tokens, such as `PromptLookup()`; "model" = the model's own draft layers, which a
+            configuration has from `DSV4Config.from_hf(..., mtp=True)`; None = no drafts.
           prefix: a prefix cache of this manager, which shares the blocks of equal prefixes; None = no sharing.
           options: fields of `EngineConfig`.
 
         Raises:
           TypeError: an option is unknown or has the wrong type.
           ValueError: the manager holds requests, the cache or `prefix` belongs to another manager, the model has no
-            such draft layers, or an option is out of the range that `EngineConfig` states.
+            draft layers for "model", or an option is out of the range that `EngineConfig` states.
         """
         check_no_requests(manager)
         if cache is not None:
@@ -83,9 +83,9 @@ class Engine(Summarized):
         if prefix is not None and prefix.manager is not manager:
             raise ValueError("prefix is the prefix cache of another manager")
         config = EngineConfig(**options).resolve(manager, drafter)
-        on_device = isinstance(drafter, DeviceDrafter)
+        on_device = drafter == "model"
         self.manager, self.prefix, self.config = manager, prefix, config
-        device_drafts = drafter.options(manager.schema, config.draft_tokens or 0) if on_device else DraftOptions()
+        device_drafts = DraftOptions(config.draft_tokens or 0, config.min_confidence) if on_device else DraftOptions()
         model = CompiledModel.of(model)
         self._runner = StepRunner(model, manager, config, device_drafts=device_drafts)
         self._metrics = EngineMetrics()
@@ -94,8 +94,8 @@ class Engine(Summarized):
         if self._experts is not None:
             cache = cache.with_expert_counts()
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
-        drafter = None if on_device else drafter
-        scheduler = Scheduler(manager, cache, self._metrics, config, drafter=drafter, prefix=prefix)
+        on_host = None if isinstance(drafter, str) else drafter
+        scheduler = Scheduler(manager, cache, self._metrics, config, drafter=on_host, prefix=prefix)
         self._scheduler = scheduler
         if prefix is not None and prefix.files is not None:
             prefix.get_cache = lambda: scheduler.cache

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from dsv4_jax.arguments import check_whole
-from dsv4_jax.engine.drafters import DeviceDrafter
+from dsv4_jax.decode.drafts import DraftOptions, check_drafts
+from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.host import KVCacheManager
 
 
@@ -17,6 +18,7 @@ class EngineConfig:
         prompts faster and delays running requests longer. It must hold a token and its drafts for every slot.
       draft_tokens: the most drafts of a request that a step verifies, less than the manager's `max_query_tokens`.
         None = 0 without a drafter, else as many as possible.
+      min_confidence: with drafts of the model's own layers, as in `decode.drafts.DraftOptions`.
       batch_invariant: whether all steps run in one program of `token_budget` tokens. Matrix products with another
         number of rows may add in another order, so the last bit of a logit can depend on whether a token came in a
         chunk, alone or as a draft. This option prevents it and makes decode steps slower.
@@ -34,6 +36,7 @@ class EngineConfig:
 
     token_budget: int = 256
     draft_tokens: int | None = None
+    min_confidence: float = 0.0
     batch_invariant: bool = False
     max_logprobs: int = 0
     num_scheduler_steps: int = 1
@@ -45,10 +48,13 @@ class EngineConfig:
 
         Args:
           manager: the engine's manager.
-          drafter: the engine's drafter, or None.
+          drafter: the engine's drafter, "model" or None.
         """
         schema, slots, draft_tokens = manager.schema, manager.requests.slots_per_shard, self.draft_tokens
         spare = schema.max_query_tokens - 1
+        on_device = drafter == "model"
+        if not (drafter is None or on_device or isinstance(drafter, Drafter)):
+            raise ValueError(f"{drafter=} must be 'model', an object with a method `draft`, or None")
         if draft_tokens is None:
             draft_tokens = spare if drafter is not None else 0
         if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):
@@ -56,8 +62,10 @@ class EngineConfig:
                 f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
                 f"max_query_tokens={spare + 1}"
             )
-        if isinstance(drafter, DeviceDrafter):
-            drafter.options(schema, draft_tokens)
+        if on_device:
+            check_drafts(schema, DraftOptions(draft_tokens, self.min_confidence))
+        elif self.min_confidence:
+            raise ValueError(f"min_confidence={self.min_confidence} needs drafter='model'")
         config = dataclasses.replace(self, draft_tokens=draft_tokens)
         if self.token_budget < (decode_size := config.decode_size(slots)):
             raise ValueError(
@@ -68,7 +76,7 @@ class EngineConfig:
         steps, batch_invariant = check_whole("num_scheduler_steps", self.num_scheduler_steps, 1), self.batch_invariant
         if steps > 1 and (drafter is not None or batch_invariant):
             raise ValueError(f"num_scheduler_steps={steps} must be 1 with a drafter, or {batch_invariant=}")
-        is_ready = drafter is None or (isinstance(drafter, DeviceDrafter) and not drafter.min_confidence)
+        is_ready = drafter is None or (on_device and not self.min_confidence)
         return dataclasses.replace(config, overlap=self.overlap and is_ready and steps == 1)
 
     def decode_size(self, slots: int) -> int:

@@ -10,7 +10,6 @@ from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams
 from dsv4_jax.decode.step import Model
-from dsv4_jax.engine.drafters import DeviceDrafter
 from dsv4_jax.engine.engine import Engine
 from dsv4_jax.engine.requests import Request, check_positive, check_request, check_stop_tokens
 from dsv4_jax.host import CacheFullError, KVCacheManager
@@ -133,8 +132,9 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
     options = DraftOptions.of(drafts)
     budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + options.count)
-    drafter = DeviceDrafter.of(manager.schema.config, options.min_confidence) if options.count else None
-    return contextlib.closing(Engine(model, manager, token_budget=budget, drafter=drafter, draft_tokens=options.count))
+    drafting: dict[str, Any] = dict(drafter="model" if options.count else None, draft_tokens=options.count)
+    drafting["min_confidence"] = options.min_confidence
+    return contextlib.closing(Engine(model, manager, token_budget=budget, **drafting))
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:

@@ -36,7 +36,7 @@ class StepCarry:
     recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 
     def with_tap(self, row: Int[Array, ""] | int, streams: Float[Array, "T h D"]) -> "StepCarry":
-        """Returns the carry with the mean of streams [T, h, hidden] in a row of the taps; a row past the end is none."""
+        """Returns the carry with the mean of streams [T, h, hidden] in a row of the taps, if there is the row."""
         mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
         taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
         return dataclasses.replace(self, taps=taps)

@@ -1,16 +1,21 @@
 """DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813: a block of tokens in one pass."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn.block import DecoderLayer
+from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.config import DSparkConfig, DSV4Config
+from dsv4_jax.nn.draft_layers import DraftLayers, Draw
 from dsv4_jax.nn.hyper_connection import HyperHead
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
+from dsv4_jax.ops import all_gather
+from dsv4_jax.quant import round_to
 
 
 class MarkovHead(nnx.Module):
@@ -23,7 +28,9 @@ class MarkovHead(nnx.Module):
 
     def __init__(self, config: DSV4Config, rank: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.markov_w1 = Embedding(config.vocab_size, rank, param_dtype=param_dtype, rngs=rngs)
-        self.markov_w2 = Linear(rank, config.vocab_size, param_dtype=param_dtype, axes=("vocab",), rngs=rngs)
+        self.markov_w2 = Linear(
+            rank, config.vocab_size, out_dtype=jnp.float32, param_dtype=param_dtype, axes=("vocab",), rngs=rngs
+        )
 
 
 class ConfidenceHead(nnx.Module):
@@ -42,34 +49,107 @@ class ConfidenceHead(nnx.Module):
         return jnp.sum(x * self.proj.weight[...].astype(jnp.float32), axis=1)
 
 
-class DSparkLayer(DecoderLayer):
-    """A decoder layer with a window only, whose rows of earlier tokens come from the model's own layers.
+class DSparkDrafts(DraftLayers):
+    """Drafts a block of tokens in one pass over layers whose rows of earlier tokens come from the model's own layers.
 
-    Embedding and head are the model's. The first layer also has what all layers' rows are made with, the last what
-    logits are made with.
+    A block is each request's newest token, which the model has not run yet, and then `noise_token_id`. Each of its
+    tokens sees the whole block and the window before it. Embedding and head are those of the `model` that methods take.
 
     Attributes:
-      main_proj, main_norm: Linear, the streams of the target layers to hidden, and its RMSNorm; first layer.
-      norm: RMSNorm before the head; last layer.
-      hc_head: HyperHead; last layer.
-      markov_head: MarkovHead; last layer.
-      confidence_head: ConfidenceHead; last layer.
+      layers: LayerStack of DecoderLayers.
+      main_proj, main_norm: Linear, the streams of the target layers to hidden, and its RMSNorm.
+      norm: RMSNorm before the head.
+      hc_head: HyperHead.
+      markov_head: MarkovHead.
+      confidence_head: ConfidenceHead.
     """
 
-    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        super().__init__(config, layer, param_dtype=param_dtype, rngs=rngs)
-        assert config.dspark is not None
-        hidden, eps, dspark = config.hidden_size, config.rms_norm_eps, config.dspark
-        options: dict[str, Any] = dict(param_dtype=param_dtype, rngs=rngs)
-        if layer == config.num_hidden_layers:
-            self.main_proj = Linear(len(dspark.target_layer_ids) * hidden, hidden, **options)
-            self.main_norm = RMSNorm(hidden, eps=eps, rngs=rngs)
-        if layer == len(config.layers) - 1:
-            self.norm = RMSNorm(hidden, eps=eps, rngs=rngs)
-            self.hc_head = HyperHead(config, rngs=rngs)
-            self.markov_head = MarkovHead(config, dspark.markov_rank, **options)
-            self.confidence_head = ConfidenceHead(config, dspark.markov_rank, **options)
+    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs, **options: Any):
+        super().__init__(config, param_dtype=param_dtype, rngs=rngs, **options)
+        assert isinstance(config.drafts, DSparkConfig)
+        hidden, eps, rank = config.hidden_size, config.rms_norm_eps, config.drafts.markov_rank
+        taps = len(config.drafts.target_layer_ids)
+        self.main_proj = Linear(taps * hidden, hidden, param_dtype=param_dtype, rngs=rngs)
+        self.main_norm = RMSNorm(hidden, eps=eps, rngs=rngs)
+        self.norm = RMSNorm(hidden, eps=eps, rngs=rngs)
+        self.hc_head = HyperHead(config, rngs=rngs)
+        self.markov_head = MarkovHead(config, rank, param_dtype=param_dtype, rngs=rngs)
+        self.confidence_head = ConfidenceHead(config, rank, param_dtype=param_dtype, rngs=rngs)
 
-    def project(self, taps: Float[Array, "T n D"]) -> Float[Array, "T D"]:
-        """Maps the streams [T, n, hidden] of the target layers to the input [T, hidden] of all layers' rows."""
-        return self.main_norm(self.main_proj(taps.reshape(taps.shape[0], -1)))
+    def write(self, model: Any, streams: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
+        """Stores the rows that the layers attend to, one per token and layer; returns the updated cache.
+
+        Args:
+          model, streams, cache, batch: as in `decode.drafts.Drafts`.
+        """
+        x = self.main_norm(self.main_proj(streams.reshape(streams.shape[0], -1)))
+        rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers.slices()}
+        return cache.write_windows(rows, batch)
+
+    def draft(
+        self,
+        model: Any,
+        streams: Float[Array, "n t D"],
+        cache: KVCache,
+        batch: Batch,
+        draw: Draw,
+        count: int,
+    ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], Float[Array, "n {count}"], KVCache]:
+        """Runs a block, then corrects and draws the drafts one after another; see `decode.drafts.Drafts`.
+
+        The block is as wide for fewer drafts.
+
+        Args:
+          model, streams, cache, batch, draw, count: as there; the streams are not used.
+        """
+        assert isinstance(self.config.drafts, DSparkConfig)
+        size, noise = self.config.drafts.block_size, self.config.drafts.noise_token_id
+        offsets = jnp.arange(size, dtype=jnp.int32)[None, :]
+        exists = batch.positions[:, None] >= 0
+        ids = jnp.where(offsets == 0, batch.token_ids[:, None], noise)
+        block = dataclasses.replace(
+            batch,
+            token_ids=jnp.where(exists, ids, 0).reshape(-1),
+            positions=jnp.where(exists, batch.positions[:, None] + offsets, -1).reshape(-1),
+            slots=jnp.repeat(batch.slots, size),
+            draft_block=size,
+        )
+        # Without the barrier XLA would dequantize stored weights before a loop that calls this.
+        drafts = jax.lax.optimization_barrier(self)
+        x = model.embed(block)
+        x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
+        residual, cache = drafts.run_layers(x, cache, block)
+        hidden = drafts.hc_head(residual.merged())
+        logits = model.logits(drafts.norm(hidden))
+
+        def by_draft(x):
+            return x.reshape(len(batch.positions), size, -1)[:, :count].swapaxes(0, 1)
+
+        def draft_one(previous: Any, rows: Any) -> tuple[Any, Any]:
+            hidden, logits, number = rows
+            logits, confidence = self.correct(hidden, logits, previous)
+            tokens = draw(logits, batch.positions + 1 + number)
+            return tokens, (tokens, logits, confidence)
+
+        rows = by_draft(hidden), by_draft(logits), jnp.arange(count, dtype=jnp.int32)
+        # Unrolled: a draft is a few small kernels, beside which a loop's slices would take as long.
+        _, (tokens, logits, confidence) = jax.lax.scan(draft_one, batch.token_ids, rows, unroll=True)
+        return tokens.T, logits.swapaxes(0, 1), confidence.T, cache
+
+    def correct(
+        self, hidden: Float[Array, "n D"], logits: Float[Array, "n V"], previous: Int[Array, "n"]
+    ) -> tuple[Float[Array, "n V"], Float[Array, "n"]]:
+        """Adds to logits of a block's position what the token before the draft says.
+
+        Args:
+          hidden: [n, hidden] of the position, before the norm.
+          logits: [n, vocab] float32 of the position.
+          previous: [n] int32, the token before the draft.
+
+        Returns:
+          the draft's logits [n, vocab] float32, and the logit [n] float32 of the probability that it is accepted if all
+          drafts before it are.
+        """
+        embedded = round_to(self.markov_head.markov_w1(previous), hidden.dtype)
+        corrected = logits + all_gather(self.markov_head.markov_w2(embedded))
+        return corrected, self.confidence_head(hidden, embedded)

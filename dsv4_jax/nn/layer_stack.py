@@ -1,19 +1,22 @@
 """The layers of a model: equal ones have stacked parameters and run in one loop."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from dsv4_jax.cache import Batch, StepCache
+from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_runs import LayerRun, find_runs
 from dsv4_jax.nn.attention import StepCarry
-from dsv4_jax.nn.layers import AnyRngs, StackedRngs
+from dsv4_jax.nn.layers import StackedRngs
 from dsv4_jax.quant import LayerSlice
 
 
@@ -29,10 +32,13 @@ class LayerLoop(nnx.Module):
       layers: the period's layers, each with parameters [repeats, ...].
     """
 
-    def __init__(self, run: LayerRun, make_layer: Callable[[int, AnyRngs], nnx.Module], rngs: nnx.Rngs):
+    def __init__(
+        self, config: DSV4Config, run: LayerRun, layer_type: type[Any], *, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         self.run = run
         stacked = StackedRngs(rngs, run.repeats)
-        self.layers = nnx.List([make_layer(run.start + position, stacked) for position in range(run.period)])
+        numbers = range(run.start, run.start + run.period)
+        self.layers = nnx.List([layer_type(config, i, param_dtype=param_dtype, rngs=stacked) for i in numbers])
 
     def __call__(
         self,
@@ -113,31 +119,35 @@ class LayerStack(nnx.Module):
     """
 
     def __init__(
-        self, config: DSV4Config, layers: range, make_layer: Callable[[int, AnyRngs], nnx.Module], rngs: nnx.Rngs
+        self, config: DSV4Config, layers: range, layer_type: type[Any], *, param_dtype: DTypeLike, rngs: nnx.Rngs
     ):
+        """Makes layers with random parameters, of `layer_type`, which has the arguments of `DecoderLayer`."""
         self.config = config
         self.start = layers.start
-        forms = [_form(config, layer) for layer in layers]
-        self.loops = nnx.List([LayerLoop(run, make_layer, rngs) for run in find_runs(forms, layers.start)])
+        runs = find_runs([_form(config, layer) for layer in layers], layers.start)
+        options = {"param_dtype": param_dtype, "rngs": rngs}
+        self.loops = nnx.List([LayerLoop(config, run, layer_type, **options) for run in runs])
 
     def __call__(
         self,
         x: Any,
         cache: StepCache,
         batch: Batch,
-        carry: StepCarry = StepCarry(),
+        carry: StepCarry,
         *,
         tap_layers: Sequence[int] = (),
         record: Collection[str] = (),
     ) -> tuple[Any, StepCarry, Any, Recorded]:
-        """Runs all layers; arguments and results are those of `LayerLoop`."""
+        """Runs all layers, and counts their experts if steps of the cache do; see `LayerLoop`."""
+        names = {*record, "experts"} if counts_experts(cache) else {*record}
         recorded: Recorded = []
         for loop in self.loops:
             exports = self._exports(loop.run)
-            x, carry, cache, values = loop(
-                x, cache, batch, carry, tap_layers=tap_layers, record=record, exports=exports
-            )
+            x, carry, cache, values = loop(x, cache, batch, carry, tap_layers=tap_layers, record=names, exports=exports)
             recorded += values
+        if counts_experts(cache):
+            layers = tuple(itertools.chain.from_iterable(layers for layers, _ in recorded))
+            cache = count_experts(cache, jnp.concatenate([values["experts"] for _, values in recorded]), layers)
         return x, carry, cache, recorded
 
     def __len__(self) -> int:
@@ -151,14 +161,21 @@ class LayerStack(nnx.Module):
         if not -len(self) <= index < len(self):
             raise IndexError(f"layer {index} of {len(self)}")
         number = self.start + index % len(self)
+        graph, stack, repeat = self._place(number)
+        return _numbered(nnx.merge(graph, jax.tree.map(lambda x: x[repeat], stack)), number)
+
+    def slices(self) -> Iterator[Any]:
+        """Yields each layer as a loop's body has it: its parameters are read in the stacks, and not copied."""
+        for number in range(self.start, self.start + len(self)):
+            graph, stack, repeat = self._place(number)
+            values = jax.tree.map(lambda x, repeat=repeat: x[repeat], stack)
+            yield _numbered(nnx.merge(graph, _slices(stack, values, jnp.int32(repeat))), number)
+
+    def _place(self, number):
+        """Returns the structure and the stacked state of a layer, and its place in the stack."""
         (loop,) = (loop for loop in self.loops if loop.run.start <= number < loop.run.stop)
         repeat, position = divmod(number - loop.run.start, loop.run.period)
-        graph, stack = nnx.split(loop.layers[position])
-        layer = nnx.merge(graph, jax.tree.map(lambda x: x[repeat], stack))
-        for _, module in nnx.iter_modules(layer):
-            if hasattr(module, "layer"):
-                module.layer = number
-        return layer
+        return *nnx.split(loop.layers[position]), repeat
 
     def _exports(self, run):
         """Returns the layers of a run whose selections are read by layers behind it."""
@@ -173,6 +190,14 @@ def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
     """
     graph, _ = nnx.split(modules[0])
     return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, modules)))
+
+
+def _numbered(layer, number):
+    """Returns a layer whose modules have its number."""
+    for _, module in nnx.iter_modules(layer):
+        if hasattr(module, "layer"):
+            setattr(module, "layer", number)  # noqa: B010
+    return layer
 
 
 def _form(config, layer):

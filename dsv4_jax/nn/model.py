@@ -1,7 +1,5 @@
 """The DeepSeek-V4 language model on flat ragged tokens; the cache goes in and comes out, no module holds it."""
 
-import functools
-import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -9,19 +7,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
-from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
-from dsv4_jax.nn.dspark import DSparkLayer
+from dsv4_jax.nn.drafts import make_drafts
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
-from dsv4_jax.nn.layers import AnyRngs, Embedding, Linear, RMSNorm
-from dsv4_jax.nn.mtp import MTPBlock
-from dsv4_jax.ops import all_gather, linear
+from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
+from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
 
@@ -39,8 +35,8 @@ class DeepseekV4Model(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, param_dtype=param_dtype, rngs=rngs)
-        make_layer = functools.partial(_make_layer, config, param_dtype)
-        self.layers = LayerStack(config, range(config.num_hidden_layers), make_layer, rngs)
+        numbers = range(config.num_hidden_layers)
+        self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.hc_head = HyperHead(config, rngs=rngs)
 
@@ -58,18 +54,14 @@ class DeepseekV4Model(nnx.Module):
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
-        targets = () if self.config.dspark is None else self.config.dspark.target_layer_ids
+        targets = () if self.config.drafts is None else self.config.drafts.target_layer_ids
         cache = cache.begin_step(batch)
         x = self.embed(batch)
         taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
-        counted = {"experts"} if counts_experts(cache) else set()
         residual, carry, cache, recorded = self.layers(
-            residual, cache, batch, StepCarry(taps=taps), tap_layers=targets, record=counted | {*record}
+            residual, cache, batch, StepCarry(taps=taps), tap_layers=targets, record=record
         )
-        if counted:
-            layers = tuple(itertools.chain.from_iterable(layers for layers, _ in recorded))
-            cache = count_experts(cache, jnp.concatenate([values["experts"] for _, values in recorded]), layers)
         hidden, streams = self.hc_head.pre(residual, self.norm)
         if targets:
             if targets[-1] == len(self.layers) - 1:
@@ -83,10 +75,6 @@ class DeepseekV4Model(nnx.Module):
         return round_to(self.embed_tokens(batch.token_ids), self.dtype)
 
 
-def _make_layer(config: DSV4Config, param_dtype: DTypeLike, layer: int, rngs: AnyRngs) -> DecoderLayer:
-    return DecoderLayer(config, layer, param_dtype=param_dtype, rngs=rngs)
-
-
 class DeepseekV4ForCausalLM(nnx.Module):
     """DeepSeek-V4; attribute names follow Hugging Face transformers.
 
@@ -97,7 +85,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
       config: DSV4Config.
       model: DeepseekV4Model.
       lm_head: Linear, hidden to vocab.
-      mtp: list of the layers that make drafts: an MTPBlock, or `config.dspark.num_layers` DSparkLayer; or none.
+      drafts: the layers that make drafts, see `decode.drafts.Drafts`: MTPDrafts, DSparkDrafts or None.
     """
 
     def __init__(
@@ -135,9 +123,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
             axes=("vocab",),
             rngs=rngs,
         )
-        draft_layers = range(config.num_hidden_layers, len(config.layers))
-        kind = MTPBlock if config.dspark is None else DSparkLayer
-        self.mtp: Any = nnx.List([kind(config, i, param_dtype=param_dtype, rngs=rngs) for i in draft_layers])
+        self.drafts: Any = make_drafts(config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
         """Runs one step of any mix of requests on the cache as the last step left it.
@@ -178,7 +164,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         if unknown := sorted({*(layers or ())} - {*range(count)}):
             raise ValueError(f"layers={unknown} must be from 0 to {count - 1}")
         hidden, _, recorded, cache = self.model(cache, batch, record=names)
-        chosen: dict[str, dict[int, Shaped[Array, "..."]]] = {name: {} for name in names}
+        chosen: dict[str, dict[int, Shaped[Array, ...]]] = {name: {} for name in names}
         for numbers, values in recorded:
             for name in chosen.keys() & values.keys():
                 chosen[name] |= {
@@ -189,90 +175,15 @@ class DeepseekV4ForCausalLM(nnx.Module):
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:
         """Does `__call__` and also returns what drafts are made from, [T, n, hidden].
 
-        For an MTP block these are the n = hc_mult residual streams before the model's head, for DSpark the means of the
-        streams that leave each of its n target layers.
+        These are the means of the streams that leave each of the n target layers in `config.drafts`, or, if it has
+        none, the n = hc_mult residual streams before the model's head.
         """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache
 
-    def mtp_forward(
-        self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], Any]:
-        """Runs the multi-token-prediction block, which predicts the token after the next.
-
-        Args:
-          streams: [T, hc_mult, hidden], the model's at the tokens of `batch.positions`, or, to predict further ahead
-            from a draft, those that this method returned for the position before.
-          cache: the cache; the block's window is written where `batch` has tokens.
-          batch: T tokens, each the one that *follows* the token at its position.
-
-        Returns:
-          hidden [T, hidden], for `logits`; the block's own streams [T, hc_mult, hidden]; the updated cache.
-        """
-        block = self.mtp[0]
-        # Without the barrier XLA would dequantize stored weights before a loop that calls this.
-        block, streams = jax.lax.optimization_barrier((block, streams))
-        return block.draft(block.join(streams, self.model.embed(batch)), cache, batch)
-
-    def mtp_write(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> Any:
-        """Updates the cache as `mtp_forward` does, without the rest of its work.
-
-        Args:
-          streams, cache, batch: as in `mtp_forward`.
-        """
-        block = self.mtp[0]
-        return block.write_window(block.join(streams, self.model.embed(batch)), cache, batch)
-
-    def dspark_write(self, taps: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores the rows that DSpark's layers attend to, one per token and layer; returns the updated cache.
-
-        Args:
-          taps: [T, n, hidden] of `forward_streams`.
-          cache: the cache.
-          batch: the T tokens' positions and slots.
-        """
-        x = self.mtp[0].project(taps)
-        rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.mtp}
-        return cache.write_windows(rows, batch)
-
-    def dspark_forward(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T V"], Any]:
-        """Runs DSpark's layers on blocks of tokens, each of which sees all of its block and a window before it.
-
-        The cache holds the rows of all tokens before the blocks; those of the blocks are overwritten. The T tokens of
-        the batch, with `draft_block` set, are each request's newest token, which the model has not run yet, and then
-        `config.dspark.noise_token_id`.
-
-        Returns:
-          hidden [T, hidden] before the norm, and logits [T, vocab] float32 of the token after each position, both for
-            `dspark_correct`; the updated cache.
-        """
-        layers = jax.lax.optimization_barrier(self.mtp)
-        x = self.model.embed(batch)
-        residual = ResidualStreams(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
-        carry = StepCarry(experts={} if counts_experts(cache) else None)
-        for layer in layers:
-            residual, carry, cache = layer(residual, cache, batch, carry)
-        hidden = layers[-1].hc_head(residual.merged())
-        return hidden, self.logits(layers[-1].norm(hidden)), count_experts(cache, carry.experts)
-
-    def dspark_correct(
-        self, hidden: Float[Array, "T D"], logits: Float[Array, "T V"], previous: Int[Array, "T"]
-    ) -> tuple[Float[Array, "T V"], Float[Array, "T"]]:
-        """Adds to logits of a block's position what the token before the draft says.
-
-        Args:
-          hidden: [T, hidden] of `dspark_forward`.
-          logits: [T, vocab] float32 of `dspark_forward`.
-          previous: [T] int32, the token before the draft.
-
-        Returns:
-          the draft's logits [T, vocab] float32, and the logit [T] float32 of the probability that it is accepted if all
-          drafts before it are.
-        """
-        last = self.mtp[-1]
-        embedded = round_to(last.markov_head.markov_w1(previous), hidden.dtype)
-        corrected = logits + all_gather(linear(embedded, last.markov_head.markov_w2.weight[...])[0])
-        return corrected, last.confidence_head(hidden, embedded)
+    def embed(self, batch: Batch) -> Float[Array, "T D"]:
+        """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""
+        return self.model.embed(batch)
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

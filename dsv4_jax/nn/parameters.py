@@ -66,7 +66,7 @@ class ParameterView:
         if new.shape != self.shape or isinstance(new, QuantizedWeight) != (leaf_names(self.variable) != (None,)):
             raise ValueError(f"the new value must be stored like the old one, with shape {self.shape}; got {new.shape}")
         for field in leaf_names(self.variable):
-            leaf = new if field is None else getattr(new, field)
+            leaf: Any = new if field is None else getattr(new, field)
             write_leaf(self.variable, field, leaf, self.leaf_index(field))
 
     def leaf_index(self, field: str | None) -> Index:
@@ -100,7 +100,11 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
     views = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         linear = fused.get(path[:-2]) if len(path) > 2 and path[-2] == "weights" else None
-        maps = [(path[-1], ())] if linear is None else [(name, linear.rows_of(name)[1]) for name in path[-1].split("+")]
+        maps = (
+            [(path[-1], ())]
+            if linear is None
+            else [(name, linear.rows_of(name)[1]) for name in str(path[-1]).split("+")]
+        )
         for name, rows in maps:
             for layer_path, index in _layer_paths(stacks, (*path[:-1], name)):
                 views[".".join(map(str, layer_path))] = ParameterView(variable, (*index, *rows))

@@ -35,7 +35,7 @@ class FusedLinear(nnx.Module):
     """Linear maps of one input: one launch, and a matrix for all maps that are stored and sharded in the same way.
 
     Maps share a matrix [rows, in_features], one below the other, if the release stores all of them in FP8 or none of
-    them, no mesh shards them, and no block of scales would belong to two of them. Maps that a mesh shards share a matrix
+    them, no mesh shards them, and no block of scales would belong to two of them. Maps that a mesh shards share one of
     [maps, rows of each, in_features] if they have equally many rows.
 
     Attributes:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.bench import attention_stack, decode_steps, plots, timing
-from dsv4_jax.bench.attention_stack import DRAWS, AttentionStack, DraftAttention, StackDecoder, random_cache
+from dsv4_jax.bench.attention_stack import DRAWS, AttentionLayer, AttentionStack, StackDecoder, random_cache
 from dsv4_jax.bench.cases import small_config, tree_bytes
 from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
 from dsv4_jax.bench.model_stack import abstract_stack
@@ -22,6 +22,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import make_drafts
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import kv_format
@@ -141,8 +142,8 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
         assert row["times_one_token"] == pytest.approx(row["milliseconds"] / rows[0]["milliseconds"], rel=1e-3)
     # Two drafts read the block's weights and a window of 128 rows twice, for two requests; verifying reads no more.
     config = dataclasses.replace(read_config(packaged_checkpoint()), num_nextn_predict_layers=1)
-    shapes = jax.eval_shape(lambda: DraftAttention(config, 6, nnx.Rngs(0)))
-    block = tree_bytes(nnx.state(shapes)) + 2 * 128 * 200
+    drafts = make_drafts(config, layer_type=AttentionLayer, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    block = tree_bytes(drafts) + 2 * 128 * 200
     assert [row["floor_bytes"] - rows[0]["floor_bytes"] for row in rows] == [0, 0, 2 * block]
     rate = 2000 / rows[2]["milliseconds"] * (1 + 0.7 + 0.49)
     assert rows[2]["tokens_per_second"]["0.7"] == pytest.approx(rate, rel=1e-3)
@@ -153,7 +154,7 @@ def test_drafts_are_measured_beside_a_step_with_one_token(run, tmp_path):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("dspark", [False, True])
 def test_drafts_of_each_request(whole, dspark):
-    """Five tokens of each of two requests with DSpark; the streams after the last draft of an MTP block."""
+    """Five tokens of each of two requests."""
     released = DSV4Config.v4_flash_0731() if dspark else DSV4Config.v4_flash()
     config = small_config(released).with_layers([LayerSpec()]).with_drafts(True)
     stack = abstract_stack(config) if whole else AttentionStack(config, ABSTRACT)
@@ -166,8 +167,7 @@ def test_drafts_of_each_request(whole, dspark):
         return stack.draft(x, cache, batch, 6, 5)
 
     drafts, _ = jax.eval_shape(draft, stack, x, KVCache.abstract(schema), batch)
-    expected = ((2, 5), jnp.int32) if dspark else ((2, config.hidden_size), jnp.bfloat16)
-    assert (drafts.shape, drafts.dtype) == expected
+    assert (drafts.shape, drafts.dtype) == ((2, 5), jnp.int32)
 
 
 def test_the_bytes_that_dsparks_drafts_read():

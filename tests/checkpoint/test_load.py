@@ -213,7 +213,7 @@ def test_a_block_of_multi_token_prediction_is_whole_or_refused(tmp_path):
     names = [name for name in stored if name.startswith("mtp.")]
     assert len(names) == 53
     model = load_checkpoint(write(tmp_path / "x", stored | copies), config)
-    assert model.mtp[0].e_proj.weight.shape == (64, 64)
+    assert model.drafts.e_proj.weight.shape == (64, 64)
     stored["mtp.0.e_projj.weight"] = stored.pop("mtp.0.e_proj.weight")
     with pytest.raises(ValueError) as error:
         load_checkpoint(write(tmp_path / "y", stored), config)

@@ -58,7 +58,7 @@ def test_a_model_without_a_checkpoint(monkeypatch):
     assert made[0] == "plan" and len(made) > 1
     embedding = model.model.embed_tokens.weight[...]
     assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + whole_pages(embedding.nbytes)
-    names = [*(f"model.layers.{i}.mlp.experts" for i in range(3)), "mtp.0.mlp.experts"]
+    names = [*(f"model.layers.{i}.mlp.experts" for i in range(3)), "drafts.layers.0.mlp.experts"]
     assert list(memory.layers) == names and memory.frequencies.keys() == set(names)
     for name, pages in memory.layers.items():
         rarest = np.argsort(memory.frequencies[name])[:3]

@@ -264,7 +264,7 @@ def test_drafts_need_a_block_that_makes_them(refused):
     assert "this model has no layers that make drafts" in refused("generate", *without)
     assert "--drafts -1 must be at least 0" in refused("generate", "--drafts", "-1")
     too_many = ["--checkpoint", DATA / "official_dspark", "--drafts", "6", "--cache-format", "plain"]
-    assert "--drafts 6 must be from 1 to 5, the size of DSpark's blocks" in refused("generate", *too_many)
+    assert "--drafts 6 must be from 1 to 5, the most that this model's layers make" in refused("generate", *too_many)
     options = ["--temperature", "1", "--n-best", "2"]
     assert "leave out --n-best and --beams" in refused("generate", "--drafts", "1", *options)
 

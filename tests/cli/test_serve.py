@@ -64,7 +64,7 @@ def test_mistakes_are_told_at_once():
         "--max-requests 0": "--max-requests 0 must be at least 1",
         "--num-scheduler-steps 4 --drafts 2": "needs --drafts 0",
         "--drafter model --drafts 0": "--drafter model needs --drafts of at least 1",
-        "--min-confidence 0.5": "--min-confidence 0.5 needs drafts of a model with DSpark's layers",
+        "--min-confidence 0.5": "--min-confidence 0.5 needs drafts of layers that estimate their confidence",
         "--min-confidence 2": "--min-confidence 2.0 must be from 0 to 1",
     }
     others = {
@@ -74,7 +74,7 @@ def test_mistakes_are_told_at_once():
         "generate --max-new-tokens 100000": "--max-new-tokens 100000: a request of 100000 tokens",
         "generate --checkpoint README.md": "--checkpoint README.md is neither",
         "generate --checkpoint tests/data/hf_tiny --drafts 1": "no layers that make drafts",
-        "generate --drafts 1 --min-confidence 0.5": "--min-confidence 0.5 needs drafts of a model with DSpark's",
+        "generate --drafts 1 --min-confidence 0.5": "--min-confidence 0.5 needs drafts of layers",
         "score --checkpoint tests/data/hf_tiny --out x.npz --ids no.npy": "--ids no.npy cannot be read: No such file",
         "score --checkpoint tests/data/hf_tiny --out x.npz": "give --ids or --text",
         "plan --config v4_flash --memory 12 --context 9": "--memory '12' must be",
@@ -114,9 +114,9 @@ def test_the_models_own_layers_draft(monkeypatch, untyped):
     folder, model = DATA / "official_dspark", dict(cache_format="plain", drafter="model", min_confidence=0.5)
     config = DSV4Config.from_hf(folder, mtp=True)
     ServeCommand(**model, drafts=5)._engine(folder, config, 64, "")
-    assert made["drafter"].kind == "DSpark" and made["drafter"].min_confidence == 0.5
+    assert made["drafter"] == "model" and made["min_confidence"] == 0.5
     assert made["max_logprobs"] == min(MAX_LOGPROBS, config.vocab_size)
-    with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the size of DSpark's blocks"):
+    with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the most that this model's layers make"):
         ServeCommand(**model, drafts=6)._engine(folder, config, 64, "")
 
 

@@ -45,24 +45,36 @@ def check(tokens, logprobs, top):
         chex.assert_trees_all_equal(np.asarray(top.logprobs)[mine], np.asarray(logprobs)[rows[mine.any(axis=1)]])
 
 
+class BigramDrafts:
+    """The drafts of a `DraftingBigram`: its own choices after even tokens, and wrong ones after odd tokens."""
+
+    def write(self, model, streams, cache, batch):
+        return cache
+
+    def draft(self, model, streams, cache, batch, draw, count):
+        tokens, logits = [batch.token_ids], []
+        for i in range(count):
+            odd = tokens[-1] % 2 == 1
+            logits.append(model.logits(model.hidden(jnp.where(odd, -1, 1) * (tokens[-1] + 1))))
+            tokens.append(draw(logits[-1], batch.positions + 1 + i))
+        return jnp.stack(tokens[1:], axis=1), jnp.stack(logits, axis=1), None, cache
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftingBigram(Bigram):
-    """Its drafts are its own choices after even tokens, and wrong ones after odd tokens."""
+    """A model of one's own with the attribute `drafts`."""
+
+    @property
+    def drafts(self):
+        return BigramDrafts()
 
     def forward_streams(self, cache, batch):
-        hidden = self._hidden(batch.token_ids + 1)
+        hidden = self.hidden(batch.token_ids + 1)
         streams = jnp.zeros((len(hidden), cache.streams.shape[-1] // CONFIG.hidden_size, CONFIG.hidden_size))
         return hidden, streams.astype(cache.streams.dtype), cache.begin_step(batch)
 
-    def mtp_forward(self, streams, cache, batch):
-        odd = batch.token_ids % 2 == 1
-        return self._hidden(jnp.where(odd, -1, 1) * (batch.token_ids + 1)), streams, cache
-
-    def mtp_write(self, streams, cache, batch):
-        return cache
-
-    def _hidden(self, rows):
+    def hidden(self, rows):
         return jnp.zeros((len(rows), CONFIG.hidden_size)).at[:, 0].set(rows.astype(jnp.float32))
 
     def logits(self, hidden):

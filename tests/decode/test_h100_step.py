@@ -14,7 +14,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, EarlierTokens, SamplingParams
 from dsv4_jax.decode.step import last_logits, sample_tokens
-from dsv4_jax.engine import DeviceDrafter, Engine
+from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import SCOPES, DeepseekV4ForCausalLM
 from tests.pallas_kernels.kernels import compile_in_process
@@ -108,8 +108,7 @@ def test_drafts_change_no_token_on_the_gpu(layers, drafts):
     """Requests with and without drafts in one program; those of random layers are nearly all refused."""
     model = DeepseekV4ForCausalLM(small_config(drafts=layers), fused=True)
     manager = KVCacheManager(model.config, num_blocks=64, max_requests=4, max_context=512, max_query_tokens=1 + drafts)
-    drafter = DeviceDrafter.of(model.config)
-    engine = Engine(model, manager, token_budget=64, drafter=drafter, batch_invariant=True)
+    engine = Engine(model, manager, token_budget=64, drafter="model", batch_invariant=True)
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 200))
     requests = [engine.add(prompt, max_new_tokens=40, draft_tokens=k) for prompt in prompts for k in (0, drafts)]
     while engine.busy:

@@ -14,7 +14,7 @@ from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import SamplingParams
 from dsv4_jax.decode.step import accepted_lengths
-from dsv4_jax.engine import Drafter, Engine, MTPDrafter, PromptLookup
+from dsv4_jax.engine import Drafter, Engine, PromptLookup
 from dsv4_jax.engine.drafters import accept
 from dsv4_jax.host import KVCacheManager
 from tests.decode.bigram import MODEL as BIGRAM
@@ -199,7 +199,7 @@ def test_the_packaged_models_drafts_are_mostly_right_and_change_nothing():
     model = load_checkpoint(PACKAGED, DSV4Config.from_hf(PACKAGED, mtp=True))
     sizes = dict(num_blocks=4, max_requests=4, max_context=128, max_query_tokens=3)
     engine = Engine(
-        model, KVCacheManager(model.config, **sizes), token_budget=24, drafter=MTPDrafter(), batch_invariant=True
+        model, KVCacheManager(model.config, **sizes), token_budget=24, drafter="model", batch_invariant=True
     )
     prompt = list(b"And God said unto Moses")
     pairs = []
@@ -213,6 +213,8 @@ def test_the_packaged_models_drafts_are_mostly_right_and_change_nothing():
     assert min(drafted.acceptance for _, drafted in pairs) > 0.45
 
 
-def test_drafters_on_the_host_and_on_the_device_follow_one_protocol():
-    assert isinstance(PromptLookup(), Drafter) and isinstance(MTPDrafter(), Drafter)
-    assert list(MTPDrafter().draft(np.arange(5, dtype=np.int32), 2)) == []
+def test_what_is_no_drafter_is_refused(small, untyped):
+    assert isinstance(PromptLookup(), Drafter)
+    for drafter in ("prompt", 3):
+        with pytest.raises(ValueError, match="must be 'model', an object with a method `draft`, or None"):
+            Engine(small[0], make(), token_budget=12, drafter=drafter)

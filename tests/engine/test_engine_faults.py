@@ -13,7 +13,7 @@ import pytest
 
 from dsv4_jax.decode import CompiledModel, StepOutput
 from dsv4_jax.decode.step import accepted_lengths, last_accepted
-from dsv4_jax.engine import Engine, MTPDrafter
+from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache
 from dsv4_jax.host.step_order import record_step
 from tests.host.faults import ENGINE, HOST, Fault, Inject, consistent
@@ -70,7 +70,7 @@ class Life:
     """An engine, its requests and what it told of them; with drafts, or with a step that runs ahead, or both."""
 
     def __init__(self, drafter=None):
-        config = dataclasses.replace(CONFIG, num_nextn_predict_layers=int(isinstance(drafter, MTPDrafter)))
+        config = dataclasses.replace(CONFIG, num_nextn_predict_layers=int(drafter == "model"))
         self.manager = make(config, num_blocks=6, max_requests=3)
         self.prefix = PrefixCache(self.manager, key="")
         nothing = CompiledModel({})
@@ -155,7 +155,7 @@ def lives():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompiledModel, "sample_step", lambda *args, drafts: steps[drafts.count > 0](*args, drafts=drafts))
         steps = formula_step, formula_step_with_drafts
-        kinds = {"drafts": Guess(), "ahead": None, "drafts ahead": MTPDrafter()}
+        kinds = {"drafts": Guess(), "ahead": None, "drafts ahead": "model"}
         yield {kind: {name: (life, act) for name, life, act in situations(kinds[kind])} for kind in kinds}
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
-from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
+from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import PrefixCache
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.decode.bigram import MODEL, DraftingBigram, check
@@ -83,7 +83,7 @@ def test_every_number_whatever_happens(monkeypatch):
 def test_with_drafts_of_the_device():
     """Some of them right: in the engine, and in the loop on the device."""
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
-    engine = engine_of(make(config), model=DraftingBigram(MODEL.table), drafter=MTPDrafter())
+    engine = engine_of(make(config), model=DraftingBigram(MODEL.table), drafter="model")
     requests = [engine.add(LONG, max_new_tokens=40, seed=i, top_logprobs=6, prompt_logprobs=True) for i in range(3)]
     drain(engine)
     assert 0.2 < engine.metrics.acceptance < 0.8 and engine.metrics.compilations <= 2

@@ -105,6 +105,7 @@ def test_a_long_queue_is_not_sorted_for_each_request(small, roomy, monkeypatch):
         (dict(draft_tokens=-1), "draft_tokens=-1 must be"),
         (dict(draft_tokens=0), "draft_tokens=0 must be"),
         (dict(drafter=None, draft_tokens=2), "0 without one"),
+        (dict(min_confidence=0.5), "min_confidence=0.5 needs drafter='model'"),
     ],
 )
 def test_bad_engines_are_refused(small, roomy, options, message):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.decode.sampling import SamplingParams, sample
-from dsv4_jax.engine import Engine, MTPDrafter, PromptLookup
+from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.engine.grammar import token_masks
 from tests.decode.bigram import MODEL, DraftingBigram
 from tests.engine.grammars import END, PIECES, VOCABULARY, text
@@ -83,7 +83,7 @@ def test_drafts_change_no_token(expected):
 
 def test_drafts_on_the_device_change_no_token(expected):
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
-    engine = Engine(DraftingBigram(MODEL.table), make(config), token_budget=24, drafter=MTPDrafter())
+    engine = Engine(DraftingBigram(MODEL.table), make(config), token_budget=24, drafter="model")
     assert run(engine, forks=0) == expected[:8] and engine.metrics.accepted_tokens
 
 

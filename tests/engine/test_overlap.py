@@ -7,7 +7,7 @@ from overlap_tokens import Load, compare, serve
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.engine import DeviceDrafter, Engine, PromptLookup
+from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from tests.decode.bigram import MODEL as BIGRAM
 from tests.engine.test_engine import PROMPTS, add
@@ -77,7 +77,7 @@ def test_drafts_of_the_device_change_no_token(name, prefix):
         manager = KVCacheManager(config, kv_format="plain", dtype=jnp.float32, **sizes)
         cached = PrefixCache(manager, key="") if prefix else None
         options |= dict(prefix=cached, batch_invariant=True, token_budget=20)
-        return Engine(model, manager, drafter=DeviceDrafter.of(config), **options)
+        return Engine(model, manager, drafter="model", **options)
 
     ahead, waits = engine_of(8), engine_of(40, overlap=False)
     assert ahead.config.overlap and not waits.config.overlap

@@ -19,7 +19,7 @@ from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, decode_loop, decode_step, forward
-from dsv4_jax.engine import DSparkDrafter, Engine, EngineMetrics, MTPDrafter
+from dsv4_jax.engine import Engine, EngineMetrics
 from dsv4_jax.engine.generate import generate
 from dsv4_jax.expert_pages import ExpertMemory, ExpertMetrics, ExpertMigration, ExpertStack, migration
 from dsv4_jax.host import KVCacheManager
@@ -65,7 +65,7 @@ def move_always(model):
 
 def make_engine(model, **options):
     """An engine with these options, by default one that drafts."""
-    options = options or dict(token_budget=16, drafter=MTPDrafter(), draft_tokens=2)
+    options = options or dict(token_budget=16, drafter="model", draft_tokens=2)
     return Engine(model, make_manager(), **options)
 
 
@@ -109,10 +109,13 @@ def test_experts_of_dspark_layers_are_counted_and_moved():
     config = CONFIG.with_layers([LayerSpec()]).with_dspark(markov_rank=32)
     config = dataclasses.replace(config, dspark=dataclasses.replace(config.dspark, num_layers=1))
     memory = ExpertMemory(device_bytes=4 * len(config.layers) * EACH, memory=CpuMemory())
-    model, pages = CompiledModel(random_model(config, expert_memory=memory), memory), memory.layers["mtp.0.mlp.experts"]
+    model, pages = (
+        CompiledModel(random_model(config, expert_memory=memory), memory),
+        memory.layers["drafts.layers.0.mlp.experts"],
+    )
     moves, before = move_always(model), pages[0].on_host.copy()
     sizes = dict(num_blocks=1, max_requests=1, max_context=64, block_tokens=64, max_query_tokens=6)
-    options = dict(token_budget=6, batch_invariant=True, drafter=DSparkDrafter())
+    options = dict(token_budget=6, batch_invariant=True, drafter="model")
     engine = Engine(model, KVCacheManager(config, **sizes), **options)
     request = engine.add(PROMPTS[1][:6], max_new_tokens=6)
     while engine.busy:

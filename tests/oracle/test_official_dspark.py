@@ -17,7 +17,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
 from dsv4_jax.decode.drafts import DraftOptions, draft, forward_for_drafts, one_token_batch
 from dsv4_jax.decode.step import last_token_indices
-from dsv4_jax.engine import DeviceDrafter, DSparkDrafter, Engine, MTPDrafter
+from dsv4_jax.engine import Engine
 from dsv4_jax.engine.generate import engine_for_prompts
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from tests.oracle.drafts import T, manager_of, plans
@@ -53,9 +53,9 @@ def step(model, cache, batch, anchors):
     slots = cache.lengths.shape[0]
     last = last_token_indices(batch, slots)
     at = jnp.maximum(last, 0)
-    newest = one_token_batch(anchors, jnp.where(last >= 0, batch.positions[at], -1))
+    newest = one_token_batch(anchors, jnp.where(last >= 0, batch.positions[at] + 1, -1))
     seeds = jnp.zeros((slots,), jnp.uint32)
-    tokens, draft_logits, cache = draft(model, cache, taps[at], newest, SamplingParams(), seeds, drafts=K)
+    tokens, draft_logits, _, cache = draft(model, cache, taps[at], newest, SamplingParams(), seeds, drafts=K)
     return dict(taps=taps[at], logits=model.logits(hidden[at]), draft_tokens=tokens, draft_logits=draft_logits), cache
 
 
@@ -167,10 +167,11 @@ def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
     arguments += ["--dtype", "float32", "--cache-format", "plain", "--drafts", K]
     assert main([str(argument) for argument in arguments]) == 0
     scores = np.load(tmp_path / "scores.npz")
-    chex.assert_trees_all_equal(scores["draft_tokens"][:, 2:], golden["draft_tokens"][:, 2:])
+    # The command's begin with token 1, the golden's blocks have two rows before them.
+    chex.assert_trees_all_equal(scores["draft_tokens"][:, 1:], golden["draft_tokens"][:, 2:])
     for name, tolerance in dict(draft_logits=TOLERANCE, confidence=CONFIDENCE_TOLERANCE).items():
-        assert scores[name].dtype == np.float32 and scores[name].shape == golden[name].shape
-        chex.assert_trees_all_close(scores[name][:, 2:], golden[name][:, 2:], rtol=0, atol=tolerance)
+        assert scores[name].dtype == np.float32
+        chex.assert_trees_all_close(scores[name][:, 1:], golden[name][:, 2:], rtol=0, atol=tolerance)
 
 
 def expected_steps(golden, row, tokens):
@@ -182,11 +183,12 @@ def expected_steps(golden, row, tokens):
     return accepted
 
 
-def engine_of(compiled, drafter, prefix=False, kv_format="plain"):
+def engine_of(compiled, prefix=False, kv_format="plain", **options):
     """All steps in one program: a row's sums do not depend on how many drafts there are."""
     host = manager_of(compiled.module, K, kv_format=kv_format)
     shared = PrefixCache(host, key="") if prefix else None
-    return Engine(compiled, host, token_budget=24, drafter=drafter, prefix=shared, batch_invariant=True)
+    options |= dict(token_budget=24, drafter="model", prefix=shared, batch_invariant=True)
+    return Engine(compiled, host, **options)
 
 
 def finish(engine):
@@ -196,11 +198,7 @@ def finish(engine):
 
 def test_the_engine_accepts_what_the_golden_does(compiled, golden):
     """With every number of drafts that a step verifies the tokens are those without drafts, also after a prefix hit."""
-    engine, prompts, want = (
-        engine_of(compiled, DSparkDrafter(), prefix=True),
-        golden["greedy_prompt"],
-        golden["greedy_tokens"],
-    )
+    engine, prompts, want = engine_of(compiled, prefix=True), golden["greedy_prompt"], golden["greedy_tokens"]
     requests = [engine.add(prompt, max_new_tokens=40) for prompt in prompts]
     finish(engine)
     again = [engine.add(prompts[0], max_new_tokens=40, draft_tokens=k) for k in range(1 + K)]
@@ -214,7 +212,7 @@ def test_the_engine_accepts_what_the_golden_does(compiled, golden):
 
 
 def test_drafts_without_confidence_are_not_verified(compiled, golden):
-    engine, prompts = engine_of(compiled, DSparkDrafter(min_confidence=0.5)), golden["greedy_prompt"]
+    engine, prompts = engine_of(compiled, min_confidence=0.5), golden["greedy_prompt"]
     requests = [engine.add(prompt, max_new_tokens=40) for prompt in prompts]
     finish(engine)
     for row, request in enumerate(requests):
@@ -228,7 +226,7 @@ def test_drafts_without_confidence_are_not_verified(compiled, golden):
 @pytest.mark.parametrize("kv_format", ["plain", pytest.param("v4", marks=pytest.mark.slow)])
 def test_drafts_change_no_drawn_token(compiled, golden, kv_format):
     """Drafts share the random bits of the tokens they guess, so tokens are equal and drafts are often right."""
-    engine, groups = engine_of(compiled, DSparkDrafter(), kv_format=kv_format), []
+    engine, groups = engine_of(compiled, kv_format=kv_format), []
     engine.manager.requests.allocator.acquire(17)  # the other 7 are too few for two requests: one has to make room
     for seed, temperature in enumerate((1.0, 1.0, 0.0)):
         options = dict(max_new_tokens=40, sampling=SamplingParams(temperature=temperature, top_k=20), seed=seed)
@@ -256,15 +254,14 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden, draf
 
 
 def test_what_makes_no_drafts_is_refused(compiled):
-    with pytest.raises(ValueError, match=r"MTPDrafter\(\) needs MTP layers; this model has DSpark"):
-        Engine(compiled, manager_of(compiled.module, K), drafter=MTPDrafter())
-    sizes = dict(num_blocks=8, max_requests=2, max_context=64, block_tokens=16, max_query_tokens=7)
-    with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the size of DSpark's blocks"):
-        Engine(compiled, KVCacheManager(compiled.module.config, **sizes), drafter=DSparkDrafter())
+    config, sizes = compiled.module.config, dict(num_blocks=8, max_requests=2, max_context=64, block_tokens=16)
+    with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the most that this model's layers make"):
+        Engine(compiled, KVCacheManager(config, **sizes, max_query_tokens=7), drafter="model")
     with pytest.raises(ValueError, match=r"min_confidence=1.5 must be from 0 to 1"):
-        DSparkDrafter(min_confidence=1.5)
-    with pytest.raises(ValueError, match=r"min_confidence=0.5 needs DSpark layers; this model has MTP"):
-        DeviceDrafter.of(dataclasses.replace(compiled.module.config, dspark=None), 0.5)
+        engine_of(compiled, min_confidence=1.5)
+    mtp = KVCacheManager(dataclasses.replace(config, dspark=None), **sizes, max_query_tokens=3)
+    with pytest.raises(ValueError, match=r"min_confidence=0.5 needs draft layers that estimate their confidence"):
+        Engine(compiled, mtp, drafter="model", min_confidence=0.5)
 
 
 def test_prompts_are_generated_with_a_threshold(compiled, monkeypatch):
@@ -273,7 +270,7 @@ def test_prompts_are_generated_with_a_threshold(compiled, monkeypatch):
     module = importlib.import_module("dsv4_jax.engine.generate")
     monkeypatch.setattr(module, "Engine", lambda *_, **options: made.update(options))
     engine_for_prompts(compiled, manager_of(compiled.module, K), [[2]], 4, 8, DraftOptions(K, 0.5))
-    assert made["drafter"].min_confidence == 0.5 and made["draft_tokens"] == K
+    assert made["drafter"] == "model" and made["min_confidence"] == 0.5 and made["draft_tokens"] == K
 
 
 def test_the_layers_are_saved_as_the_release_stores_them(model, tmp_path):

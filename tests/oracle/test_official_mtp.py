@@ -15,7 +15,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
 from dsv4_jax.decode.drafts import draft, forward_for_drafts, one_token_batch
 from dsv4_jax.decode.step import last_token_indices
-from dsv4_jax.engine import Engine, MTPDrafter, generate, stream
+from dsv4_jax.engine import Engine, generate, stream
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.nn import ResidualStreams, StepCarry
 from tests.oracle.drafts import T, manager_of, plans
@@ -50,9 +50,9 @@ def step(model, cache, batch):
     at = jnp.maximum(last, 0)
     logits = model.logits(hidden[at])
     choice = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    newest = one_token_batch(choice, jnp.where(last >= 0, batch.positions[at], -1))
+    newest = one_token_batch(choice, jnp.where(last >= 0, batch.positions[at] + 1, -1))
     seeds = jnp.zeros((slots,), jnp.uint32)
-    tokens, draft_logits, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, drafts=K)
+    tokens, draft_logits, _, cache = draft(model, cache, streams[at], newest, SamplingParams(), seeds, drafts=K)
     return dict(streams=streams[at], logits=logits, draft_tokens=tokens, draft_logits=draft_logits), cache
 
 
@@ -90,14 +90,14 @@ def test_the_block_on_true_tokens(model, golden):
     def block_step(model, cache, batch):
         _, streams, cache = model.forward_streams(cache, batch)
         before, shifted, cache = advance_streams(cache, streams, batch)
-        block, carry = model.mtp[0], StepCarry(activations={})
-        entered = block.join(before, model.model.embed(batch))
-        left, carry, cache = block(ResidualStreams(entered), cache, shifted, carry)
+        drafts, carry = model.drafts, StepCarry(activations={})
+        entered = drafts.join(before, model.embed(batch))
+        left, carry, cache = drafts.layers[0](ResidualStreams(entered), cache, shifted, carry)
         left = left.merged()
         seen = carry.activations or {}
         attention = dict(mtp_attn_in=seen[f"attn_in_{LAYER}"], mtp_attn_out=seen[f"attn_out_{LAYER}"])
         return dict(
-            mtp_x=entered, mtp_out=left, mtp_logits=model.logits(block.norm(block.hc_head(left))), **attention
+            mtp_x=entered, mtp_out=left, mtp_logits=model.logits(drafts.norm(drafts.hc_head(left))), **attention
         ), cache
 
     host, ids = manager_of(model, K), golden["ids"]
@@ -209,10 +209,16 @@ def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
     arguments += ["--dtype", "float32", "--cache-format", "plain", "--drafts", K]
     assert main([str(argument) for argument in arguments]) == 0
     scores = np.load(tmp_path / "scores.npz")
-    chex.assert_trees_all_equal(scores["draft_tokens"], golden["draft_tokens"])
-    for name in ("logits", "mtp_logits", "draft_logits"):
-        assert scores[name].dtype == np.float32
-        chex.assert_trees_all_close(scores[name], golden[name], rtol=0, atol=TOLERANCE, custom_message=name)
+    assert scores["draft_logits"].shape == (2, T - 1, K, 160) and "confidence" not in scores
+    chex.assert_trees_all_equal(scores["draft_tokens"], np.argmax(scores["draft_logits"], axis=-1).astype(np.int32))
+    found = dict(logits=scores["logits"], mtp_logits=scores["draft_logits"][:, :, 0])
+    for name, logits in found.items():
+        assert logits.dtype == np.float32
+        chex.assert_trees_all_close(logits, golden[name], rtol=0, atol=TOLERANCE, custom_message=name)
+    # The golden's drafts follow the model's own choice: where that is the true token, they are the same.
+    own = np.argmax(golden["logits"][:, :-1], axis=-1) == golden["ids"][:, 1:]
+    assert own.any()
+    chex.assert_trees_all_equal(scores["draft_tokens"][own], golden["draft_tokens"][:, :-1][own])
 
 
 def expected_steps(golden, row, tokens):
@@ -233,7 +239,7 @@ def engine_of(compiled, prefix=False, requests=3):
     """All steps in one program: a row's sums do not depend on how many drafts there are."""
     host = manager_of(compiled.module, K, requests)
     shared = PrefixCache(host, key="") if prefix else None
-    return Engine(compiled, host, token_budget=8 * requests, drafter=MTPDrafter(), prefix=shared, batch_invariant=True)
+    return Engine(compiled, host, token_budget=8 * requests, drafter="model", prefix=shared, batch_invariant=True)
 
 
 def length_that_ends_with_drafts(golden, row):
@@ -284,7 +290,7 @@ def test_what_makes_no_drafts_is_refused(compiled):
     config = DSV4Config.from_hf(FOLDER)
     plain = KVCacheManager(config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16, max_query_tokens=2)
     with pytest.raises(ValueError, match="need the model's draft layers.*mtp=True"):
-        Engine(compiled, plain, drafter=MTPDrafter())
+        Engine(compiled, plain, drafter="model")
     with pytest.raises(ValueError, match="draft_tokens=4 must be from 0 to 3"):
         engine_of(compiled).add([5], max_new_tokens=2, draft_tokens=4)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.decode import SamplingParams, forward
-from dsv4_jax.engine import Engine, MTPDrafter, beam_search, generate
+from dsv4_jax.engine import Engine, beam_search, generate
 from dsv4_jax.host import CacheFullError, PrefixCache
 from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
@@ -142,7 +142,7 @@ def test_an_engine_fills_all_parts_and_preempts_within_one():
 def test_steps_run_ahead_of_drafts_in_each_part():
     """The tokens and drafts of a step behind one that is not read come from the device's own part."""
     config, mesh = dataclasses.replace(CONFIG, num_nextn_predict_layers=1), make_mesh(HALVES)
-    drafting, options = DraftingBigram(BIGRAM.table), dict(token_budget=24, drafter=MTPDrafter())
+    drafting, options = DraftingBigram(BIGRAM.table), dict(token_budget=24, drafter="model")
     tokens = []
     for model, parts, overlap in ((drafting, None, False), (bigram_on(mesh, drafting), mesh, True)):
         engine = Engine(model, make(config, num_blocks=40, mesh=parts), overlap=overlap, **options)

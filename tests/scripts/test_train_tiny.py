@@ -123,7 +123,7 @@ def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
         newest, streams = one_token_batch(true[:, 0], batch.positions[at]), streams[at]
         for i in range(3):
             step = dataclasses.replace(newest, token_ids=true[:, i], positions=newest.positions + i)
-            hidden, streams, cache = model.mtp_forward(streams, cache, step)
+            hidden, streams, cache = model.drafts(model, streams, cache, step)
             logits.append(model.logits(hidden))
         return jnp.stack(logits, axis=1)
 
@@ -149,7 +149,7 @@ def test_trains_a_block_and_leaves_the_model_as_it_is(toy, tmp_path):
     whole = named_tensors(load_checkpoint(best, DSV4Config.from_hf(best, mtp=True), dtype=jnp.float32))
     for path, value in named_tensors(load_checkpoint(tmp_path / "toy", dtype=jnp.float32)).items():
         chex.assert_trees_all_equal(whole.pop(path), value, custom_message=path)
-    assert whole and all(path.startswith("mtp.0.") for path in whole)
+    assert whole and all(path.startswith("drafts.") for path in whole)
 
 
 @pytest.mark.slow

@@ -1,0 +1,45 @@
+"""The layers that draft modules have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.cache import Batch, StepCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn.attention import StepCarry
+from dsv4_jax.nn.block import DecoderLayer
+from dsv4_jax.nn.hyper_connection import ResidualStreams
+from dsv4_jax.nn.layer_stack import LayerStack
+
+
+# Maps logits [n, vocab] float32, and the positions [n] of the tokens to draw, to tokens [n] int32.
+Draw = Callable[[Float[Array, "n V"], Int[Array, "n"]], Int[Array, "n"]]
+
+
+class DraftLayers(nnx.Module):
+    """The draft layers of a model: equal decoder layers that have a window only.
+
+    Attributes:
+      config: DSV4Config of the model.
+      layers: LayerStack of DecoderLayers.
+    """
+
+    def __init__(
+        self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs, layer_type: type[Any] = DecoderLayer
+    ):
+        self.config = config
+        numbers = range(config.num_hidden_layers, len(config.layers))
+        self.layers = LayerStack(config, numbers, layer_type, param_dtype=param_dtype, rngs=rngs)
+
+    def run_layers(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> tuple[ResidualStreams, Any]:
+        """Runs the layers; returns the residual streams and the updated cache.
+
+        Args:
+          streams: [T, hc_mult, hidden] input of the first layer.
+          cache, batch: cache and inputs of the step.
+        """
+        residual, _, cache, _ = self.layers(ResidualStreams.begin(streams), cache, batch, StepCarry())
+        return residual, cache
