@@ -162,7 +162,7 @@ class LayerStack(nnx.Module):
             raise IndexError(f"layer {index} of {len(self)}")
         number = self.start + index % len(self)
         graph, stack, repeat = self._place(number)
-        return _numbered(nnx.merge(graph, jax.tree.map(lambda x: x[repeat], stack)), number)
+        return _numbered(nnx.merge(graph, jax.tree.map(lambda x: _row(x, repeat), stack)), number)
 
     def slices(self) -> Iterator[Any]:
         """Yields each layer as a loop's body has it: its parameters are read in the stacks, and not copied."""
@@ -190,6 +190,13 @@ def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
     """
     graph, _ = nnx.split(modules[0])
     return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, modules)))
+
+
+def _row(array, repeat):
+    """Returns a layer's array, or its shape, of a stacked one."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+    return array[repeat]
 
 
 def _numbered(layer, number):

@@ -36,7 +36,7 @@ class Router(nnx.Module):
 
         def draw(key, shape):
             first_expert = jax.random.randint(key, (*shape[:-1], 1), 0, experts, jnp.int32)
-            return (first_expert + jnp.arange(chosen, dtype=jnp.int32)) % experts
+            return (first_expert + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)) % experts
 
         if hashed:
             self.tid2eid = parameter(HashTable, rngs, (config.vocab_size, chosen), jnp.int32, draw)
@@ -93,7 +93,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Maps [T, hidden] to [T, hidden]."""
         if type(self.gate_up_proj) is FusedLinear:
-            return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.matrix, self.limit))
+            return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.fused_matrix, self.limit))
         products = self.gate_up_proj(x)
         return self.down_proj(round_to(ops.swiglu(products["gate_proj"], products["up_proj"], self.limit), x.dtype))
 
@@ -103,7 +103,7 @@ class MLP(nnx.Module):
         None if a user's module stands in the place of one of these maps: then it has to be called.
         """
         if type(self) is MLP and type(self.gate_up_proj) is FusedLinear and type(self.down_proj) is Linear:
-            return self.gate_up_proj.matrix, self.down_proj.weight.get_value()
+            return self.gate_up_proj.fused_matrix, self.down_proj.weight.get_value()
         return None
 
 

@@ -75,10 +75,15 @@ class FusedLinear(nnx.Module):
         return dict(zip(sizes, outputs, strict=True))
 
     @property
-    def matrix(self) -> Matrix:
-        """The matrix of all maps, if they share one."""
+    def fused_matrix(self) -> Matrix:
+        """The matrix of all maps, which share one."""
         (weight,) = self.weights.values()
         return merged_rows(weight.get_value())
+
+    def matrix(self, name: str) -> Float[Array, "m n"]:
+        """Returns a copy of the matrix [output size, in_features] of one map."""
+        key, rows = self.rows_of(name)
+        return self.weights[key][...][rows]
 
     def rows_of(self, name: str) -> tuple[str, tuple[int | slice, ...]]:
         """Returns the key in `weights` of a map's matrix, and the index of the map's rows in it."""
