@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.chat import Chat, ToolCall
+from dsv4_jax.serve.call_blocks import CallBlocks
+from dsv4_jax.serve.chat import Chat, Converted, ToolCall
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import ChatBody, MessagesBody, ResponsesBody
@@ -25,54 +26,59 @@ class AnswerParser(AnswerText):
     """
 
     def __init__(
-        self, processor: recipe.StreamProcessor, response: Any, text: AnswerText | None, keeps_events: bool = True
+        self,
+        processor: recipe.StreamProcessor,
+        response: Any,
+        source: AnswerText | CallBlocks,
+        keeps_events: bool = True,
     ):
-        """Takes a parser and an empty response. The parser takes the tokens as text, if `text` is given, or as ids."""
+        """Takes a parser, an empty response, and what turns tokens into the parser's text or chunks."""
         super().__init__(None, [], [])
-        self._processor, self._text, self._keeps_events = processor, text, keeps_events
+        self._processor, self._source, self._keeps_events = processor, source, keeps_events
         self._has_begun = False
         self._events: list[tuple[str | None, str]] = []
         self.response = response
 
     @property
     def stopped(self) -> bool:
-        return self._processor.finished or (self._text is not None and self._text.stopped)
+        return self._processor.finished or (isinstance(self._source, AnswerText) and self._source.stopped)
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Reports the usage of the prompt, once."""
         if not self._has_begun:
             self._has_begun = True
             usage = recipe.PromptUsage(prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
-            self._push(recipe.InferenceChunk.ready(prompt_usage=usage))
+            self._push([recipe.InferenceChunk.ready(prompt_usage=usage)])
 
     def add(self, token: int) -> str:
-        if self._text is None:
-            self._push(recipe.InferenceChunk.tokens([token]))
-        else:
-            self._push(recipe.InferenceChunk.text(self._text.add(token), 1))
+        new = self._source.add(token)
+        self._push([recipe.InferenceChunk.text(new, 1)] if isinstance(new, str) else new)
         return ""
 
     def finish(self) -> str:
-        if self._text is not None:
-            self._push(recipe.InferenceChunk.text(self._text.finish()))
+        new = self._source.finish()
+        self._push([recipe.InferenceChunk.text(new)] if isinstance(new, str) else new)
         return ""
 
     def end(self, finish_reason: str) -> None:
         """Ends the answer."""
         reasons = dict(stop=recipe.InferenceFinishReason.Stop, length=recipe.InferenceFinishReason.Length)
         if not self._processor.finished:
-            self._push(recipe.InferenceChunk.finish(reasons[finish_reason]))
+            self._push([recipe.InferenceChunk.finish(reasons[finish_reason])])
 
     def take_events(self) -> list[tuple[str | None, str]]:
         """Returns the new events: their names, if the protocol has such, and their JSON."""
         events, self._events = self._events, []
         return events
 
-    def _push(self, chunk):
-        for event in self._processor.push(chunk):
-            if self._keeps_events:
-                self._events.append((self.response.sse_event_name(event), event.to_json()))
-            self.response.accumulate(event)
+    def _push(self, chunks):
+        for chunk in chunks:
+            if self._processor.finished:
+                return
+            for event in self._processor.push(chunk):
+                if self._keeps_events:
+                    self._events.append((self.response.sse_event_name(event), event.to_json()))
+                self.response.accumulate(event)
 
 
 class ParsedChoice(Choice):
@@ -102,14 +108,14 @@ class ParsedAnswer(Answer):
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
     _chat: Chat
-    _converted: recipe.ConversationRequest
+    _converted: Converted
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
         """Returns the reasoning, the content and the tool calls (id, name, arguments) of a complete answer."""
         raise NotImplementedError
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        return self.request_type.chunk_generator(self._converted, answer_id, model)
+        return self.request_type.chunk_generator(self._converted.request, answer_id, model)
 
     def _encode(self) -> Sequence[Sequence[int]]:
         if self._service.chat is None:
@@ -130,15 +136,15 @@ class ParsedAnswer(Answer):
     def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
         answer_id, created, model = self._head["id"], self._head["created"], self._head["model"]
         chat, converted = self._chat, self._converted
-        processor, takes_tokens = chat.parser(converted, self._make_generator(answer_id, model))
-        stops = [*chat.stops, *converted.parsing_options.stop_sequences]
-        text = None if takes_tokens else AnswerText(self._service.tokenizer, prompt, stops)
+        processor, blocks = chat.parser(converted, self._make_generator(answer_id, model))
+        stops = [*chat.stops, *converted.parsing.stop_sequences]
+        source = blocks or AnswerText(self._service.tokenizer, prompt, stops)
         response = self.response_type(answer_id, model, created, len(prompt), 0)
-        return ParsedChoice(index, AnswerParser(processor, response, text, self._body.stream), len(prompt))
+        return ParsedChoice(index, AnswerParser(processor, response, source, self._body.stream), len(prompt))
 
     @property
     def _top_p(self) -> float:
-        default = self._converted.inference_options.top_p
+        default = self._converted.request.inference_options.top_p
         return self._body.top_p if "top_p" in self._body.model_fields_set or default is None else round(default, 6)
 
     def _complete(self, choice: ParsedChoice) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dsv4_jax.config import CSA, DSV4Config
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.serve.chat import find_effort_prompts, make_chat
+from dsv4_jax.serve.chat_answers import AnswerParser
 from tests.paths import PACKAGED
 from tests.serve.conftest import serving
 
@@ -198,16 +199,19 @@ def test_500_conversations_are_written_as_by_the_releases_library(release):
     assert spliced > 500
 
 
-def parse(chat, converted, *pieces, reason="Stop"):
-    """A parsed answer, whose tokens come in pieces."""
-    generator = recipe.ChatCompletionRequest.chunk_generator(converted, "id", "tiny")
-    processor, response = chat.parser(converted, generator)[0], recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0)
-    chunks = [recipe.InferenceChunk.ready(), *map(recipe.InferenceChunk.tokens, pieces)]
-    for chunk in [*chunks, recipe.InferenceChunk.finish(getattr(recipe.InferenceFinishReason, reason))]:
-        for event in processor.push(chunk):
-            response.accumulate(event)
+def parse(chat, converted, tokens, reason="stop"):
+    """A parsed answer."""
+    generator = recipe.ChatCompletionRequest.chunk_generator(converted.request, "id", "tiny")
+    processor, blocks = chat.parser(converted, generator)
+    parser = AnswerParser(processor, recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0), blocks)
+    parser.begin(0, 0)
+    for token in tokens:
+        if not parser.stopped:
+            parser.add(token)
+    parser.finish()
+    parser.end(reason)
     assert processor.finished
-    choice = json.loads(response.to_json())["choices"][0]
+    choice = json.loads(parser.response.to_json())["choices"][0]
     for i, made in enumerate(choice["message"].get("tool_calls", [])):
         assert made.pop("id").startswith(f"call_{i:02}_")
     return choice
@@ -222,9 +226,9 @@ def some_answers(chat, count):
         yield converted, message, tokens
 
 
-def test_answers_are_read_as_they_were_written_wherever_they_are_cut(release):
+def test_answers_are_read_as_they_were_written(release):
     chat = make_chat(release, "tiny", "0731")
-    for converted, message, tokens in some_answers(chat, 40):
+    for converted, message, tokens in some_answers(chat, 400):
         found = parse(chat, converted, tokens)["message"]
         assert found["content"] == message["content"]
         thinks = converted.conversation.thinking_mode
@@ -233,9 +237,6 @@ def test_answers_are_read_as_they_were_written_wherever_they_are_cut(release):
         for call, function in zip(found.get("tool_calls", []), functions, strict=True):
             assert call["function"]["name"] == function["name"]
             assert json.loads(call["function"]["arguments"]) == json.loads(function["arguments"])
-        for cut in range(1, len(tokens)):
-            assert parse(chat, converted, tokens[:cut], tokens[cut:])["message"] == found
-        assert parse(chat, converted, *([token] for token in tokens))["message"] == found
 
 
 def test_2000_mutated_answers_end(release):
@@ -251,8 +252,7 @@ def test_2000_mutated_answers_end(release):
                 rng.randrange(5)
             ]
             tokens = [*tokens[:at], *new, *tokens[at + size :]] or [65]
-        cut = rng.randrange(len(tokens))
-        choice = parse(chat, converted, tokens[:cut], tokens[cut:], reason=rng.choice(["Stop", "Length"]))
+        choice = parse(chat, converted, tokens, reason=rng.choice(["stop", "length"]))
         reasons[choice["finish_reason"]] += 1
         for call in choice["message"].get("tool_calls", []):
             assert isinstance(call["function"]["arguments"], str)
@@ -271,6 +271,73 @@ def test_thinking_text_and_parallel_calls(scripted, stream):
     message, reason = ask(scripted, stream, extra_body=dict(thinking=dict(type="disabled")))
     assert (message["content"], reason, scripted.prompts[0][-1]) == ("Hello.", "stop", THINK + 1)
     assert "reasoning_content" not in message and "tool_calls" not in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use `<｜DSML｜tool_calls>` for a call. And more text.",
+        "A\n\n<｜DSML｜tool_calls>\nI will call f now.\n</｜DSML｜tool_calls>\nAnd more text.",
+        'A\n\n<｜DSML｜tool_calls>\n{"name": "f", "arguments": {}}\n</｜DSML｜tool_calls>',
+        "A\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke>",
+        "<｜DSML｜tool_calls>" + "\n" * 100 + "é",
+        "Ends in <｜DSML｜",
+    ],
+)
+def test_a_block_without_a_call_is_text(scripted, stream, text):
+    """A block with a call behind it is still one, and so is a call without a block."""
+    scripted.say("Hm.</think>" + text)
+    assert ask(scripted, stream, tools=TOOLS)[0] == dict(role="assistant", content=text, reasoning_content="Hm.")
+    for written in (BOTH, "\n\n" + call("read", path="a")):
+        scripted.say("Hm.</think>" + text + written)
+        message, reason = ask(scripted, stream, tools=TOOLS)
+        assert (message["content"], reason) == (text, "tool_calls")
+        assert [c["function"]["name"] for c in message["tool_calls"]][:1] == ["read"]
+
+
+def test_without_tools_a_call_is_text(scripted):
+    scripted.say("Hm.</think>Both." + BOTH)
+    assert ask(scripted)[0]["content"] == "Both." + BOTH
+
+
+WARM = [dict(role="user", content="word " * 200), dict(role="assistant", content="ok"), *HI]
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        ("/v1/chat/completions", "system"),
+        ("/v1/chat/completions", "developer"),
+        ("/v1/responses", "system"),
+        ("/v1/responses", "developer"),
+        ("/v1/messages", "system"),
+    ],
+)
+@pytest.mark.parametrize("opening", [[], [dict(role="system", content="Be kind.")]], ids=["", "opened"])
+def test_a_late_system_message_keeps_its_place(scripted, release, path, role, opening):
+    """And the prefix cache hits all that precedes it."""
+    field, limit = ("input", "max_output_tokens") if path == "/v1/responses" else ("messages", "max_tokens")
+    system = {}
+    if opening and path == "/v1/messages":
+        system = dict(system=opening[0]["content"])
+        opening = []
+
+    def prompt(messages):
+        scripted.say("</think>ok")
+        body = {field: [*opening, *messages], limit: 50} | system
+        assert scripted.http.post(path, json=body).status_code == 200
+        return release.decode(scripted.prompts[0], skip_special_tokens=False)
+
+    before = prompt(WARM)
+    hits = scripted.engine.engine.prefix.metrics.hit_tokens
+    late = dict(role=role, content=f"The date has changed ({path}, {role}).")
+    after = prompt([*WARM, dict(role="assistant", content="ok"), late, *HI])
+    assert after.startswith(before.removesuffix("<think>"))
+    is_reminder = (path, role) != ("/v1/responses", "developer")  # which deepseek-recipe writes as a user's
+    shown = f"<system-reminder>\n{late['content']}\n</system-reminder>" if is_reminder else late["content"]
+    assert after.endswith(f"{NAMES[4]}{shown}\n\nHi{NAMES[5]}<think>")
+    assert scripted.engine.engine.prefix.metrics.hit_tokens - hits >= len(before) - 128
 
 
 def test_the_effort_is_the_releases(scripted, release, monkeypatch):
@@ -435,6 +502,22 @@ def test_an_agent_over_messages(scripted, claude):
         model="tiny", max_tokens=50, messages=HI, thinking=thinking, stop_sequences=["stop"]
     )
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("a ", "stop_sequence", "stop")
+
+
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+def test_a_last_answer_in_messages_is_continued(scripted, release, claude, thinking):
+    def answer(content):
+        scripted.say("\n42.")
+        messages = [*HI, dict(role="assistant", content=content)]
+        made = claude.messages.create(model="tiny", max_tokens=50, messages=messages, thinking=dict(type=thinking))
+        (text,) = (block.text for block in made.content if block.type == "text")
+        return text, release.decode(scripted.prompts[0], skip_special_tokens=False).partition(NAMES[5])[2]
+
+    begin = "<think></think>" if thinking == "enabled" else "</think>"
+    assert answer("The answer is") == ("\n42.", begin + "The answer is")
+    if thinking == "enabled":
+        parts = [dict(type="thinking", thinking="Hm.", signature=""), dict(type="text", text="It is")]
+        assert answer(parts) == ("\n42.", "<think>Hm.</think>It is")
 
 
 @pytest.mark.parametrize(
