@@ -144,9 +144,23 @@ def with_names(tokenizer: Tokenizer, names: Mapping[str, str]) -> str:
     return json.dumps(content)
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    """Returns a rule of a Lark grammar for JSON of a schema. At most 32 white-space characters stand side by side."""
-    return f"%json {json.dumps(schema | {'x-guidance': dict(whitespace_pattern=r'[ \t\n\r]{0,32}')})}"
+def json_rule(schema: Any, is_lenient: bool = False) -> str:
+    """Returns a rule of a Lark grammar for JSON of a schema. At most 32 white-space characters stand side by side.
+
+    A lenient rule leaves out the keywords that llguidance lacks, and one that is not is an error then.
+    """
+    schema = {} if schema is True else schema
+    if isinstance(schema, dict):
+        options = dict(whitespace_pattern=r"[ \t\n\r]{0,32}", lenient=is_lenient)
+        schema = schema | {"x-guidance": options}
+    return f"%json {json.dumps(schema)}"
+
+
+def json_fault(schema: Any, is_lenient: bool = False) -> str:
+    """Returns why the rule of a schema is an error; empty if it is none."""
+    lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json_rule(schema, is_lenient)}")
+    fault = llguidance.LLMatcher.validate_grammar(lark, limits=_limits())
+    return " ".join(fault.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2].split())
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +12,9 @@ import deepseek_recipe as recipe
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4_jax.engine.grammar import with_names
+from dsv4_jax.engine.grammar import Grammar, with_names
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, CallBlocks
-from dsv4_jax.serve.constraints import lark_grammar
+from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 
 
@@ -166,17 +166,34 @@ class Chat:
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return self._tokenizer.encode("".join([*paragraphs, "Assistant:"])).ids
 
-    def grammar(self, converted: Converted, prompt: Sequence[int]) -> str | None:
-        """Returns the Lark grammar of the answer that a client asks for; None for any text.
+    def grammar(
+        self,
+        converted: Converted,
+        prompt: Sequence[int],
+        strict: Collection[str],
+        compile_lark: Callable[[str], Grammar],
+    ) -> Grammar | None:
+        """Compiles the grammar of the answer that a client asks for; None for any text.
+
+        Args:
+          converted, prompt: the conversation and its prompt.
+          strict: names of the tools that are strict.
+          compile_lark: compiles a grammar in Lark; raises ValueError if it cannot.
 
         Raises:
-          APIError: the answer continues a message, of which a grammar could not know the rest.
+          ValueError: the form cannot be enforced, or the answer continues a message, of which a grammar could not know
+            the rest.
         """
         constraint = converted.request.inference_options.output_constraint
-        lark = None if constraint is None else lark_grammar(constraint, prompt[-1] == self._ids.get(_THINK), self._ids)
-        if lark is not None and converted.conversation.messages[-1].prefix:
-            raise APIError(400, "response_format: a continued message takes any text, leave it out")
-        return lark
+        if constraint is None:
+            return None
+        kind = "tool_call_required" if converted.conversation.tool_choice == "required" else constraint.kind
+        thinks = prompt[-1] == self._ids.get(_THINK)
+        options = dict(thinks=thinks, ids=self._ids, strict=strict, compile_lark=compile_lark)
+        grammar = compile_form(kind, constraint.schema, **options)
+        if grammar is not None and converted.conversation.messages[-1].prefix:
+            raise ValueError("a continued message takes any text")
+        return grammar
 
     def remember(
         self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]

@@ -107,6 +107,7 @@ class ParsedAnswer(Answer):
 
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
+    _body: Any
     _chat: Chat
     _converted: Converted
 
@@ -124,13 +125,13 @@ class ParsedAnswer(Answer):
         body = self._body.conversation() | dict(model=self._service.options.model_name)
         self._converted = self._chat.convert(self.request_type, body)
         prompt = self._chat.encode(self._converted.conversation)
-        if (lark := self._chat.grammar(self._converted, prompt)) is not None:
-            try:
-                self._grammar = self._service.compile(lark)
-            except ValueError as error:
-                raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
-            if self._body.ignore_eos:
-                raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
+        try:
+            strict = self._body.strict_tools
+            self._grammar = self._chat.grammar(self._converted, prompt, strict, self._service.compile)
+        except ValueError as error:
+            raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
+        if self._grammar is not None and self._body.ignore_eos:
+            raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
         return [prompt]
 
     def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
@@ -213,7 +214,7 @@ class ResponsesAnswer(SingleAnswer):
     _body: ResponsesBody
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        echo = recipe.ResponsesRequest(self._body.conversation() | dict(model=model)).echo()
+        echo = recipe.ResponsesRequest(self._body.asked() | dict(model=model)).echo()
         return super()._make_generator(answer_id, model).with_echo(echo)
 
     def _max_tokens(self, room: int) -> int:

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's API that clients send, and the usage that answers report."""
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -185,7 +186,66 @@ class Message(_Body):
         return dict(content="") | self.model_dump(exclude_unset=True) | dict(role=role)
 
 
-class ChatBody(GenerationBody):
+class _ChatBody(GenerationBody):
+    """Fields that chats share in all protocols."""
+
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
+    _form: ClassVar[tuple[str, ...]]  # path to what has the schema of an answer
+
+    @property
+    def strict_tools(self) -> set[str]:
+        """Names of the tools whose calls have to follow their schemas."""
+        return set(_strict_names(self.tools))
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
+        return self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
+
+    def conversation(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts.
+
+        Nothing is strict in it, because deepseek-recipe would reduce the schema. A call that must come, comes without
+        reasoning, unless the client says how to think. Raises APIError if there is no tool to call.
+        """
+        asked = self.asked()
+        choice = asked.get("tool_choice", "auto")
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if kind not in ("none", "auto"):
+            if not self.tools:
+                raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
+            if not asked.keys() & {"thinking", "reasoning", "reasoning_effort"}:
+                asked |= self._no_thinking
+        if self.tools:
+            asked["tools"] = [_relaxed(tool) for tool in self.tools]
+        form = functools.reduce(lambda part, key: part.get(key) if isinstance(part, dict) else None, self._form, asked)
+        if isinstance(form, dict):
+            form.pop("strict", None)
+        return asked
+
+
+def _relaxed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool without `strict`."""
+    tool = {key: value for key, value in tool.items() if key != "strict"}
+    if isinstance(tool.get("function"), dict):
+        tool["function"] = _relaxed(tool["function"])
+    if isinstance(tool.get("tools"), list):
+        tool["tools"] = [_relaxed(part) for part in tool["tools"] if isinstance(part, dict)]
+    return tool
+
+
+def _strict_names(tools: list[dict[str, Any]], namespace: str = "") -> Iterator[str]:
+    """Yields the names of tools with `strict: true`, as deepseek-recipe writes them."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(tool.get("tools"), list):
+            yield from _strict_names(tool["tools"], f"{tool.get('name')}__")
+        elif isinstance(function, dict) and function.get("strict") is True:
+            yield f"{namespace}{function.get('name')}"
+
+
+class ChatBody(_ChatBody):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -193,7 +253,6 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
     response_format: dict[str, Any] = {}
     thinking: dict[str, Any] | None = None
@@ -210,41 +269,23 @@ class ChatBody(GenerationBody):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts."""
+    def asked(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         names = {"stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
-        asked = _without_thinking(asked, thinking=dict(type="disabled"))
         return asked | dict(messages=[message.as_json() for message in self.messages])
 
-
-def _without_thinking(asked: dict[str, Any], **no_thinking: Any) -> dict[str, Any]:
-    """Turns reasoning off where the model has to call a tool, unless the client says how to think.
-
-    Raises APIError if it has no tool to call.
-    """
-    choice = asked.get("tool_choice", "auto")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("none", "auto") and not asked.get("tools"):
-        raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
-    says_how = asked.keys() & {"thinking", "reasoning", "reasoning_effort"}
-    return asked if kind in ("none", "auto") or says_how else asked | no_thinking
+    _no_thinking = dict(thinking=dict(type="disabled"))
+    _form = ("response_format", "json_schema")
 
 
-class _OneAnswerBody(GenerationBody):
+class _OneAnswerBody(_ChatBody):
     """Fields that Responses and Messages share: one answer, and tools."""
 
     n: int = Field(1, ge=1, le=1)
     stop: list[str] = Field([], max_length=0)
-    tools: list[dict[str, Any]] = []
     # Types of items, parts and tools that deepseek-recipe converts; it drops others without a word.
     _types: ClassVar[tuple[str, ...]]
-    _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
-
-    def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts."""
-        asked = self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
-        return _without_thinking(asked, **self._no_thinking)
 
     @model_validator(mode="after")
     def _agree(self) -> "_OneAnswerBody":
@@ -276,6 +317,7 @@ class ResponsesBody(_OneAnswerBody):
     prompt_cache_key: str | None = None  # not used: every prompt's prefix is looked up
     safety_identifier: str | None = None  # not used
     _no_thinking = dict(reasoning=dict(effort="none"))
+    _form = ("text", "format")
     _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text", "function")
     _types += ("function_call", "function_call_output", "custom", "custom_tool_call", "custom_tool_call_output")
 
@@ -319,6 +361,7 @@ class MessagesBody(_OneAnswerBody):
         return asked
 
     _no_thinking = dict(thinking=dict(type="disabled"))
+    _form = ("output_config", "format")
     _types = ("custom", "text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
