@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.serve.answers import Answer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
-from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer
+from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer, TokenCount
 from dsv4_jax.serve.errors import MESSAGES_PATH, APIError, unavailable
 from dsv4_jax.serve.protocol import parse
 from dsv4_jax.serve.service import ServerOptions, Service
@@ -66,6 +66,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         Route("/v1/chat/completions", _answer(ChatAnswer), methods=["POST"]),
         Route("/v1/responses", _answer(ResponsesAnswer), methods=["POST"]),
         Route(MESSAGES_PATH, _answer(MessagesAnswer), methods=["POST"]),
+        Route(f"{MESSAGES_PATH}/count_tokens", _answer(TokenCount), methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,
@@ -167,7 +168,9 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
         _check_model(service, body.model)
         answer = await asyncio.to_thread(kind, service, body, start)
         answer.submit()
-        return answer.stream() if body.stream else await _complete_or_cancel(request, answer)
+        response = answer.stream() if body.stream else await _complete_or_cancel(request, answer)
+        response.headers.update(answer.headers)
+        return response
 
     return endpoint
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,7 +129,7 @@ class Chat:
 
         Args:
           kind: `ChatCompletionRequest`, `ResponsesRequest` or `MessagesRequest` of deepseek-recipe.
-          body: JSON in that protocol. A last answer in Messages is continued.
+          body: JSON in that protocol.
 
         Raises:
           APIError: the body is wrong, or the encoding has no form for it.
@@ -136,19 +137,26 @@ class Chat:
         try:
             request = kind(body).convert(self._options)
         except recipe.ConversionError as error:
-            raise APIError(error.status_code, json.loads(error.body)["error"]["message"]) from None
+            message = json.loads(error.body)["error"]["message"]
+            fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
+            raise APIError(error.status_code, message, param=next(fields, None)) from None
         except (ValueError, OverflowError, RecursionError) as error:  # also numbers beyond JSON's, and deep nesting
-            raise APIError(400, str(error)) from None
+            place = _find_place(kind, body, str(error))
+            message = str(error).replace("invalid request body", place or "invalid request body")
+            raise APIError(400, message, param=place and place.partition("[")[0]) from None
         conversation, parsing = request.conversation, request.parsing_options
-        messages = conversation.messages
-        last = messages[-1]
-        if kind is recipe.MessagesRequest and last.role == "assistant":
-            last = recipe.AssistantMessage(last.content, last.reasoning_content, last.tool_calls, prefix=True)
-            conversation = _changed(conversation, messages=[*messages[:-1], last])
-        if last.prefix:  # also without thinking, so that the answer may begin with a new line
+        if kind is recipe.MessagesRequest:
+            conversation = _as_in_messages(conversation, body)
+        if conversation.tool_choice == "required":
+            parsing.starts_in_tool_calls = True
+        if conversation.messages[-1].prefix:  # also without thinking, so that the answer may begin with a new line
             parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
         self._check(conversation)
         return Converted(request, conversation, parsing)
+
+    def namespace_tools(self, body: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        """Returns (namespace, name) of the tools in namespaces of a body in Responses, by the names in the prompt."""
+        return recipe.ResponsesRequest(body).namespace_tool_map(self._options)
 
     def _check(self, conversation: recipe.Conversation) -> None:
         messages = conversation.messages
@@ -184,13 +192,9 @@ class Chat:
           ValueError: the form cannot be enforced, or the answer continues a message, of which a grammar could not know
             the rest.
         """
-        constraint = converted.request.inference_options.output_constraint
-        if constraint is None:
-            return None
-        kind = "tool_call_required" if converted.conversation.tool_choice == "required" else constraint.kind
         thinks = prompt[-1] == self._ids.get(_THINK)
         options = dict(thinks=thinks, ids=self._ids, strict=strict, compile_lark=compile_lark)
-        grammar = compile_form(kind, constraint.schema, **options)
+        grammar = compile_form(converted.conversation, **options)
         if grammar is not None and converted.conversation.messages[-1].prefix:
             raise ValueError("a continued message takes any text")
         return grammar
@@ -291,6 +295,36 @@ def find_effort_prompts(folder: Path) -> EffortPrompts:
     """
     config = folder / "config.json"
     return "april" if config.exists() and "dspark_block_size" not in json.loads(config.read_text()) else "0731"
+
+
+def _find_place(kind: type, body: dict[str, Any], message: str) -> str | None:
+    """Returns the field, or its item, that deepseek-recipe cannot read alone either; None if it is none of them."""
+    for name, value in body.items():
+        places = [(f"{name}[{i}]", [item]) for i, item in enumerate(value)] if isinstance(value, list) else []
+        for place, part in [*places, (name, value)]:
+            try:
+                kind({name: part})
+            except (ValueError, OverflowError, RecursionError) as error:
+                if str(error) == message:
+                    return place
+    return None
+
+
+def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> recipe.Conversation:
+    """Returns a conversation with what deepseek-recipe leaves out of Messages.
+
+    A last answer is continued, some tool has to be called, and the answer has a form.
+    """
+    *earlier, last = conversation.messages
+    changes: dict[str, Any] = {}
+    if last.role == "assistant":
+        last = recipe.AssistantMessage(last.content, last.reasoning_content, last.tool_calls, prefix=True)
+        changes["messages"] = [*earlier, last]
+    if body.get("tool_choice", {}).get("type") == "any":
+        changes["tool_choice"] = "required"
+    if form := body.get("output_config", {}).get("format"):
+        changes["response_schema"] = form["schema"]
+    return _changed(conversation, **changes)
 
 
 def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:

@@ -15,7 +15,7 @@ from dsv4_jax.serve.call_blocks import CallBlocks
 from dsv4_jax.serve.chat import Chat, Converted, ToolCall
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody, MessagesBody, ResponsesBody
+from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, ResponsesBody
 
 
 class AnswerParser(AnswerText):
@@ -170,7 +170,14 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
         return max(room, 1) if asked is None else asked
 
     def _json(self, choice: Any) -> dict[str, Any]:
-        return self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
+        made = self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
+        return made | dict(message=dict(refusal=None) | made["message"])
+
+    def _usage(self) -> dict[str, Any]:
+        responses = [json.loads(choice.parser.response.to_json()) for choice in self.choices]
+        details = [response["usage"].get("completion_tokens_details", {}) for response in responses]
+        reasoning = sum(detail.get("reasoning_tokens", 0) for detail in details)
+        return super()._usage() | dict(completion_tokens_details=dict(reasoning_tokens=reasoning))
 
     def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
         chunks = [json.loads(event)["choices"][0] for _, event in choice.parser.take_events()]
@@ -214,8 +221,15 @@ class ResponsesAnswer(SingleAnswer):
     _body: ResponsesBody
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        echo = recipe.ResponsesRequest(self._body.asked() | dict(model=model)).echo()
-        return super()._make_generator(answer_id, model).with_echo(echo)
+        asked = self._body.asked() | dict(model=model)
+        self._namespaces = self._chat.namespace_tools(asked)
+        generator = super()._make_generator(answer_id, model).with_echo(recipe.ResponsesRequest(asked).echo())
+        return generator.with_namespace_tool_map(self._namespaces)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        left_out = ", ".join(f"tools[{i}] ({kind!r})" for i, kind in self._body.left_out.items())
+        return {"Warning": f'299 - "left out, since this server runs no tools: {left_out}"'} if left_out else {}
 
     def _max_tokens(self, room: int) -> int:
         return self._body.max_output_tokens or max(room, 1)
@@ -225,7 +239,9 @@ class ResponsesAnswer(SingleAnswer):
         for item in response["output"]:
             match item["type"]:
                 case "function_call":
-                    calls.append((item["call_id"], item["name"], item["arguments"]))
+                    called = item.get("namespace"), item["name"]
+                    names = (name for name, tool in self._namespaces.items() if tool == called)
+                    calls.append((item["call_id"], next(names, item["name"]), item["arguments"]))
                 case "custom_tool_call":
                     calls.append((item["call_id"], item["name"], json.dumps(dict(input=item["input"]))))
                 case kind:
@@ -241,10 +257,14 @@ class MessagesAnswer(SingleAnswer):
 
     id_prefix, body_type = "msg_", MessagesBody
     request_type, response_type = recipe.MessagesRequest, recipe.MessagesResponse
+    _keep_alive = sse(dict(type="ping"), "ping")
     _body: MessagesBody
 
     def _max_tokens(self, room: int) -> int:
-        return self._body.max_tokens
+        return min(self._body.max_tokens, max(room, 1))
+
+    def _too_long(self, longest: int, limit: int, context: int) -> str:
+        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
         texts, calls = dict(thinking="", text=""), []
@@ -257,3 +277,15 @@ class MessagesAnswer(SingleAnswer):
 
     def _error_event(self, error: APIError) -> bytes:
         return sse(error.anthropic_body, "error")
+
+
+class TokenCount(MessagesAnswer):
+    """The answer to POST /v1/messages/count_tokens, for which nothing runs."""
+
+    body_type = CountBody
+
+    def _check_limit(self) -> int:
+        return 0
+
+    def _response(self) -> Response:
+        return JSONResponse(dict(input_tokens=len(self._prompts[0])))

@@ -1,9 +1,10 @@
 """Grammars of answers whose form a client asks for: JSON, a regular expression, or tool calls."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import deepseek_recipe as recipe
 from llguidance import regex_to_lark
 
 from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
@@ -25,8 +26,7 @@ _Enforce = Callable[[Schema, Schema, str | None], Schema]  # (a schema, the whol
 
 
 def compile_form(
-    kind: str,
-    content: str,
+    conversation: recipe.Conversation,
     *,
     thinks: bool,
     ids: Mapping[str, int],
@@ -36,7 +36,7 @@ def compile_form(
     """Compiles the grammar of an answer.
 
     Args:
-      kind, content: what a client asks for, as the `kind` and `schema` of deepseek-recipe's `OutputConstraint`.
+      conversation: the conversation, with the form of the answer and the tools.
       thinks: whether the answer begins with reasoning, which may be any text.
       ids: the ids of the release's tokens by name.
       strict: names of the tools that are strict: a call of them follows its schema in all.
@@ -49,23 +49,32 @@ def compile_form(
       ValueError: the form cannot be enforced; names the place in the schema. In tools that are not strict, a value
         that cannot be enforced may be any.
     """
+    tools, kind, is_required = conversation.tools, conversation.response_format, conversation.tool_choice == "required"
+    if kind == "text" and not is_required and not any(tool.name in strict for tool in tools):
+        return None
 
     def lark(enforce: _Enforce) -> str:
+        rules = [r"ANY: /(.|\n)*/"]
         match kind:
-            case "json":
-                schema = json.loads(content) if content else dict(type="object")
-                rules = [f"answer: {json_rule(enforce(schema, schema, ''))}"]
+            case "json_object":
+                rules.append(f"form: {json_rule(dict(type='object'))}")
+            case "json_schema":
+                schema = conversation.response_schema
+                rules.append(f"form: {json_rule(enforce(schema, schema, ''))}")
             case "regex":
-                rules = [f"answer: /{regex_to_lark(content, 'dw')}/"]
-            case _:
-                is_required = kind == "tool_call_required"
-                rules = [f"dsml: <[{ids['｜DSML｜']}]>", *_call_rules(functions, is_required, strict, enforce)]
+                rules.append(f"form: /{regex_to_lark(conversation.response_regex or '', 'dw')}/")
+        forms = ["ANY"] if kind == "text" else ["form"]
+        if is_required:  # the prompt ends where the calls begin
+            forms = ["calls"]
+        elif tools:
+            forms.append(
+                r'/(.|\n)*</ dsml "tool_calls>\n" calls' if kind == "text" else r'"\n\n<" dsml "tool_calls>\n" calls'
+            )
+        if tools:
+            rules += [f"dsml: <[{ids['｜DSML｜']}]>", *_call_rules(tools, strict, enforce)]
         start = f"ANY <[{ids['</think>']}]> answer" if thinks else "answer"
-        return "\n".join([f"start: {start}", r"ANY: /(.|\n)*/", *rules])
+        return "\n".join([f"start: {start}", f"answer: {' | '.join(forms)}", *rules])
 
-    functions = [tool["function"] for tool in json.loads(content)] if kind.startswith("tool_call") else []
-    if kind == "tool_call" and not any(function["name"] in strict for function in functions):
-        return None
     try:
         return compile_lark(lark(lambda schema, whole, name: schema))
     except ValueError:  # now each schema is compiled alone
@@ -119,25 +128,22 @@ def _alone(part: Schema, moved: Schema) -> Schema:
     return part | {"$defs": {"_": moved}} if has_references else part
 
 
-def _call_rules(
-    functions: list[dict[str, Any]], is_required: bool, strict: Collection[str], enforce: _Enforce
-) -> list[str]:
-    """Returns the rules of an answer with tool calls. The prompt of a required call ends where the calls begin."""
+def _call_rules(tools: Sequence[recipe.ToolDefinition], strict: Collection[str], enforce: _Enforce) -> list[str]:
+    """Returns the rules of tool calls, behind the tag that opens their block."""
     rules = [
-        "answer: calls" if is_required else r'answer: ANY | /(.|\n)*</ dsml "tool_calls>\n" calls',
         rf'calls: call ("\n" call)* "\n" {_close("tool_calls")}',
         r'string: /(.|\n)*<\// dsml "parameter>"',  # the text with the `</` behind it
         r'NAME: /[^"\\<>\x00-\x1f]+/',
-        "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
+        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
-    for i, function in enumerate(functions):
-        strict_tool = function["name"] if function["name"] in strict else None
+    for i, tool in enumerate(tools):
+        strict_tool = tool.name if tool.name in strict else None
         parts = []
-        for k, (name, value, is_needed) in enumerate(_parameters(function.get("parameters"), strict_tool)):
-            value = enforce(value, function["parameters"], strict_tool)
+        for k, (name, value, is_needed) in enumerate(_parameters(tool.parameters, strict_tool)):
+            value = enforce(value, tool.parameters, strict_tool)
             rules.append(f"value_{i}_{k}: " + " | ".join(_values(name, value, strict_tool is not None)))
             parts.append(f"value_{i}_{k}" + ("" if is_needed else "*" if name is None else "?"))
-        begin = f'"<" dsml {_quote(f'invoke name="{function["name"]}">')}'
+        begin = f'"<" dsml {_quote(f'invoke name="{tool.name}">')}'
         rules.append(f"call_{i}: " + " ".join([begin, r'"\n"', *parts, _close("invoke")]))
     return rules
 

@@ -48,7 +48,9 @@ class APIError(Exception):
 
     def response(self, path: str = "") -> JSONResponse:
         """Returns the response to a request of a path."""
-        return JSONResponse(self.anthropic_body if path == MESSAGES_PATH else self.body, self.status, self.headers)
+        return JSONResponse(
+            self.anthropic_body if path.startswith(MESSAGES_PATH) else self.body, self.status, self.headers
+        )
 
 
 def unavailable(message: str) -> APIError:

@@ -311,7 +311,11 @@ def test_a_restarted_server_finds_prompts_on_disk(serve_again, tmp_path):
             "top_logprobs",
             "top_logprobs=3 needs logprobs: true",
         ),
-        (dict(prompt="a", temperature=1e-6), "temperature", "temperature=1e-06 must be 0 (greedy) or positive, from"),
+        (
+            dict(prompt="a", temperature=1e6),
+            "temperature",
+            "temperature=1000000.0 must be 0 (greedy) or positive, from",
+        ),
         ({"prompt": "a", "x" * 5000: 1}, "x" * 100, f"{'x' * 100}: there is no such field"),
         (dict(prompt="a", stream_options=dict(include_usage=True, include_obfuscation=False)), None, None),
         (

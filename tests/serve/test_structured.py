@@ -3,6 +3,7 @@
 import json
 from typing import Literal
 
+import deepseek_recipe as recipe
 import jsonschema
 import openai
 import pytest
@@ -204,10 +205,11 @@ def follows(release):  # noqa: F811
     """follows(text, tool, strict): whether a required call of a tool may be written so."""
     vocabulary, ids = Vocabulary(release, VOCABULARY, [END]), {name: 256 + i for i, name in enumerate(NAMES)}
 
-    def follows(text, parameters, strict=True, kind="tool_call_required"):
-        content = json.dumps([dict(function=dict(name="f", parameters=parameters))])
+    def follows(text, parameters, strict=True):
+        tools = [recipe.ToolDefinition("f", parameters=parameters)]
+        conversation = recipe.Conversation(tools=tools, tool_choice="required")
         strict = {"f"} if strict else ()
-        grammar = compile_form(kind, content, thinks=False, ids=ids, strict=strict, compile_lark=vocabulary.compile)
+        grammar = compile_form(conversation, thinks=False, ids=ids, strict=strict, compile_lark=vocabulary.compile)
         matcher = grammar.start()
         matcher.read([*release.encode(text, add_special_tokens=False).ids, END])
         return not matcher.error
