@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
-from dsv4_jax.engine.text import AnswerText, token_offsets
+from dsv4_jax.engine.text import AnswerText, encode, token_offsets
 from dsv4_jax.serve.async_engine import SILENCE, Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
@@ -108,6 +108,11 @@ class Answer:
     @property
     def _top_p(self) -> float:
         return self._body.top_p
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client asks for a stream of events."""
+        return self._body.stream
 
     @property
     def headers(self) -> dict[str, str]:
@@ -304,7 +309,7 @@ class CompletionAnswer(OpenAIAnswer):
             return prompt
         if self._service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: give the prompt as token ids", param="prompt")
-        return self._service.tokenizer.encode(prompt).ids
+        return encode(self._service.tokenizer, prompt)
 
     def _max_tokens(self, room: int) -> int:
         return self._body.max_tokens

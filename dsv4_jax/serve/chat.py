@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.engine.grammar import Grammar, with_names
+from dsv4_jax.engine.text import encode
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, CallBlocks
 from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
@@ -172,7 +173,7 @@ class Chat:
     def encode(self, conversation: recipe.Conversation) -> list[int]:
         """Returns the prompt as token ids."""
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
-        return self._tokenizer.encode("".join([*paragraphs, "Assistant:"])).ids
+        return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
     def grammar(
         self,

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+import unicodedata
 from random import Random
 
 import anthropic
@@ -18,6 +19,7 @@ import openai
 import pytest
 
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.cli import chat_command
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.config import CSA, DSV4Config
 from dsv4_jax.engine import Engine
@@ -628,6 +630,30 @@ def test_a_conversation_in_the_terminal(scripted, monkeypatch, capsys, tmp_path)
     asked = [dict(role="system", content="Be brief."), dict(role="user", content="Hi")]
     answer = dict(role="assistant", reasoning_content="Quiet.", content="Good morning.")
     assert json.loads(saved.read_text()) == dict(messages=[*asked, answer])
+
+
+def test_control_characters_do_not_reach_the_terminal(scripted, monkeypatch, capsys):
+    """Of a model's thinking, its text and its name, and of a server's errors."""
+    attack = "\x1b]0;title\x07\x1b]52;c;ZQ==\x07\x1b[2J\x9b31m\r\x7f\tok"
+    lines = iter(["Hi", "Hi", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(chat_command._Session, "find_model", lambda self: attack)
+    chunks = [
+        dict(choices=[dict(delta=dict(reasoning_content=attack, content=attack))]),
+        dict(error=dict(message=attack)),
+    ]
+    answers = iter([[chunks[0]], [chunks[1]]])
+
+    class Response(list):
+        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
+
+    lines_of = lambda: Response(b"data: " + json.dumps(chunk).encode() for chunk in next(answers))  # noqa: E731
+    monkeypatch.setattr(chat_command._Session, "_open", lambda *_: lines_of())
+    ChatCommand(url=scripted.url).run()
+    shown = capsys.readouterr().out
+    assert shown.count("]0;title]52;c;ZQ==[2J31m") == 4
+    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
 
 
 def test_a_terminal_without_a_server():
