@@ -1,5 +1,6 @@
 """Answers to chats, whose tokens deepseek-recipe parses into reasoning, text and tool calls."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -228,7 +229,8 @@ class ResponsesAnswer(SingleAnswer):
 
     @property
     def headers(self) -> dict[str, str]:
-        left_out = ", ".join(f"tools[{i}] ({kind!r})" for i, kind in self._body.left_out.items())
+        some = itertools.islice(self._body.left_out.items(), 8)
+        left_out = ", ".join(f"tools[{i}] ({ascii(kind[:40])})" for i, kind in some)
         return {"Warning": f'299 - "left out, since this server runs no tools: {left_out}"'} if left_out else {}
 
     def _max_tokens(self, room: int) -> int:
@@ -283,6 +285,7 @@ class TokenCount(MessagesAnswer):
     """The answer to POST /v1/messages/count_tokens, for which nothing runs."""
 
     body_type = CountBody
+    streams = False
 
     def _check_limit(self) -> int:
         return 0

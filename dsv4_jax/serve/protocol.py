@@ -64,6 +64,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
 
 
 _MAX_ERRORS = 8  # that an answer lists
+_MAX_ITEMS = 2**16  # of a list of messages, parts or tools; millions take seconds to convert
 _MAX_NAME = 100  # characters of a field's name that an error repeats
 # vLLM's limit. OpenAI allows 5 for completions and 20 for chats.
 MAX_LOGPROBS = 20
@@ -92,7 +93,7 @@ class _Body(BaseModel):
 
 
 # One error is enough of a list: a body of a megabyte may have a million wrong items.
-type _List[T] = Annotated[list[T], FailFast()]
+type _List[T] = Annotated[list[T], FailFast(), Field(max_length=_MAX_ITEMS)]
 # The names in brackets are no part of an error's place.
 type _TextOr[T] = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[T, Tag("<other>")],
@@ -345,7 +346,10 @@ class _OneAnswerBody(_ChatBody):
 
     @classmethod
     def _check_types(cls, items: Any, name: str, types: tuple[str, ...]) -> None:
-        for i, item in enumerate(items if isinstance(items, list) else []):
+        items = items if isinstance(items, list) else []
+        if len(items) > _MAX_ITEMS:
+            raise ValueError(f"{name}: {len(items)} items are more than {_MAX_ITEMS}")
+        for i, item in enumerate(items):
             if not isinstance(item, dict):
                 continue
             if (kind := item.get("type") or types[0]) not in types:

@@ -148,6 +148,9 @@ def test_codex(scripted):  # noqa: F811
     status, answer, _ = post(scripted, "responses", **CODEX | dict(input=CODEX["input"] + answer["output"] + results))
     assert status == 200 and answer["output"][-1]["content"][0]["text"] == "Done."
     assert scripted.prompts[0][: len(written)] == written
+    scripted.say("</think>ok")
+    response = post(scripted, "responses", tools=[dict(type=f"漢\r\n{i}") for i in range(20)])[2]
+    assert response.status_code == 200 and response.headers["Warning"].endswith("tools[7] ('\\u6f22\\r\\n7')\"")
     status, answer, response = post(scripted, "responses", tools=[dict(type="web_search")], tool_choice="required")
     assert status == 400 and "needs tools" in answer["error"]["message"] and "Warning" not in response.headers
 

@@ -388,6 +388,7 @@ def test_new_connections_take_the_place_of_the_longest_silent_one(serve_again, m
         for count in range(1, 4):
             silent.append(socket.create_connection(address, timeout=20))
             wait_until(lambda count=count: len(server.server.server_state.connections) == count)
+            time.sleep(0.01)  # the event loop's clock has milliseconds
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert b"503" in silent[0].recv(4096).partition(b"\r\n")[0]
         for connection in silent[1:]:  # had sent nothing for a shorter time
@@ -439,8 +440,9 @@ def test_a_long_text_is_encoded_beside_others(tokenizer):
 @pytest.mark.parametrize(
     "wrong",
     [dict(messages=[{}] * 200_000), dict(input=[{}] * 200_000), {f"k{i}": 1 for i in range(200_000)}]
-    + [dict(messages=[dict(role="user", content=[{}] * 200_000)], tools=[3] * 200_000)],
-    ids=["messages", "input", "fields", "parts"],
+    + [dict(messages=[dict(role="user", content=[{}] * 200_000)], tools=[3] * 200_000)]
+    + [dict(messages=[dict(role="user", content="a")] * 200_000, input=[dict(role="user", content=[{}] * 200_000)])],
+    ids=["messages", "input", "fields", "parts", "items"],
 )
 def test_a_body_of_many_faults_has_few_errors(kind, wrong):
     with pytest.raises(APIError) as error:
