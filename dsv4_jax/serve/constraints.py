@@ -158,7 +158,7 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
     others = moved.get("additionalProperties", True)
     properties, needed = moved.get("properties"), moved.get("required")
     properties = properties if isinstance(properties, dict) else {}
-    needed = needed if isinstance(needed, list) else []
+    needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
     for name in [*properties, *(name for name in needed if name not in properties)]:
         value = properties.get(name, others)
         if value is not False or name in needed:
@@ -193,10 +193,10 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
     rest = None if schema.get("type") == "string" else schema
     if not is_strict or keys <= {"type"}:
         return ["string"], rest
-    if keys <= {"type", "minLength", "maxLength"}:
+    if keys <= {"type", "minLength", "maxLength"} and all(isinstance(schema[key], int) for key in keys - {"type"}):
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         return [rf'/(?s:.){length}<\// dsml "parameter>"'], rest
-    if keys == {"anyOf"}:
+    if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
         parts = [_split(part, True)[0] for part in schema["anyOf"] if isinstance(part, dict)]
         return [string for strings in parts for string in strings], schema
     return [], schema

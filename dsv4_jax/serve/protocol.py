@@ -24,15 +24,9 @@ from dsv4_jax.serve.errors import APIError
 
 
 # Fields of requests that change no answer here, so that any value is accepted.
-UNUSED = (
-    "metadata",
-    "client_metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "cache_control",
-)
-UNUSED += ("service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls", "parallel_tool_calls")
+UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
+UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
+UNUSED += ("parallel_tool_calls",)
 # Fields that would change an answer, and are not supported but for these values, which have no effect.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     frequency_penalty=(0,),
@@ -55,11 +49,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     verbosity=("medium",),
     refusal=("",),
     mcp_servers=([],),
-    context_management=(
-        {},
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    ),
+    context_management=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 )
 
 
