@@ -11,7 +11,7 @@ from flax import nnx
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.layer_spec import CSA, HCA, SLIDING, LayerSpec
-from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, fuse_projections
+from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry
 from dsv4_jax.ops import apply_rope, norm_rope
 from tests.nn.reference import f64, rms_norm, rope
 
@@ -186,8 +186,7 @@ def sharing(config):
     return config.with_layers(SPECS)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_layers_that_share_entries_keys_and_selections(sharing, draw, fused):
+def test_layers_that_share_entries_keys_and_selections(sharing, draw):
     carry, x = StepCarry(), jnp.asarray(draw(4, sharing.hidden_size))
     for spec, expected in zip(SPECS, CALLS, strict=True):
         attention = Attention(sharing, spec.layer, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -195,7 +194,7 @@ def test_layers_that_share_entries_keys_and_selections(sharing, draw, fused):
         handle = RecordingHandle()
         # Numbers of their own, to tell whose selection a later layer gets.
         object.__setattr__(handle, "chosen", jnp.full((4, 4), spec.layer, jnp.int32))
-        _, carry, _ = (fuse_projections(attention) if fused else attention)(x, handle, carry)
+        _, carry, _ = attention(x, handle, carry)
         assert list(handle.calls) == [*expected, "attend"]
         indices = handle.calls["attend"][2]
         if spec.selection is None:
