@@ -99,7 +99,7 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
             fused[path] = child
     views = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        linear = fused.get(path[:-2]) if len(path) > 2 and path[-2] == "weights" else None
+        linear = fused.get(path[:-2]) if len(path) > 1 and path[-2] == "weights" else None
         maps = (
             [(path[-1], ())]
             if linear is None

@@ -11,7 +11,7 @@ from flax import nnx
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import CSA, HCA, SLIDING
-from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry
+from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry, parameter_views
 from tests.paths import DATA
 
 
@@ -75,12 +75,11 @@ TOP = {
 }
 
 
-def variables(config, **kwargs):
+def views(config, **kwargs):
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, **kwargs))
-    found = {".".join(map(str, path)): v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
     # A variable of the RNG would be state that no checkpoint has.
-    assert {type(v) for v in found.values()} == {nnx.Param, HashTable}
-    return found
+    assert {type(v) for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)} == {nnx.Param, HashTable}
+    return parameter_views(model)
 
 
 def test_paths_shapes_and_dtypes(config):
@@ -88,11 +87,11 @@ def test_paths_shapes_and_dtypes(config):
     for i, (kind, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
         layer = COMMON | COMPRESSOR[kind] | ROUTER[mlp]
         expected |= {f"model.layers.{i}.{name}": leaf for name, leaf in layer.items()}
-    assert {path: (v.shape, v.dtype) for path, v in variables(config).items()} == expected
+    assert {path: (v.shape, v.dtype) for path, v in views(config).items()} == expected
 
 
 def test_float32_model_is_float32_throughout(config):
-    dtypes = {path: v.dtype for path, v in variables(config, dtype=jnp.float32).items()}
+    dtypes = {path: v.dtype for path, v in views(config, dtype=jnp.float32).items()}
     assert all(dtype == (I32 if path.endswith("tid2eid") else F32) for path, dtype in dtypes.items())
 
 
@@ -104,7 +103,7 @@ def test_names_and_shapes_are_those_transformers_writes():
     config = DSV4Config.from_hf(folder)
     table = list(weights(config, "module"))
     assert {source: weight.source_shape for weight in table for source in weight.sources} == stored
-    ours = {path: v.shape for path, v in variables(config).items()}
+    ours = {path: v.shape for path, v in views(config).items()}
     assert {weight.path: weight.shape for weight in table} == ours
     # Most paths are transformers' own, but for linear maps of one input.
     other = {weight.sources[0] for weight in table if weight.sources != (weight.path,)}
@@ -124,7 +123,7 @@ def test_other_dtypes_are_refused(config):
 def test_random_weights_follow_the_seed_and_leave_nothing_trivial(short_config):
     def parameters(seed):
         model = DeepseekV4ForCausalLM(short_config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
-        return {path: v[...] for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+        return {path: view.read() for path, view in parameter_views(model).items()}
 
     first, again, other = parameters(1), parameters(1), parameters(2)
     for path, value in first.items():
