@@ -99,12 +99,9 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
             fused[path] = child
     views = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        linear = fused.get(path[:-2]) if len(path) > 1 and path[-2] == "weights" else None
-        maps = (
-            [(path[-1], ())]
-            if linear is None
-            else [(name, linear.rows_of(name)[1]) for name in str(path[-1]).split("+")]
-        )
+        maps = [(path[-1], ())]
+        if path[-2:-1] == ("weights",) and path[:-2] in fused:
+            maps = [(name, fused[path[:-2]].rows_of(name)[1]) for name in str(path[-1]).split("+")]
         for name, rows in maps:
             for layer_path, index in _layer_paths(stacks, (*path[:-1], name)):
                 views[".".join(map(str, layer_path))] = ParameterView(variable, (*index, *rows))

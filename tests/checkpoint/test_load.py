@@ -26,7 +26,7 @@ CONFIG = DSV4Config.from_hf(HF_TINY)
 
 
 def flat(model):
-    """{path with dots: array} of a model, by layer and by linear map."""
+    """{dotted path: array} of a model."""
     return {path: view.read() for path, view in parameter_views(model).items()}
 
 

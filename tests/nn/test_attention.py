@@ -12,6 +12,7 @@ from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.layer_spec import CSA, HCA, SLIDING, LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, parameter_views
+from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import apply_rope, norm_rope
 from tests.nn.reference import f64, rms_norm, rope
 
@@ -68,7 +69,7 @@ def run(config, kind, x, dtype=jnp.float32):
     handle = RecordingHandle()
     y, carry, cache = attention(jnp.asarray(x, dtype), handle, StepCarry())
     assert cache is handle.result
-    assert set(carry.selections) == ({layer} if kind == CSA else set()) and carry.taps is None and not carry.recorded
+    assert set(carry.selections) == ({layer} if kind == CSA else set())
     return attention, handle.calls, y, layer
 
 
@@ -208,7 +209,7 @@ def test_layers_that_share_entries_keys_and_selections(sharing, draw):
 
 
 def test_the_table_of_keys_knows_shared_layers(sharing):
-    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(sharing))
+    model = DeepseekV4ForCausalLM(sharing, rngs=ABSTRACT)
     shapes = {path: view.shape for path, view in parameter_views(model).items()}
     table = {weight.path: weight for weight in keys.weights(sharing, "release")}
     assert {path: weight.shape for path, weight in table.items()} == shapes

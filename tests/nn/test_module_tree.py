@@ -12,6 +12,7 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry, parameter_views
+from dsv4_jax.nn.layers import ABSTRACT
 from tests.paths import DATA
 
 
@@ -75,8 +76,8 @@ TOP = {
 }
 
 
-def views(config, **kwargs):
-    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, **kwargs))
+def variables(config, **kwargs):
+    model = DeepseekV4ForCausalLM(config, rngs=ABSTRACT, **kwargs)
     # A variable of the RNG would be state that no checkpoint has.
     assert {type(v) for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)} == {nnx.Param, HashTable}
     return parameter_views(model)
@@ -87,11 +88,11 @@ def test_paths_shapes_and_dtypes(config):
     for i, (kind, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True)):
         layer = COMMON | COMPRESSOR[kind] | ROUTER[mlp]
         expected |= {f"model.layers.{i}.{name}": leaf for name, leaf in layer.items()}
-    assert {path: (v.shape, v.dtype) for path, v in views(config).items()} == expected
+    assert {path: (v.shape, v.dtype) for path, v in variables(config).items()} == expected
 
 
 def test_float32_model_is_float32_throughout(config):
-    dtypes = {path: v.dtype for path, v in views(config, dtype=jnp.float32).items()}
+    dtypes = {path: v.dtype for path, v in variables(config, dtype=jnp.float32).items()}
     assert all(dtype == (I32 if path.endswith("tid2eid") else F32) for path, dtype in dtypes.items())
 
 
@@ -103,7 +104,7 @@ def test_names_and_shapes_are_those_transformers_writes():
     config = DSV4Config.from_hf(folder)
     table = list(weights(config, "module"))
     assert {source: weight.source_shape for weight in table for source in weight.sources} == stored
-    ours = {path: v.shape for path, v in views(config).items()}
+    ours = {path: v.shape for path, v in variables(config).items()}
     assert {weight.path: weight.shape for weight in table} == ours
     # Most paths are transformers' own, but for linear maps of one input.
     other = {weight.sources[0] for weight in table if weight.sources != (weight.path,)}

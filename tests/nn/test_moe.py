@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax import ops
-from dsv4_jax.nn import MLP, Experts, MoE, Router, parameter_views
+from dsv4_jax.nn import MLP, Experts, MoE, Router
 from tests.nn.reference import expert, f64
 
 
@@ -98,13 +98,12 @@ def test_moe_block(config, draw, tokens, limit):
 
 def test_swiglu_limit_clamps_gate_above_and_up_on_both_sides(config):
     mlp = MLP(dataclasses.replace(config, hidden_size=1, swiglu_limit=2.0), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    weights = parameter_views(mlp)
-    inner = config.moe_intermediate_size
+    (weight,) = mlp.gate_up_proj.weights.values()
+    inner = weight.shape[1]
     mlp.down_proj.weight[...] = jnp.ones((1, inner))
     cases = {(9.0, 1.0): (2.0, 1.0), (-9.0, 1.0): (-9.0, 1.0), (1.0, 9.0): (1.0, 2.0), (1.0, -9.0): (1.0, -2.0)}
     for (gate, up), (gate_kept, up_kept) in cases.items():
-        weights["gate_up_proj.weights.gate_proj"].set_value(jnp.full((inner, 1), gate))
-        weights["gate_up_proj.weights.up_proj"].set_value(jnp.full((inner, 1), up))
+        weight[...] = jnp.stack([jnp.full((inner, 1), gate), jnp.full((inner, 1), up)])
         expected = inner * up_kept * gate_kept / (1 + np.exp(-gate_kept))
         chex.assert_trees_all_close(mlp(jnp.ones((1, 1)))[0, 0], expected, rtol=1e-5)
 
