@@ -11,8 +11,7 @@ from flax import nnx
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, init_cache
 from dsv4_jax.config import LayerSpec
-from dsv4_jax.layer_spec import CSA
-from dsv4_jax.nn import RECORDED, DeepseekV4ForCausalLM, parameter_views
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
 
 
@@ -105,31 +104,30 @@ def test_logits_are_float32_products_with_the_head(model, draw):
     chex.assert_trees_all_close(logits, expected, rtol=1e-7, atol=1e-6)
 
 
+def recorded(model, cache, batch):
+    return model.record(cache, batch, ("attention_in", "attention_out"))
+
+
 @pytest.mark.parametrize(("dtype", "param_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
 def test_weights_of_one_dtype_and_activations_of_another(short_config, dtype, param_dtype):
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, dtype, param_dtype=param_dtype))
-    views = parameter_views(model)
-    layer = "model.layers.1"
-    for name in (
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        f"{layer}.self_attn.input_projections.weights.q_a_proj",
-        f"{layer}.mlp.experts.down_proj",
-        f"{layer}.mlp.shared_experts.gate_up_proj.weights.up_proj",
-    ):
-        assert views[name].dtype == param_dtype
-    assert views[f"{layer}.input_layernorm.weight"].dtype == jnp.float32
+    layer = model.model.layers[1]
+    projections = layer.self_attn.input_projections, layer.mlp.shared_experts.gate_up_proj
+    parts = model.model.embed_tokens.weight, model.lm_head.weight, layer.mlp.experts.down_proj
+    for weight in (*parts, *(weight for fused in projections for weight in fused.weights.values())):
+        assert weight.dtype == param_dtype
+    assert layer.input_layernorm.weight.dtype == jnp.float32
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32, dtype=dtype)
     cache = KVCache.abstract(CacheSchema(short_config, **sizes))
 
     for count in (1, 21):
         batch = step_batch(0, count, -1)
-        hidden, seen, after = jax.eval_shape(DeepseekV4ForCausalLM.record, model, cache, batch)
-        layers = {name: [0, 1, 2] for name in RECORDED} | {"selection": [short_config.layer_types.index(CSA)]}
-        assert {name: sorted(values) for name, values in seen.items()} == layers
+        hidden, seen, after = jax.eval_shape(recorded, model, cache, batch)
+        assert {name: set(values) for name, values in seen.items()} == dict.fromkeys(
+            ("attention_in", "attention_out"), {0, 1, 2}
+        )
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
-        activations = [x for name in ("streams", "attention_in", "attention_out") for x in seen[name].values()]
-        assert {hidden.dtype, *(x.dtype for x in activations)} == {jnp.dtype(dtype)}
+        assert {hidden.dtype, *(x.dtype for x in jax.tree.leaves(seen))} == {jnp.dtype(dtype)}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,7 @@ def test_a_cache_for_another_model_is_refused(short_config, changes, message):
     sizes = dict(num_blocks=2, max_requests=2, max_context=64, block_tokens=32)
     cache = KVCache.abstract(CacheSchema(dataclasses.replace(short_config, **changes), **sizes))
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config))
-    for step in (DeepseekV4ForCausalLM.__call__, DeepseekV4ForCausalLM.record):
+    for step in (DeepseekV4ForCausalLM.__call__, recorded):
         with pytest.raises(ValueError, match=f"the cache was made for another model: {message}"):
             jax.eval_shape(step, model, cache, step_batch(0, 1, -1))
 
