@@ -147,7 +147,7 @@ class ModelOptions:
         if checkpoint != packaged_checkpoint():
             show_log()
         options: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel, progress=progress)
-        options |= dict(dtype=jnp.dtype(self.dtype), weights="quantized" if stay else self.weights, fused=True)
+        options |= dict(dtype=jnp.dtype(self.dtype), weights="quantized" if stay else self.weights)
         return CompiledModel(load_checkpoint(checkpoint, schema.config, expert_memory=experts, **options), experts)
 
     def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
