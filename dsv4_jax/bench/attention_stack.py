@@ -52,7 +52,7 @@ class AttentionLayer(nnx.Module):
         self.attn_hc = FirstStream()
 
     def __call__(
-        self, residual: ResidualStreams, cache: KVCache, batch: Batch, carry: StepCarry, *, number: Any, **_: Any
+        self, residual: ResidualStreams, cache: KVCache, batch: Batch, carry: StepCarry, *, number: Any, **unused: Any
     ) -> tuple[ResidualStreams, StepCarry, KVCache]:
         """Runs the layer; arguments and results are those of `DecoderLayer`."""
         x, _ = self.attn_hc.pre(residual, self.input_layernorm)

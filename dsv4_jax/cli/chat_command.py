@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from dsv4_jax.cli.options import optional
+from dsv4_jax.cli.startup import visible
 
 
 _HELP = """/thinking off|low|high|max  how long the model thinks before it answers
@@ -69,7 +70,7 @@ class ChatCommand:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives `input` a history
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        session.console.print(f"{session.find_model()} at {self.url}. /help lists the commands.", style="dim")
+        session.console.print(f"{visible(session.find_model())} at {self.url}. /help lists the commands.", style="dim")
         while session.read_line():
             pass
 
@@ -105,7 +106,7 @@ class _Session:
             if line:
                 self._answer(line)
         except (ValueError, OSError, http.client.HTTPException) as error:
-            self.console.print(str(error), style="red")
+            self.console.print(visible(str(error)), style="red")
         return True
 
     def _obey(self, command, argument=None):
@@ -162,7 +163,8 @@ class _Session:
     def _show(self, name, new, is_first):
         if is_first and name == "content":
             self.console.print()
-        self.console.print(new.lstrip("\n") if is_first else new, style="dim" if name != "content" else None, end="")
+        shown = visible(new.lstrip("\n") if is_first else new)
+        self.console.print(shown, style="dim" if name != "content" else None, end="")
 
     def _stream(self, messages) -> Iterator[dict[str, Any]]:
         with self._open("/v1/chat/completions", self._options | dict(messages=messages)) as response:

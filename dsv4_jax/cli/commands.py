@@ -13,7 +13,7 @@ from dsv4_jax.cli.option_checks import explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
-from dsv4_jax.cli.startup import use_compilation_cache
+from dsv4_jax.cli.startup import use_compilation_cache, visible
 from dsv4_jax.xla_flags import jax_has_started, set_xla_flags
 
 
@@ -54,6 +54,6 @@ def run_command(argv: list[str]) -> int:
         raise
     except (ValueError, TypeError, OSError) as error:
         stderr = Console(stderr=True, highlight=False)
-        stderr.print(f"Error: {explain(error, command)}", style="bold red", markup=False, soft_wrap=True)
+        stderr.print(f"Error: {visible(explain(error, command))}", style="bold red", markup=False, soft_wrap=True)
         return 2
     return 0

@@ -127,7 +127,7 @@ class GenerateCommand(RandomModelOptions):
             printer.finish()
             for candidate in run.candidates[1:]:
                 shown = _describe(candidate, tokenizer, prompt)
-                print("\n" + shown.get("text", " ".join(map(str, shown["tokens"]))), end="")
+                _print("\n" + shown.get("text", " ".join(map(str, shown["tokens"]))))
             _print_table(run, manager.schema, device)
 
     @property
@@ -269,7 +269,12 @@ class _Printer:
 
     def _print(self, text: str) -> None:
         if not self._quiet:
-            print(text, end="", flush=True)
+            _print(text)
+
+
+def _print(text: str) -> None:
+    """Prints a model's text: whole to a file or another program, visible to a terminal."""
+    print(startup.visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _parse_ids(text: str) -> list[int]:

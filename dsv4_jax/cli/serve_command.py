@@ -55,6 +55,8 @@ class ServeCommand(RandomModelOptions):
       api_key: key that clients must send as Authorization: Bearer KEY. Default: the environment variable
         DSV4_JAX_API_KEY, which other users of the machine do not see.
       insecure: listen at any address without an API key.
+      allowed_hosts: names, separated by commas, that clients may also call the server by. Other names are refused if it
+        listens at this machine's own addresses without an API key, or if names are given.
       model_name: name of the model in the API. Default: the name of the checkpoint's folder.
       max_requests: maximum number of running requests; each has a slot in the cache.
       max_waiting: maximum number of requests that wait for a slot; further ones get status 429.
@@ -88,6 +90,7 @@ class ServeCommand(RandomModelOptions):
     port: int = 8000
     api_key: Annotated[str | None, optional("KEY")] = None
     insecure: bool = False
+    allowed_hosts: Annotated[str | None, optional("NAMES")] = None
     model_name: Annotated[str | None, optional("NAME")] = None
     max_requests: int = 16
     max_waiting: int = 256
@@ -124,9 +127,10 @@ class ServeCommand(RandomModelOptions):
             engine = AsyncEngine(self._engine(checkpoint, config, context, name), max_waiting=self.max_waiting)
             address = f"[{self.host}]" if ":" in self.host else self.host
             url = f"http://{address}:{listener.getsockname()[1]}"
-            print(f"{name}: {url} when its programs are compiled", flush=True)
+            print(f"{startup.visible(name)}: {url} when its programs are compiled", flush=True)
             prompts = self.effort_prompts or find_effort_prompts(folder)
-            server = ServerOptions(name, end_tokens, api_key, self.request_seconds, prompts)
+            hosts = self._hosts(api_key)
+            server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, prompts)
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self) -> str | None:
@@ -164,6 +168,13 @@ class ServeCommand(RandomModelOptions):
                 f"{_KEY_VARIABLE}), or --insecure if that is what you want"
             )
         return api_key
+
+    def _hosts(self, api_key: str | None) -> frozenset[str] | None:
+        """Returns the names that clients may call the server by; None for any."""
+        if self.allowed_hosts is None and (api_key is not None or not _is_loopback(self.host)):
+            return None
+        names = {name.strip() for name in (self.allowed_hosts or "").lower().split(",")} - {""}
+        return frozenset({"localhost", "127.0.0.1", "::1", self.host, *names})
 
     @property
     def _step_tokens(self) -> int:

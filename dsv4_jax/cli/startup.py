@@ -8,6 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")})
+
+
 def show_log() -> None:
     """Prints the package's log to stderr, unless the user handles it."""
     from rich.logging import RichHandler
@@ -51,9 +54,14 @@ def use_compilation_cache() -> None:
             compilation_cache.reset_cache()  # if a program was compiled before, JAX has noted that there is no cache
 
 
+def visible(text: str) -> str:
+    """Returns a text without control characters but for tabs and line ends: those that a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
 def notify(text: str) -> None:
     """Prints a message about a slow operation to stderr."""
-    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(visible(text), style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def compiling_for(device: str) -> str:

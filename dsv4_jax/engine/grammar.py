@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -41,15 +41,9 @@ class Vocabulary:
         if not end_tokens:
             raise ValueError("end_tokens is empty: an answer that follows a grammar ends with one of them")
         self.size, self.end_tokens = size, tuple(end_tokens)
-        content = json.loads(tokenizer.to_str())
         # By other names, since text that a grammar prescribes may contain theirs.
-        names = {token["content"]: f"\U000f0000{token['id']}" for token in content["added_tokens"]}
-        for token in content["added_tokens"]:
-            token |= dict(special=True, content=names[token["content"]])
-        vocab = content["model"]["vocab"]
-        if isinstance(vocab, dict):
-            content["model"]["vocab"] = {names.get(name, name): id for name, id in vocab.items()}
-        self._tokenizer = llguidance.LLTokenizer(json.dumps(content), n_vocab=size, eos_token=list(end_tokens))
+        names = {token.content: f"\U000f0000{id}" for id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._tokenizer = llguidance.LLTokenizer(with_names(tokenizer, names), n_vocab=size, eos_token=list(end_tokens))
 
     def compile(self, lark: str) -> "Grammar":
         """Compiles a grammar in llguidance's form of Lark; raises ValueError if it is wrong or too large."""
@@ -138,9 +132,35 @@ def token_masks(
     return masks.view(np.uint32)
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    """Returns a rule of a Lark grammar for JSON of a schema. At most 32 white-space characters stand side by side."""
-    return f"%json {json.dumps(schema | {'x-guidance': dict(whitespace_pattern=r'[ \t\n\r]{0,32}')})}"
+def with_names(tokenizer: Tokenizer, names: Mapping[str, str]) -> str:
+    """Returns the JSON of a tokenizer some of whose added tokens have other names, and are special."""
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        if token["content"] in names:
+            token |= dict(special=True, content=names[token["content"]])
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, dict):
+        content["model"]["vocab"] = {names.get(name, name): id for name, id in vocab.items()}
+    return json.dumps(content)
+
+
+def json_rule(schema: Any, is_lenient: bool = False) -> str:
+    """Returns a rule of a Lark grammar for JSON of a schema. At most 32 white-space characters stand side by side.
+
+    A lenient rule leaves out the keywords that llguidance lacks, and one that is not is an error then.
+    """
+    schema = {} if schema is True else schema
+    if isinstance(schema, dict):
+        options = dict(whitespace_pattern=r"[ \t\n\r]{0,32}", lenient=is_lenient)
+        schema = schema | {"x-guidance": options}
+    return f"%json {json.dumps(schema)}"
+
+
+def json_fault(schema: Any, is_lenient: bool = False) -> str:
+    """Returns why the rule of a schema is an error; empty if it is none."""
+    lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json_rule(schema, is_lenient)}")
+    fault = llguidance.LLMatcher.validate_grammar(lark, limits=_limits())
+    return " ".join(fault.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2].split())
 
 
 @functools.cache

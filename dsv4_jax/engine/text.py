@@ -125,6 +125,12 @@ class AnswerText:
         return text if self.stopped else text + self._stops.finish()
 
 
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the token ids of a text. Other threads go on meanwhile, unlike in `Tokenizer.encode`."""
+    (encoding,) = tokenizer.encode_batch_fast([text])
+    return encoding.ids
+
+
 def token_offsets(tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
     """Returns (token, offset) of each token: the position where it, or text held back before it, begins."""
     stream, offsets, end = None if tokenizer is None else TextStream(tokenizer), [], 0

@@ -115,7 +115,8 @@ def multiply(
     x = norm(x) if norm else x
 
     def on_cpu(x, weights):
-        exact = linear(x.astype(jnp.float32), weights, dataclasses.replace(spec, output_dtype=jnp.float32))
+        wide_spec = dataclasses.replace(spec, output_dtype=jnp.float32)
+        exact = linear(x.astype(jnp.float32), weights, wide_spec, implementation="xla")
         if all(dtype == jnp.float32 for dtype in dtypes):
             return exact
         products = zip(dtypes, linear(x, weights, spec), exact, strict=True)

@@ -99,12 +99,9 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
             fused[path] = child
     views = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        linear = fused.get(path[:-2]) if len(path) > 2 and path[-2] == "weights" else None
-        maps = (
-            [(path[-1], ())]
-            if linear is None
-            else [(name, linear.rows_of(name)[1]) for name in str(path[-1]).split("+")]
-        )
+        maps = [(path[-1], ())]
+        if path[-2:-1] == ("weights",) and path[:-2] in fused:
+            maps = [(name, fused[path[:-2]].rows_of(name)[1]) for name in str(path[-1]).split("+")]
         for name, rows in maps:
             for layer_path, index in _layer_paths(stacks, (*path[:-1], name)):
                 views[".".join(map(str, layer_path))] = ParameterView(variable, (*index, *rows))
@@ -153,7 +150,8 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
         if new.shape == array.shape:
             set_leaf(variable, field, new)
             return
-        array = jnp.zeros(array.shape, array.dtype, device=new.sharding)
+        device = None if isinstance(new, jax.core.Tracer) else new.sharding
+        array = jnp.zeros(array.shape, array.dtype, device=device)
     starts = [place.start if isinstance(place, slice) else place for place in index]
     starts += [0] * (array.ndim - len(starts))
     set_leaf(variable, field, _write(array, new, [np.int32(start) for start in starts]))

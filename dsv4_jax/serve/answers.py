@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
-from dsv4_jax.engine.text import AnswerText, token_offsets
-from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
+from dsv4_jax.engine.text import AnswerText, encode, token_offsets
+from dsv4_jax.serve.async_engine import SILENCE, Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import CompletionBody, GenerationBody, usage
@@ -29,6 +29,7 @@ from dsv4_jax.serve.service import Service
 _log = logging.getLogger("dsv4_jax.serve")
 # Maximum of an answer, which keeps some hundred bytes for each until it is sent.
 _MAX_LOGPROBS = 2**21
+_KEEP_ALIVE_SECONDS = 10.0  # proxies cut a stream off after a minute without a byte, or less
 
 
 class EventStream(StreamingResponse):
@@ -51,6 +52,7 @@ class Answer:
 
     body_type: ClassVar[type[GenerationBody]]
     id_prefix: ClassVar[str]
+    _keep_alive: ClassVar[bytes] = b": keep-alive\n\n"  # a comment
 
     def __init__(self, service: Service, body: Any, start: float):
         """Encodes the prompts of a body that came at `start` by `time.monotonic`. Takes too long for the event loop.
@@ -107,6 +109,16 @@ class Answer:
     def _top_p(self) -> float:
         return self._body.top_p
 
+    @property
+    def streams(self) -> bool:
+        """Whether the client asks for a stream of events."""
+        return self._body.stream
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Additional headers of the response."""
+        return {}
+
     def submit(self) -> None:
         """Submits the requests to the engine; raises APIError if the queue is full."""
         body, service = self._body, self._service
@@ -148,7 +160,11 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events."""
         try:
-            async for choice, text, tokens in self._updates():
+            async for update in self._updates():
+                if update is None:
+                    yield self._keep_alive
+                    continue
+                choice, text, tokens = update
                 for event in await run_off_loop(len(tokens), self._events, choice, text, tokens):
                     yield event
             for event in self._last_events():
@@ -156,19 +172,23 @@ class Answer:
         except APIError as error:
             yield self._error_event(error)
 
-    async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]]]:
-        """Yields (choice, new text, new tokens) until all choices are complete."""
+    async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]] | None]:
+        """Yields (choice, new text, new tokens) until all choices are complete; None where nothing came for long."""
         if self._generation is None:  # max_tokens=0
             for choice in self.choices:
                 yield choice, *choice.take(Update(choice.index, finish_reason="length"))
             return
         limit, metrics = self._service.options.request_seconds, self._service.metrics
         lift_limit = self._generation.expire_after(self._start + limit - time.monotonic())
+        end_reports = self._generation.report_silence(_KEEP_ALIVE_SECONDS)
         try:
             while any(choice.finish_reason is None for choice in self.choices):
                 update = await self._generation.next_update()
                 if update is None:
                     raise APIError(504, f"the answer was not complete after {limit:g} seconds", code="timeout")
+                if update is SILENCE:
+                    yield None
+                    continue
                 choice = self.choices[update.index]
                 if choice.finish_reason is not None:
                     continue
@@ -189,6 +209,7 @@ class Answer:
                 yield choice, text, tokens
         finally:
             lift_limit()
+            end_reports()
 
     def _check(self, ids: Sequence[int], name: str) -> np.ndarray:
         try:
@@ -222,9 +243,13 @@ class Answer:
         room = context + 1 - longest
         limit = self._max_tokens(room)
         if limit > room or longest > context:
-            message = f"a prompt of {longest} tokens and {limit} new ones are more than the context of {context} tokens"
+            message = self._too_long(longest, limit, context)
             raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
         return limit
+
+    def _too_long(self, longest: int, limit: int, context: int) -> str:
+        """Returns the error of a prompt that does not fit the context together with the new tokens."""
+        return f"a prompt of {longest} tokens and {limit} new ones are more than the context of {context} tokens"
 
 
 class OpenAIAnswer(Answer):
@@ -284,7 +309,7 @@ class CompletionAnswer(OpenAIAnswer):
             return prompt
         if self._service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: give the prompt as token ids", param="prompt")
-        return self._service.tokenizer.encode(prompt).ids
+        return encode(self._service.tokenizer, prompt)
 
     def _max_tokens(self, room: int) -> int:
         return self._body.max_tokens

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.serve.answers import Answer, CompletionAnswer
 from dsv4_jax.serve.async_engine import AsyncEngine
-from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer
+from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer, TokenCount
 from dsv4_jax.serve.errors import MESSAGES_PATH, APIError, unavailable
 from dsv4_jax.serve.protocol import parse
 from dsv4_jax.serve.service import ServerOptions, Service
@@ -66,6 +67,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         Route("/v1/chat/completions", _answer(ChatAnswer), methods=["POST"]),
         Route("/v1/responses", _answer(ResponsesAnswer), methods=["POST"]),
         Route(MESSAGES_PATH, _answer(MessagesAnswer), methods=["POST"]),
+        Route(f"{MESSAGES_PATH}/count_tokens", _answer(TokenCount), methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,
@@ -79,7 +81,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
 
 
 class AuthMiddleware:
-    """Refuses requests without the API key, and counts responses by path and status."""
+    """Refuses requests without the API key or for another host, and counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
@@ -95,19 +97,36 @@ class AuthMiddleware:
                 self._service.metrics.responses.labels(label, message["status"]).inc()
             await send(message)
 
-        if scope["path"].startswith("/v1") and not self._is_allowed(scope):
-            refusal = APIError(
-                401, "this server needs its API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
-            )
-            return await refusal.response(scope["path"])(scope, receive, count)
-        await self._app(scope, receive, count)
+        refusal = self._refuse(scope["path"], dict(scope["headers"]))
+        app = self._app if refusal is None else refusal.response(scope["path"])
+        await app(scope, receive, count)
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    def _refuse(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
+        """Returns the error of a request that may not be answered."""
+        hosts = self._service.options.allowed_hosts
+        for name in (b"host", b"origin"):
+            if hosts is not None and name in headers and (host := _host_of(headers[name])) not in hosts:
+                known = ", ".join(sorted(hosts))
+                return APIError(403, f"{name.decode()} {host!r} is none of {known}: --allowed-hosts adds names")
+        if path.startswith("/v1") and not self._has_key(headers):
+            message = "this server needs its API key: Authorization: Bearer KEY"
+            return APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        return None
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         key = self._service.options.api_key
-        headers = dict(scope["headers"])
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
         sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # as Anthropic's clients
         return key is None or hmac.compare_digest(sent, key.encode())
+
+
+def _host_of(header: bytes) -> str:
+    """Returns the name in a Host or an Origin, without scheme and port."""
+    _, _, address = header.decode("latin-1").rpartition("//")
+    try:
+        return urlsplit(f"//{address}").hostname or address
+    except ValueError:
+        return address
 
 
 def _service(request: Request) -> Service:
@@ -163,11 +182,18 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
             raise unavailable("the server is stopping and takes no new requests")
         if not service.engine.alive:
             raise APIError(500, "the engine's thread has ended; the server's log says more")
-        body = parse(kind.body_type, await _read(request, service.max_body_bytes))
-        _check_model(service, body.model)
-        answer = await asyncio.to_thread(kind, service, body, start)
+        content = await _read(request, service.max_body_bytes)
+
+        def make() -> Answer:
+            body = parse(kind.body_type, content)
+            _check_model(service, body.model)
+            return kind(service, body, start)
+
+        answer = await asyncio.to_thread(make)  # other requests go on meanwhile, however long the body is
         answer.submit()
-        return answer.stream() if body.stream else await _complete_or_cancel(request, answer)
+        response = answer.stream() if answer.streams else await _complete_or_cancel(request, answer)
+        response.headers.update(answer.headers)
+        return response
 
     return endpoint
 

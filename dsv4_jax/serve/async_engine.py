@@ -68,6 +68,9 @@ class Update:
         )
 
 
+SILENCE = Update(-1)  # of no request
+
+
 class Generation:
     """Requests that were submitted together, and a queue of their updates."""
 
@@ -76,6 +79,23 @@ class Generation:
         self._engine, self._adds, self._n = engine, adds, n
         self._updates: collections.deque[Update] = collections.deque()
         self._has_news, self._is_expired = asyncio.Event(), False
+        self._last_update = 0.0
+
+    def report_silence(self, seconds: float) -> Callable[[], None]:
+        """Makes `next_update` return SILENCE where no update came for so long; returns a function that ends this."""
+        loop = asyncio.get_running_loop()
+        self._last_update = loop.time()
+
+        def check() -> None:
+            nonlocal timer
+            silent = loop.time() - self._last_update
+            if silent >= seconds:
+                self._last_update += silent
+                self._has_news.set()
+            timer = loop.call_at(self._last_update + seconds, check)
+
+        timer = loop.call_later(seconds, check)
+        return lambda: timer.cancel()
 
     def expire_after(self, seconds: float) -> Callable[[], None]:
         """Limits the time of all updates, and returns a function that lifts the limit."""
@@ -91,9 +111,10 @@ class Generation:
         await self._has_news.wait()
         if self._is_expired:
             return None
-        update = self._updates.popleft()
+        update = self._updates.popleft() if self._updates else SILENCE
         if not self._updates:
             self._has_news.clear()
+        self._last_update = asyncio.get_running_loop().time()
         return update
 
     def _put(self, update: Update) -> None:

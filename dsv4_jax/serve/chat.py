@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +13,16 @@ import deepseek_recipe as recipe
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve.constraints import lark_grammar
+from dsv4_jax.engine.grammar import Grammar, with_names
+from dsv4_jax.engine.text import encode
+from dsv4_jax.serve.call_blocks import CALL_TOKEN, CallBlocks
+from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 
 
 _END, _ASSISTANT, _THINK = "<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<think>"
-_RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", "｜DSML｜")
+_RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
+_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # its name for the parser, which finds the other one in any text
 # April's release knows the first two of 0731's three prompts for reasoning effort, by other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = dict(low="low", high="low", xhigh="high", max="high")
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
@@ -83,6 +88,21 @@ class PastAnswers:
         return answer if answer is not None and answer.is_shown_by(message) else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A client's conversation, as the model is to answer it.
+
+    Attributes:
+      request: what deepseek-recipe made of the body.
+      conversation: its conversation, with all messages in their places.
+      parsing: how the answer is parsed.
+    """
+
+    request: recipe.ConversationRequest
+    conversation: recipe.Conversation
+    parsing: recipe.ParsingOptions
+
+
 class Chat:
     """Conversations in plain text, for tokenizers without the release's tokens.
 
@@ -105,7 +125,7 @@ class Chat:
             non_thinking_max_tokens_upper_bound=2**31 - 1,
         ).with_model_versions_by_name({model_name: recipe.ModelVersion.DeepseekV4Pro})
 
-    def convert(self, kind: type, body: dict[str, Any]) -> recipe.ConversationRequest:
+    def convert(self, kind: type, body: dict[str, Any]) -> Converted:
         """Converts a body to a conversation.
 
         Args:
@@ -116,13 +136,28 @@ class Chat:
           APIError: the body is wrong, or the encoding has no form for it.
         """
         try:
-            converted = kind(body).convert(self._options)
+            request = kind(body).convert(self._options)
         except recipe.ConversionError as error:
-            raise APIError(error.status_code, json.loads(error.body)["error"]["message"]) from None
+            message = json.loads(error.body)["error"]["message"]
+            fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
+            raise APIError(error.status_code, message, param=next(fields, None)) from None
         except (ValueError, OverflowError, RecursionError) as error:  # also numbers beyond JSON's, and deep nesting
-            raise APIError(400, str(error)) from None
-        self._check(converted.conversation)
-        return converted
+            place = _find_place(kind, body, str(error))
+            message = str(error).replace("invalid request body", place or "invalid request body")
+            raise APIError(400, message, param=place and place.partition("[")[0]) from None
+        conversation, parsing = request.conversation, request.parsing_options
+        if kind is recipe.MessagesRequest:
+            conversation = _as_in_messages(conversation, body)
+        if conversation.tool_choice == "required":
+            parsing.starts_in_tool_calls = True
+        if conversation.messages[-1].prefix:  # also without thinking, so that the answer may begin with a new line
+            parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
+        self._check(conversation)
+        return Converted(request, conversation, parsing)
+
+    def namespace_tools(self, body: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        """Returns (namespace, name) of the tools in namespaces of a body in Responses, by the names in the prompt."""
+        return recipe.ResponsesRequest(body).namespace_tool_map(self._options)
 
     def _check(self, conversation: recipe.Conversation) -> None:
         messages = conversation.messages
@@ -138,19 +173,32 @@ class Chat:
     def encode(self, conversation: recipe.Conversation) -> list[int]:
         """Returns the prompt as token ids."""
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
-        return self._tokenizer.encode("".join([*paragraphs, "Assistant:"])).ids
+        return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
-    def grammar(self, converted: recipe.ConversationRequest, prompt: Sequence[int]) -> str | None:
-        """Returns the Lark grammar of the answer that a client asks for; None for any text.
+    def grammar(
+        self,
+        converted: Converted,
+        prompt: Sequence[int],
+        strict: Collection[str],
+        compile_lark: Callable[[str], Grammar],
+    ) -> Grammar | None:
+        """Compiles the grammar of the answer that a client asks for; None for any text.
+
+        Args:
+          converted, prompt: the conversation and its prompt.
+          strict: names of the tools that are strict.
+          compile_lark: compiles a grammar in Lark; raises ValueError if it cannot.
 
         Raises:
-          APIError: the answer continues a message, of which a grammar could not know the rest.
+          ValueError: the form cannot be enforced, or the answer continues a message, of which a grammar could not know
+            the rest.
         """
-        constraint = converted.inference_options.output_constraint
-        lark = None if constraint is None else lark_grammar(constraint, prompt[-1] == self._ids.get(_THINK), self._ids)
-        if lark is not None and converted.conversation.messages[-1].prefix:
-            raise APIError(400, "response_format: a continued message takes any text, leave it out")
-        return lark
+        thinks = prompt[-1] == self._ids.get(_THINK)
+        options = dict(thinks=thinks, ids=self._ids, strict=strict, compile_lark=compile_lark)
+        grammar = compile_form(converted.conversation, **options)
+        if grammar is not None and converted.conversation.messages[-1].prefix:
+            raise ValueError("a continued message takes any text")
+        return grammar
 
     def remember(
         self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]
@@ -163,12 +211,12 @@ class Chat:
           tokens: the answer as the model wrote it, without the token that ended it.
         """
 
-    def parser(self, converted: recipe.ConversationRequest, generator: Any) -> tuple[recipe.StreamProcessor, bool]:
-        """Returns the parser of an answer, and whether it takes token ids instead of text."""
+    def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
+        """Returns the parser of an answer, and what passes token ids to it; None if it takes text."""
         no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
         stage = recipe.ThinkingInitialStage.ContentContinuation
         plain = recipe.ParsingOptions(parse_tool_calls=False, thinking_initial_stage=stage, special_tokens=no_tokens)
-        return recipe.StreamProcessor(generator, plain), False
+        return recipe.StreamProcessor(generator, plain), None
 
 
 class ReleaseChat(Chat):
@@ -185,8 +233,9 @@ class ReleaseChat(Chat):
         super().__init__(tokenizer, model_name)
         self._past = PastAnswers()
         self._is_april = effort_prompts == "april"
-        self._decoder = recipe.Tokenizer.from_str(tokenizer.to_str())
-        self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self._decoder)
+        self._names = recipe.SpecialTokens(dsml=_PARSED_CALL_TOKEN)
+        self._decoder = recipe.Tokenizer.from_str(with_names(tokenizer, {CALL_TOKEN: _PARSED_CALL_TOKEN}))
+        self._encoding = recipe.DeepseekV4Encoding().with_special_tokens(self._names).with_tokenizer(self._decoder)
         self._call_begin = tokenizer.encode("\n\n<｜DSML｜tool_calls>\n").ids
 
     def _check(self, conversation: recipe.Conversation) -> None:
@@ -194,8 +243,11 @@ class ReleaseChat(Chat):
 
     def encode(self, conversation: recipe.Conversation) -> list[int]:
         """Returns the prompt as token ids."""
+        messages = list(_in_place(conversation.messages))
+        effort = conversation.reasoning_effort
         if self._is_april:
-            conversation = _with_april_effort(conversation)
+            effort = _APRIL_EFFORTS.get(effort, effort)
+        conversation = _changed(conversation, messages=messages, reasoning_effort=effort)
         ids = self._encoding.encode(conversation)
         written = [m for m in conversation.messages if m.role == "assistant" and not m.prefix]
         answers = [self._past.find(message) for message in written]
@@ -223,8 +275,11 @@ class ReleaseChat(Chat):
             thinks, tokens = prompt[begin - 1] == self._ids[_THINK], [*prompt[begin:], *tokens]
             self._past.add(PastAnswer(reasoning, content, calls, bool(thinks), np.array(tokens, np.int32)))
 
-    def parser(self, converted: recipe.ConversationRequest, generator: Any) -> tuple[recipe.StreamProcessor, bool]:
-        return recipe.StreamProcessor(generator, converted.parsing_options, self._decoder), True
+    def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
+        parsing = converted.parsing
+        parsing.special_tokens = self._names
+        calls = dict(has_calls=parsing.parse_tool_calls, has_begun=parsing.starts_in_tool_calls)
+        return recipe.StreamProcessor(generator, parsing, self._decoder), CallBlocks(self._tokenizer, **calls)
 
 
 def make_chat(tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts) -> Chat:
@@ -243,15 +298,65 @@ def find_effort_prompts(folder: Path) -> EffortPrompts:
     return "april" if config.exists() and "dspark_block_size" not in json.loads(config.read_text()) else "0731"
 
 
-def _with_april_effort(conversation: recipe.Conversation) -> recipe.Conversation:
-    effort = conversation.reasoning_effort
-    return recipe.Conversation(
-        conversation.messages,
-        thinking_mode=conversation.thinking_mode,
-        tools=conversation.tools,
-        tool_choice=conversation.tool_choice,
-        reasoning_effort=_APRIL_EFFORTS.get(effort, effort),
+def _find_place(kind: type, body: dict[str, Any], message: str) -> str | None:
+    """Returns the field, or its item, that deepseek-recipe cannot read alone either; None if it is none of them."""
+    for name, value in body.items():
+        places = [(f"{name}[{i}]", [item]) for i, item in enumerate(value)] if isinstance(value, list) else []
+        for place, part in [*places, (name, value)]:
+            try:
+                kind({name: part})
+            except (ValueError, OverflowError, RecursionError) as error:
+                if str(error) == message:
+                    return place
+    return None
+
+
+def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> recipe.Conversation:
+    """Returns a conversation with what deepseek-recipe leaves out of Messages.
+
+    A last answer is continued, some tool has to be called, and the answer has a form.
+    """
+    *earlier, last = conversation.messages
+    changes: dict[str, Any] = {}
+    if last.role == "assistant":
+        last = recipe.AssistantMessage(last.content, last.reasoning_content, last.tool_calls, prefix=True)
+        changes["messages"] = [*earlier, last]
+    if body.get("tool_choice", {}).get("type") == "any":
+        changes["tool_choice"] = "required"
+    if form := body.get("output_config", {}).get("format"):
+        changes["response_schema"] = form["schema"]
+    return _changed(conversation, **changes)
+
+
+def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
+    """Yields messages that the encoding leaves in their places.
+
+    It moves a system's message to the front. One behind the first other message becomes a reminder in a user's, as
+    deepseek-recipe writes it for Messages.
+    """
+    is_opening = True
+    for message in messages:
+        is_opening &= message.role == "system"
+        if message.role == "system" and not is_opening:
+            message = recipe.UserMessage(f"<system-reminder>\n{message.content}\n</system-reminder>")
+        yield message
+
+
+def _changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conversation:
+    """Returns a conversation with other fields."""
+    names = (
+        "messages",
+        "thinking_mode",
+        "tools",
+        "tool_choice",
+        "reasoning_effort",
+        "response_schema",
+        "response_regex",
     )
+    fields = {name: getattr(conversation, name) for name in names}
+    if conversation.response_format == "json_object":
+        fields["response_format"] = "json_object"
+    return recipe.Conversation(**fields | changes)
 
 
 def _same_json(one: str, other: str) -> bool:

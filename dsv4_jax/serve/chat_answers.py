@@ -1,5 +1,6 @@
 """Answers to chats, whose tokens deepseek-recipe parses into reasoning, text and tool calls."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,10 +12,11 @@ from starlette.responses import JSONResponse, Response
 from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.chat import Chat, ToolCall
+from dsv4_jax.serve.call_blocks import CallBlocks
+from dsv4_jax.serve.chat import Chat, Converted, ToolCall
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody, MessagesBody, ResponsesBody
+from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, ResponsesBody
 
 
 class AnswerParser(AnswerText):
@@ -25,54 +27,59 @@ class AnswerParser(AnswerText):
     """
 
     def __init__(
-        self, processor: recipe.StreamProcessor, response: Any, text: AnswerText | None, keeps_events: bool = True
+        self,
+        processor: recipe.StreamProcessor,
+        response: Any,
+        source: AnswerText | CallBlocks,
+        keeps_events: bool = True,
     ):
-        """Takes a parser and an empty response. The parser takes the tokens as text, if `text` is given, or as ids."""
+        """Takes a parser, an empty response, and what turns tokens into the parser's text or chunks."""
         super().__init__(None, [], [])
-        self._processor, self._text, self._keeps_events = processor, text, keeps_events
+        self._processor, self._source, self._keeps_events = processor, source, keeps_events
         self._has_begun = False
         self._events: list[tuple[str | None, str]] = []
         self.response = response
 
     @property
     def stopped(self) -> bool:
-        return self._processor.finished or (self._text is not None and self._text.stopped)
+        return self._processor.finished or (isinstance(self._source, AnswerText) and self._source.stopped)
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Reports the usage of the prompt, once."""
         if not self._has_begun:
             self._has_begun = True
             usage = recipe.PromptUsage(prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
-            self._push(recipe.InferenceChunk.ready(prompt_usage=usage))
+            self._push([recipe.InferenceChunk.ready(prompt_usage=usage)])
 
     def add(self, token: int) -> str:
-        if self._text is None:
-            self._push(recipe.InferenceChunk.tokens([token]))
-        else:
-            self._push(recipe.InferenceChunk.text(self._text.add(token), 1))
+        new = self._source.add(token)
+        self._push([recipe.InferenceChunk.text(new, 1)] if isinstance(new, str) else new)
         return ""
 
     def finish(self) -> str:
-        if self._text is not None:
-            self._push(recipe.InferenceChunk.text(self._text.finish()))
+        new = self._source.finish()
+        self._push([recipe.InferenceChunk.text(new)] if isinstance(new, str) else new)
         return ""
 
     def end(self, finish_reason: str) -> None:
         """Ends the answer."""
         reasons = dict(stop=recipe.InferenceFinishReason.Stop, length=recipe.InferenceFinishReason.Length)
         if not self._processor.finished:
-            self._push(recipe.InferenceChunk.finish(reasons[finish_reason]))
+            self._push([recipe.InferenceChunk.finish(reasons[finish_reason])])
 
     def take_events(self) -> list[tuple[str | None, str]]:
         """Returns the new events: their names, if the protocol has such, and their JSON."""
         events, self._events = self._events, []
         return events
 
-    def _push(self, chunk):
-        for event in self._processor.push(chunk):
-            if self._keeps_events:
-                self._events.append((self.response.sse_event_name(event), event.to_json()))
-            self.response.accumulate(event)
+    def _push(self, chunks):
+        for chunk in chunks:
+            if self._processor.finished:
+                return
+            for event in self._processor.push(chunk):
+                if self._keeps_events:
+                    self._events.append((self.response.sse_event_name(event), event.to_json()))
+                self.response.accumulate(event)
 
 
 class ParsedChoice(Choice):
@@ -101,15 +108,16 @@ class ParsedAnswer(Answer):
 
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
+    _body: Any
     _chat: Chat
-    _converted: recipe.ConversationRequest
+    _converted: Converted
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
         """Returns the reasoning, the content and the tool calls (id, name, arguments) of a complete answer."""
         raise NotImplementedError
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        return self.request_type.chunk_generator(self._converted, answer_id, model)
+        return self.request_type.chunk_generator(self._converted.request, answer_id, model)
 
     def _encode(self) -> Sequence[Sequence[int]]:
         if self._service.chat is None:
@@ -118,27 +126,27 @@ class ParsedAnswer(Answer):
         body = self._body.conversation() | dict(model=self._service.options.model_name)
         self._converted = self._chat.convert(self.request_type, body)
         prompt = self._chat.encode(self._converted.conversation)
-        if (lark := self._chat.grammar(self._converted, prompt)) is not None:
-            try:
-                self._grammar = self._service.compile(lark)
-            except ValueError as error:
-                raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
-            if self._body.ignore_eos:
-                raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
+        try:
+            strict = self._body.strict_tools
+            self._grammar = self._chat.grammar(self._converted, prompt, strict, self._service.compile)
+        except ValueError as error:
+            raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
+        if self._grammar is not None and self._body.ignore_eos:
+            raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
         return [prompt]
 
     def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
         answer_id, created, model = self._head["id"], self._head["created"], self._head["model"]
         chat, converted = self._chat, self._converted
-        processor, takes_tokens = chat.parser(converted, self._make_generator(answer_id, model))
-        stops = [*chat.stops, *converted.parsing_options.stop_sequences]
-        text = None if takes_tokens else AnswerText(self._service.tokenizer, prompt, stops)
+        processor, blocks = chat.parser(converted, self._make_generator(answer_id, model))
+        stops = [*chat.stops, *converted.parsing.stop_sequences]
+        source = blocks or AnswerText(self._service.tokenizer, prompt, stops)
         response = self.response_type(answer_id, model, created, len(prompt), 0)
-        return ParsedChoice(index, AnswerParser(processor, response, text, self._body.stream), len(prompt))
+        return ParsedChoice(index, AnswerParser(processor, response, source, self._body.stream), len(prompt))
 
     @property
     def _top_p(self) -> float:
-        default = self._converted.inference_options.top_p
+        default = self._converted.request.inference_options.top_p
         return self._body.top_p if "top_p" in self._body.model_fields_set or default is None else round(default, 6)
 
     def _complete(self, choice: ParsedChoice) -> dict[str, Any]:
@@ -163,7 +171,14 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
         return max(room, 1) if asked is None else asked
 
     def _json(self, choice: Any) -> dict[str, Any]:
-        return self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
+        made = self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
+        return made | dict(message=dict(refusal=None) | made["message"])
+
+    def _usage(self) -> dict[str, Any]:
+        responses = [json.loads(choice.parser.response.to_json()) for choice in self.choices]
+        details = [response["usage"].get("completion_tokens_details", {}) for response in responses]
+        reasoning = sum(detail.get("reasoning_tokens", 0) for detail in details)
+        return super()._usage() | dict(completion_tokens_details=dict(reasoning_tokens=reasoning))
 
     def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
         chunks = [json.loads(event)["choices"][0] for _, event in choice.parser.take_events()]
@@ -207,8 +222,16 @@ class ResponsesAnswer(SingleAnswer):
     _body: ResponsesBody
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        echo = recipe.ResponsesRequest(self._body.conversation() | dict(model=model)).echo()
-        return super()._make_generator(answer_id, model).with_echo(echo)
+        asked = self._body.asked() | dict(model=model)
+        self._namespaces = self._chat.namespace_tools(asked)
+        generator = super()._make_generator(answer_id, model).with_echo(recipe.ResponsesRequest(asked).echo())
+        return generator.with_namespace_tool_map(self._namespaces)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        some = itertools.islice(self._body.left_out.items(), 8)
+        left_out = ", ".join(f"tools[{i}] ({ascii(kind[:40])})" for i, kind in some)
+        return {"Warning": f'299 - "left out, since this server runs no tools: {left_out}"'} if left_out else {}
 
     def _max_tokens(self, room: int) -> int:
         return self._body.max_output_tokens or max(room, 1)
@@ -218,7 +241,9 @@ class ResponsesAnswer(SingleAnswer):
         for item in response["output"]:
             match item["type"]:
                 case "function_call":
-                    calls.append((item["call_id"], item["name"], item["arguments"]))
+                    called = item.get("namespace"), item["name"]
+                    names = (name for name, tool in self._namespaces.items() if tool == called)
+                    calls.append((item["call_id"], next(names, item["name"]), item["arguments"]))
                 case "custom_tool_call":
                     calls.append((item["call_id"], item["name"], json.dumps(dict(input=item["input"]))))
                 case kind:
@@ -234,10 +259,14 @@ class MessagesAnswer(SingleAnswer):
 
     id_prefix, body_type = "msg_", MessagesBody
     request_type, response_type = recipe.MessagesRequest, recipe.MessagesResponse
+    _keep_alive = sse(dict(type="ping"), "ping")
     _body: MessagesBody
 
     def _max_tokens(self, room: int) -> int:
-        return self._body.max_tokens
+        return min(self._body.max_tokens, max(room, 1))
+
+    def _too_long(self, longest: int, limit: int, context: int) -> str:
+        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
         texts, calls = dict(thinking="", text=""), []
@@ -250,3 +279,16 @@ class MessagesAnswer(SingleAnswer):
 
     def _error_event(self, error: APIError) -> bytes:
         return sse(error.anthropic_body, "error")
+
+
+class TokenCount(MessagesAnswer):
+    """The answer to POST /v1/messages/count_tokens, for which nothing runs."""
+
+    body_type = CountBody
+    streams = False
+
+    def _check_limit(self) -> int:
+        return 0
+
+    def _response(self) -> Response:
+        return JSONResponse(dict(input_tokens=len(self._prompts[0])))

@@ -1,88 +1,222 @@
 """Grammars of answers whose form a client asks for: JSON, a regular expression, or tool calls."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepseek_recipe as recipe
 from llguidance import regex_to_lark
 
-from dsv4_jax.engine.grammar import json_rule
+from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
 
 
-def lark_grammar(constraint: recipe.OutputConstraint, thinks: bool, ids: Mapping[str, int]) -> str | None:
-    """Writes the grammar of an answer.
+# A JSON schema, true or false; or what a client sends in its place.
+Schema = Any
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+_ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
+# Keywords of a tool's parameters that its grammar follows.
+_CALL_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
+# Keywords whose values are schemas, or have schemas as their items; definitions come first.
+_WITH_PARTS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "prefixItems", "items")
+_WITH_PARTS += ("anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "contains", "propertyNames")
+_WITH_PARTS += ("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
+_PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+
+_Enforce = Callable[[Schema, Schema, str | None], Schema]  # (a schema, the whole one, the name of its strict tool)
+
+
+def compile_form(
+    conversation: recipe.Conversation,
+    *,
+    thinks: bool,
+    ids: Mapping[str, int],
+    strict: Collection[str],
+    compile_lark: Callable[[str], Grammar],
+) -> Grammar | None:
+    """Compiles the grammar of an answer.
 
     Args:
-      constraint: what a client asks for, as deepseek-recipe puts it.
+      conversation: the conversation, with the form of the answer and the tools.
       thinks: whether the answer begins with reasoning, which may be any text.
       ids: the ids of the release's tokens by name.
+      strict: names of the tools that are strict: a call of them follows its schema in all.
+      compile_lark: compiles a grammar in Lark; raises ValueError if it cannot.
 
     Returns:
-      A Lark grammar; None if any text will do, as with tools that the model may call and that are not strict.
+      The grammar; None if any text will do, as with tools that the model may call and that are not strict.
+
+    Raises:
+      ValueError: the form cannot be enforced; names the place in the schema. In tools that are not strict, a value
+        that cannot be enforced may be any.
     """
-    kind, schema = constraint.kind, constraint.schema
-    match kind:
-        case "json":
-            rules = [f"answer: {json_rule(json.loads(schema) if schema else dict(type='object'))}"]
-        case "regex":
-            rules = [f"answer: /{regex_to_lark(schema, 'dw')}/"]
-        case _:  # tool_call, tool_call_required
-            functions = [tool["function"] for tool in json.loads(schema)]
-            if kind == "tool_call" and not any(function.get("strict") for function in functions):
-                return None
-            rules = [f"dsml: <[{ids['｜DSML｜']}]>", *_call_rules(functions, kind == "tool_call_required")]
-    start = f"ANY <[{ids['</think>']}]> answer" if thinks else "answer"
-    return "\n".join([f"start: {start}", r"ANY: /(.|\n)*/", *rules])
+    tools, kind, is_required = conversation.tools, conversation.response_format, conversation.tool_choice == "required"
+    if kind == "text" and not is_required and not any(tool.name in strict for tool in tools):
+        return None
+
+    def lark(enforce: _Enforce) -> str:
+        rules = [r"ANY: /(.|\n)*/"]
+        match kind:
+            case "json_object":
+                rules.append(f"form: {json_rule(dict(type='object'))}")
+            case "json_schema":
+                schema = conversation.response_schema
+                rules.append(f"form: {json_rule(enforce(schema, schema, ''))}")
+            case "regex":
+                rules.append(f"form: /{regex_to_lark(conversation.response_regex or '', 'dw')}/")
+        forms = ["ANY"] if kind == "text" else ["form"]
+        if is_required:  # the prompt ends where the calls begin
+            forms = ["calls"]
+        elif tools:
+            forms.append(
+                r'/(.|\n)*</ dsml "tool_calls>\n" calls' if kind == "text" else r'"\n\n<" dsml "tool_calls>\n" calls'
+            )
+        if tools:
+            rules += [f"dsml: <[{ids['｜DSML｜']}]>", *_call_rules(tools, strict, enforce)]
+        start = f"ANY <[{ids['</think>']}]> answer" if thinks else "answer"
+        return "\n".join([f"start: {start}", f"answer: {' | '.join(forms)}", *rules])
+
+    try:
+        return compile_lark(lark(lambda schema, whole, name: schema))
+    except ValueError:  # now each schema is compiled alone
+        return compile_lark(lark(_enforced))
 
 
-def _call_rules(functions: list[dict[str, Any]], is_required: bool) -> list[str]:
-    """Returns the rules of an answer with tool calls. The prompt of a required call ends where the calls begin."""
+def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
+    """Returns a schema, or one for any value if it cannot be enforced; raises ValueError if it has to be."""
+    is_lenient = strict_tool is None
+    if not (fault := json_fault(schema, is_lenient)):
+        return schema
+    if is_lenient:
+        return {}
+    moved = _moved(whole)
+    path, fault = _deepest_fault(moved, moved) or ((), fault)
+    place = ".".join([*([f"tool {strict_tool!r}"] if strict_tool else []), "schema", *path])
+    raise ValueError(f"{place}: {fault}")
+
+
+def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str] | None:
+    """Returns the path of the first part that cannot be enforced though its own parts can, and why."""
+    if isinstance(schema, bool):
+        return None
+    for path, part in _parts(schema):
+        if (found := _deepest_fault(part, whole)) is not None:
+            return (*path, *found[0]), found[1]
+    fault = json_fault(_alone(schema, whole), False)
+    return ((), fault) if fault else None
+
+
+def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
+    """Yields (path, part) of the schemas directly within a schema."""
+    for key in _WITH_PARTS if isinstance(schema, dict) else ():
+        value = schema.get(key)
+        if isinstance(value, list):
+            yield from (((f"{key}[{i}]",), part) for i, part in enumerate(value))
+        elif isinstance(value, dict) and key in _PARTS_BY_NAME:
+            yield from (((key, name), part) for name, part in value.items())
+        elif value is not None:
+            yield (key,), value
+
+
+def _moved(schema: Schema) -> Schema:
+    """Returns a schema whose references hold where the schema is the definition `_`."""
+    return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
+
+
+def _alone(part: Schema, moved: Schema) -> Schema:
+    """Returns a part of a moved schema with all that it refers to."""
+    has_references = isinstance(part, dict) and '"$ref"' in json.dumps(part)
+    return part | {"$defs": {"_": moved}} if has_references else part
+
+
+def _call_rules(tools: Sequence[recipe.ToolDefinition], strict: Collection[str], enforce: _Enforce) -> list[str]:
+    """Returns the rules of tool calls, behind the tag that opens their block."""
     rules = [
-        "answer: calls" if is_required else r'answer: ANY | /(.|\n)*</ dsml "tool_calls>\n" calls',
         rf'calls: call ("\n" call)* "\n" {_close("tool_calls")}',
         r'string: /(.|\n)*<\// dsml "parameter>"',  # the text with the `</` behind it
-        "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
+        r'NAME: /[^"\\<>\x00-\x1f]+/',
+        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
-    for i, function in enumerate(functions):
-        schema = function.get("parameters") or {}
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for i, tool in enumerate(tools):
+        strict_tool = tool.name if tool.name in strict else None
         parts = []
-        for k, (name, value) in enumerate((schema.get("properties") or {}).items()):
-            value = value | definitions if isinstance(value, dict) else {}
-            rules.append(f"value_{i}_{k}: " + " | ".join(_values(name, value)))
-            parts.append(f"value_{i}_{k}" if name in schema.get("required", ()) else f"value_{i}_{k}?")
-        begin = _open(f'invoke name="{function["name"]}"')
+        for k, (name, value, is_needed) in enumerate(_parameters(tool.parameters, strict_tool)):
+            value = enforce(value, tool.parameters, strict_tool)
+            rules.append(f"value_{i}_{k}: " + " | ".join(_values(name, value, strict_tool is not None)))
+            parts.append(f"value_{i}_{k}" + ("" if is_needed else "*" if name is None else "?"))
+        begin = f'"<" dsml {_quote(f'invoke name="{tool.name}">')}'
         rules.append(f"call_{i}: " + " ".join([begin, r'"\n"', *parts, _close("invoke")]))
     return rules
 
 
-def _values(name: str, schema: dict[str, Any]) -> list[str]:
+def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str | None, Schema, bool]]:
+    """Yields (name, schema, whether it is needed) of a tool's parameters; None is any name, any number of times."""
+    schema = schema if isinstance(schema, dict) else {}
+    unknown = sorted(schema.keys() - _CALL_KEYWORDS)
+    if strict_tool is not None and unknown:
+        raise ValueError(f"tool {strict_tool!r}.schema.{unknown[0]}: a strict tool has no such keyword at the top")
+    moved = _moved(schema)
+    others = moved.get("additionalProperties", True)
+    properties, needed = moved.get("properties"), moved.get("required")
+    properties = properties if isinstance(properties, dict) else {}
+    needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+    for name in [*properties, *(name for name in needed if name not in properties)]:
+        value = properties.get(name, others)
+        if value is not False or name in needed:
+            yield name, _alone(value, moved), name in needed
+    if not properties and others is not False:
+        yield None, _alone(others, moved), False
+
+
+def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
     """Returns the ways to write a parameter: a string as it is, everything else as JSON."""
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-    if values is not None:
-        texts = {x if isinstance(x, str) else json.dumps(x, ensure_ascii=False): isinstance(x, str) for x in values}
-        return [_parameter(name, is_string, f"{_quote(x)} {_close('parameter')}") for x, is_string in texts.items()]
-    found = [_parameter(name, True, "string")] if _may_be_string(schema) else []
-    if schema.get("type") != "string":
-        found.append(_parameter(name, False, f"{json_rule(schema)} {_close('parameter')}"))
+    schema = {} if schema is True else schema
+    strings, others = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
+    found = [_parameter(name, True, string) for string in strings]
+    if others is not None:
+        found.append(_parameter(name, False, f"{json_rule(others, not is_strict)} {_close('parameter')}"))
     return found
 
 
-def _parameter(name: str, is_string: bool, value: str) -> str:
-    return rf'{_open(f'parameter name="{name}" string="{str(is_string).lower()}"')} {value} "\n"'
+def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema | None]:
+    """Returns the strings of a schema that are written as they are, as Lark, and the schema of what is JSON.
+
+    A string of a strict tool is JSON, too, if its schema has keywords that this has no form for.
+    """
+    keys = schema.keys() - _ANNOTATIONS
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and (not is_strict or keys <= {"type", "enum", "const"}):
+        texts = [x for x in choices if isinstance(x, str)] if _may_be_string(schema) else []
+        others = [x for x in choices if not isinstance(x, str)]
+        return [f"{_quote(x)} {_close('parameter')}" for x in texts], schema | dict(enum=others) if others else None
+    if not _may_be_string(schema):
+        return [], schema
+    rest = None if schema.get("type") == "string" else schema
+    if not is_strict or keys <= {"type"}:
+        return ["string"], rest
+    if keys <= {"type", "minLength", "maxLength"} and all(isinstance(schema[key], int) for key in keys - {"type"}):
+        length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        return [rf'/(?s:.){length}<\// dsml "parameter>"'], rest
+    if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
+        parts = [_split(part, True)[0] for part in schema["anyOf"] if isinstance(part, dict)]
+        return [string for strings in parts for string in strings], schema
+    return [], schema
 
 
-def _may_be_string(schema: dict[str, Any]) -> bool:
+def _parameter(name: str | None, is_string: bool, value: str) -> str:
+    end = f'" string="{str(is_string).lower()}">'
+    if name is not None:
+        return rf'"<" dsml {_quote(f'parameter name="{name}{end}')} {value} "\n"'
+    return rf'"<" dsml {_quote('parameter name="')} NAME {_quote(end)} {value} "\n"'
+
+
+def _may_be_string(schema: Schema) -> bool:
+    if not isinstance(schema, dict):
+        return schema is True
     kinds = schema.get("type")
     if kinds is not None:
-        return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+        return "string" in (kinds if isinstance(kinds, list) else [kinds])
     choices = schema.get("anyOf", schema.get("oneOf"))
-    return any(_may_be_string(choice) for choice in choices) if choices else "$ref" not in schema
-
-
-def _open(tag: str) -> str:
-    return f'"<" dsml {_quote(tag + ">")}'
+    return any(map(_may_be_string, choices)) if isinstance(choices, list) else "$ref" not in schema
 
 
 def _close(tag: str) -> str:

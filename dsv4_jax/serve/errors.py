@@ -34,7 +34,7 @@ class APIError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The response's JSON: {"error": {"message", "type", "param", "code"}}."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
 
@@ -48,7 +48,9 @@ class APIError(Exception):
 
     def response(self, path: str = "") -> JSONResponse:
         """Returns the response to a request of a path."""
-        return JSONResponse(self.anthropic_body if path == MESSAGES_PATH else self.body, self.status, self.headers)
+        return JSONResponse(
+            self.anthropic_body if path.startswith(MESSAGES_PATH) else self.body, self.status, self.headers
+        )
 
 
 def unavailable(message: str) -> APIError:

@@ -1,7 +1,9 @@
 """Bodies of OpenAI's API that clients send, and the usage that answers report."""
 
+import functools
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -9,7 +11,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
+    FailFast,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -18,8 +23,12 @@ from dsv4_jax.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
-# Unsupported fields that clients often send, with the values that have no effect and are accepted.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
+# Fields of requests that change no answer here, so that any value is accepted.
+UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
+UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
+UNUSED += ("parallel_tool_calls",)
+# Fields that would change an answer, and are not supported but for these values, which have no effect.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     frequency_penalty=(0,),
     presence_penalty=(0,),
     repetition_penalty=(1,),
@@ -28,8 +37,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     top_logprobs=(0,),
     tools=([],),
     tool_choice=("none", "auto"),
-    parallel_tool_calls=(True, False),
     functions=([],),
+    function_call=("none", "auto"),
     response_format=({"type": "text"},),
     text=({}, {"format": {"type": "text"}}),
     include=([], ["reasoning.encrypted_content"]),
@@ -37,19 +46,49 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     background=(False,),
     reasoning_effort=("none",),
     modalities=(["text"],),
-    service_tier=("auto", "default", "standard_only"),
-    store=(False,),
-    metadata=({},),
+    verbosity=("medium",),
+    refusal=("",),
+    mcp_servers=([],),
+    context_management=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 )
 
 
+_MAX_ERRORS = 8  # that an answer lists
+_MAX_ITEMS = 2**16  # of a list of messages, parts or tools; millions take seconds to convert
 _MAX_NAME = 100  # characters of a field's name that an error repeats
 # vLLM's limit. OpenAI allows 5 for completions and 20 for chats.
 MAX_LOGPROBS = 20
 
 
 class _Body(BaseModel):
+    """An object of a request. A null field counts as absent."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    _unused: ClassVar[tuple[str, ...]] = ()  # names of fields that have no effect
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields = cls.model_fields
+        others = (
+            name
+            for name, value in body.items()
+            if value is not None and name not in fields
+            if name not in cls._unused and (name not in NEUTRAL or value not in NEUTRAL[name])
+        )
+        refused = dict.fromkeys(itertools.islice(others, _MAX_ERRORS))
+        return {name: body[name] for name in body if name in refused or (name in fields and body[name] is not None)}
+
+
+# One error is enough of a list: a body of a megabyte may have a million wrong items.
+type _List[T] = Annotated[list[T], FailFast(), Field(max_length=_MAX_ITEMS)]
+# The names in brackets are no part of an error's place.
+type _TextOr[T] = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[T, Tag("<other>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>"),
+]
 
 
 class StreamOptions(_Body):
@@ -63,21 +102,26 @@ def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _greedy_if_tiny(temperature: Any) -> Any:
+    return 0.0 if isinstance(temperature, float) and 0 < temperature < 1e-5 else temperature
+
+
 class GenerationBody(_Body):
-    """Fields that completions and chat completions share. A null field counts as absent."""
+    """Fields that all requests share."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=128)
-    temperature: Annotated[float, AfterValidator(check_temperature)] = 1.0
+    temperature: Annotated[float, BeforeValidator(_greedy_if_tiny), AfterValidator(check_temperature)] = 1.0
     top_p: Annotated[float, AfterValidator(check_top_p)] = 1.0
     top_k: int = Field(0, ge=-1, lt=2**31)  # as in vLLM, 0 and -1 take all tokens
     seed: int | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
-    stop_token_ids: list[int] = Field([], max_length=1024)
+    stop: Annotated[_List[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
+    stop_token_ids: _List[int] = Field([], max_length=1024)
     ignore_eos: bool = False
     user: str | None = None  # OpenAI's id of the end user; not used
+    _unused = UNUSED
 
     @property
     def num_samples(self) -> int:
@@ -88,18 +132,6 @@ class GenerationBody(_Body):
     def num_top(self) -> int | None:
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        fields = cls.model_fields
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and (name in fields or name not in _NEUTRAL or value not in _NEUTRAL[name])
-        }
 
 
 class CompletionBody(GenerationBody):
@@ -153,25 +185,28 @@ class TextPart(_Body):
     text: str
 
 
+class Thought(_Body):
+    """A part of an answer's reasoning, as in Messages."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+    signature: str = ""
+    data: str = ""
+
+
 class Message(_Body):
-    """A message of a chat. `name` is not used."""
+    """A message of a chat. `name` is not used. Clients write reasoning in one of three fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
-    content: str | list[TextPart] | None = None
+    content: _TextOr[_List[TextPart]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    reasoning: str | None = None
+    thinking_blocks: _List[Thought] = []
+    tool_calls: _List[dict[str, Any]] = []
     tool_call_id: str | None = None
     prefix: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        # Fields of an earlier answer that clients send back.
-        empty = ("refusal", "annotations", "audio", "function_call", "tool_calls")
-        return {name: value for name, value in body.items() if value is not None and (value or name not in empty)}
+    _unused = ("annotations", "provider_specific_fields")
 
     @model_validator(mode="after")
     def _agree(self) -> "Message":
@@ -182,19 +217,83 @@ class Message(_Body):
     def as_json(self) -> dict[str, Any]:
         """Returns the message as deepseek-recipe takes it, which calls a developer the system."""
         role = "system" if self.role == "developer" else self.role
-        return dict(content="") | self.model_dump(exclude_unset=True) | dict(role=role)
+        message = self.model_dump(exclude_unset=True, exclude={"reasoning", "thinking_blocks"})
+        if not self.tool_calls:
+            message.pop("tool_calls", None)
+        blocks = "".join(block.thinking for block in self.thinking_blocks)
+        if reasoning := self.reasoning_content or self.reasoning or blocks:
+            message["reasoning_content"] = reasoning
+        return dict(content="") | message | dict(role=role)
 
 
-class ChatBody(GenerationBody):
+class _ChatBody(GenerationBody):
+    """Fields that chats share in all protocols."""
+
+    tools: _List[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
+    _form: ClassVar[tuple[str, ...]]  # path to what has the schema of an answer
+
+    @property
+    def strict_tools(self) -> set[str]:
+        """Names of the tools whose calls have to follow their schemas."""
+        return set(_strict_names(self.tools))
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
+        return self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
+
+    def conversation(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts.
+
+        Nothing is strict in it, because deepseek-recipe would reduce the schema. A call that must come, comes without
+        reasoning, unless the client says how to think. Raises APIError if there is no tool to call.
+        """
+        asked = self.asked()
+        choice = asked.get("tool_choice", "auto")
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if kind not in ("none", "auto"):
+            if not asked.get("tools"):
+                raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
+            if not asked.keys() & {"thinking", "reasoning", "reasoning_effort"}:
+                asked |= self._no_thinking
+        if "tools" in asked:
+            asked["tools"] = [_relaxed(tool) for tool in asked["tools"]]
+        form = functools.reduce(lambda part, key: part.get(key) if isinstance(part, dict) else None, self._form, asked)
+        if isinstance(form, dict):
+            form.pop("strict", None)
+        return asked
+
+
+def _relaxed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool without `strict`."""
+    tool = {key: value for key, value in tool.items() if key != "strict"}
+    if isinstance(tool.get("function"), dict):
+        tool["function"] = _relaxed(tool["function"])
+    if isinstance(tool.get("tools"), list):
+        tool["tools"] = [_relaxed(part) for part in tool["tools"] if isinstance(part, dict)]
+    return tool
+
+
+def _strict_names(tools: list[dict[str, Any]], namespace: str = "") -> Iterator[str]:
+    """Yields the names of tools with `strict: true`, as deepseek-recipe writes them."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(tool.get("tools"), list):
+            yield from _strict_names(tool["tools"], f"{tool.get('name')}__")
+        elif isinstance(function, dict) and function.get("strict") is True:
+            yield f"{namespace}{function.get('name')}"
+
+
+class ChatBody(_ChatBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: _List[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: _TextOr[dict[str, Any]] = "auto"
     response_format: dict[str, Any] = {}
     thinking: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -210,74 +309,84 @@ class ChatBody(GenerationBody):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts."""
+    def asked(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         names = {"stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
-        asked = _without_thinking(asked, thinking=dict(type="disabled"))
         return asked | dict(messages=[message.as_json() for message in self.messages])
 
-
-def _without_thinking(asked: dict[str, Any], **no_thinking: Any) -> dict[str, Any]:
-    """Turns reasoning off where the model has to call a tool, unless the client says how to think.
-
-    Raises APIError if it has no tool to call.
-    """
-    choice = asked.get("tool_choice", "auto")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("none", "auto") and not asked.get("tools"):
-        raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
-    says_how = asked.keys() & {"thinking", "reasoning", "reasoning_effort"}
-    return asked if kind in ("none", "auto") or says_how else asked | no_thinking
+    _no_thinking = dict(thinking=dict(type="disabled"))
+    _form = ("response_format", "json_schema")
 
 
-class _OneAnswerBody(GenerationBody):
+class _OneAnswerBody(_ChatBody):
     """Fields that Responses and Messages share: one answer, and tools."""
 
     n: int = Field(1, ge=1, le=1)
-    stop: list[str] = Field([], max_length=0)
-    tools: list[dict[str, Any]] = []
-    # Types of items, parts and tools that deepseek-recipe converts; it drops others without a word.
+    stop: _List[str] = Field([], max_length=0)
+    # Types of items and parts, and of tools, that deepseek-recipe converts; it drops others without a word.
     _types: ClassVar[tuple[str, ...]]
-    _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
-
-    def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts."""
-        asked = self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
-        return _without_thinking(asked, **self._no_thinking)
+    _tool_types: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="after")
     def _agree(self) -> "_OneAnswerBody":
-        for name in ("input", "messages", "system", "tools"):
-            self._check_types(getattr(self, name, None), name)
+        for name in ("input", "messages", "system"):
+            self._check_types(getattr(self, name, None), name, self._types)
         return self
 
     @classmethod
-    def _check_types(cls, items: Any, name: str) -> None:
-        for i, item in enumerate(items if isinstance(items, list) else []):
+    def _check_types(cls, items: Any, name: str, types: tuple[str, ...]) -> None:
+        items = items if isinstance(items, list) else []
+        if len(items) > _MAX_ITEMS:
+            raise ValueError(f"{name}: {len(items)} items are more than {_MAX_ITEMS}")
+        for i, item in enumerate(items):
             if not isinstance(item, dict):
                 continue
-            if (kind := item.get("type", cls._types[0])) not in cls._types:
-                raise ValueError(f"{name}[{i}]: type {kind!r} is not supported, only {', '.join(cls._types)}")
+            if (kind := item.get("type") or types[0]) not in types:
+                raise ValueError(f"{name}[{i}]: type {kind!r} is not supported, only {', '.join(types)}")
             for part in ("content", "output"):
-                cls._check_types(item.get(part), f"{name}[{i}].{part}")
+                cls._check_types(item.get(part), f"{name}[{i}].{part}", types)
+
+
+class TextOptions(_Body):
+    """The form of an answer in Responses."""
+
+    format: dict[str, Any] = {}
+
+
+class ReasoningOptions(_Body):
+    """How to think in Responses. An answer always has its whole reasoning, so summaries have no effect."""
+
+    effort: str | None = None
+    _unused = ("summary", "generate_summary")
 
 
 class ResponsesBody(_OneAnswerBody):
     """The body of POST /v1/responses. Nothing is stored."""
 
-    input: str | list[dict[str, Any]]
+    input: _TextOr[_List[dict[str, Any]]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    tool_choice: str | dict[str, Any] = "auto"
-    text: dict[str, Any] = {}
-    reasoning: dict[str, Any] = {}
+    tool_choice: _TextOr[dict[str, Any]] = "auto"
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     store: Literal[False] = False
-    prompt_cache_key: str | None = None  # not used: every prompt's prefix is looked up
-    safety_identifier: str | None = None  # not used
     _no_thinking = dict(reasoning=dict(effort="none"))
-    _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text", "function")
-    _types += ("function_call", "function_call_output", "custom", "custom_tool_call", "custom_tool_call_output")
+    _form = ("text", "format")
+    _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text")
+    _types += ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+    _tool_types = ("function", "custom", "namespace")
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Types of the tools that a client expects the server to run, by their place."""
+        kinds = ((i, tool.get("type")) for i, tool in enumerate(self.tools))
+        return {i: kind for i, kind in kinds if isinstance(kind, str) and kind not in self._tool_types}
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
+        tools = [tool for i, tool in enumerate(self.tools) if i not in self.left_out]
+        return super().asked() | dict(tools=tools)
 
 
 class ToolChoice(_Body):
@@ -285,41 +394,60 @@ class ToolChoice(_Body):
 
     type: Literal["none", "auto", "any", "tool"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False  # has no effect
+    _unused = ("disable_parallel_tool_use",)
+
+
+class OutputOptions(_Body):
+    """Effort and form of an answer in Messages."""
+
+    effort: str | None = None
+    format: dict[str, Any] = {}
 
 
 class MessagesBody(_OneAnswerBody):
     """The body of POST /v1/messages."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: _List[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1, lt=2**31)
-    system: str | list[dict[str, Any]] = ""
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    system: _TextOr[_List[dict[str, Any]]] = ""
+    stop_sequences: _List[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
     thinking: dict[str, Any] = {}
-    output_config: dict[str, Any] = {}
+    output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")
-    metadata: dict[str, Any] = {}  # not used
-    cache_control: dict[str, Any] = {}  # not used: every prompt's prefix is looked up
+    _no_thinking = dict(thinking=dict(type="disabled"))
+    _form = ("output_config", "format")
+    _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+    _tool_types = ("custom",)
 
     @model_validator(mode="after")
     def _can_be_kept(self) -> "MessagesBody":
-        if "format" in self.output_config:
-            raise ValueError("output_config.format: not supported here, use response_format of /v1/chat/completions")
+        self._check_types(self.tools, "tools", self._tool_types)
         if (kind := self.tool_choice.type) in ("any", "tool") and self.thinking.get("type", "disabled") != "disabled":
             raise ValueError(f"tool_choice: {kind!r} needs thinking: {{'type': 'disabled'}}")
-        if kind == "any" and len(self.tools) != 1:  # deepseek-recipe would not enforce it
-            raise ValueError(f"tool_choice: 'any' of {len(self.tools)} tools is not supported: name the tool")
+        form = self.output_config.format
+        if form and (form.get("type") != "json_schema" or "schema" not in form):
+            raise ValueError("output_config.format: needs type 'json_schema' and a schema")
         return self
 
     def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts."""
+        """Returns the part of the body that deepseek-recipe converts: no reasoning that cannot be read."""
         asked = super().conversation()
-        if self.tool_choice.type == "any":
-            asked |= dict(tool_choice=dict(type="tool", name=self.tools[0].get("name")))
+        for tool in asked.get("tools", ()):
+            tool.pop("type", None)
+        for message in asked["messages"]:
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = [p for p in parts if not _is_redacted(p)]
         return asked
 
-    _no_thinking = dict(thinking=dict(type="disabled"))
-    _types = ("custom", "text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+def _is_redacted(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "redacted_thinking"
+
+
+class CountBody(MessagesBody):
+    """The body of POST /v1/messages/count_tokens."""
+
+    max_tokens: int = Field(1, ge=1, lt=2**31)
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
@@ -330,18 +458,20 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)
     except RecursionError:
         raise APIError(400, "the body is nested too deeply") from None
-    shown = "; ".join(map(_explain, wrong[:8]))
-    more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-    # An error that concerns several fields begins with the value of one: "best_of=2 must be ..".
-    location = wrong[0]["loc"] or re.findall(r"(\w+)=", wrong[0]["msg"])
+    shown = "; ".join(map(_explain, wrong[:_MAX_ERRORS]))
+    more = f"; and {len(wrong) - _MAX_ERRORS} more" if len(wrong) > _MAX_ERRORS else ""
+    # An error that concerns several fields begins with their place, or with the value of one: "best_of=2 must be ..".
+    location = wrong[0]["loc"] or re.findall(r"(\w+)(?==|[.\[:])", wrong[0]["msg"].removeprefix("Value error, "))
     raise APIError(400, shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
 
 
 def _explain(wrong: Mapping[str, Any]) -> str:
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"]).strip(".")[:_MAX_NAME]
+    places = [part for part in wrong["loc"] if not str(part).startswith("<")]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places).strip(".")[:_MAX_NAME]
+    field = str(places[-1]) if places else ""
     match wrong["type"]:
-        case "extra_forbidden" if name in _NEUTRAL:
-            return f"{name}: this server only takes {' or '.join(map(repr, _NEUTRAL[name]))}, or leave it out"
+        case "extra_forbidden" if field in NEUTRAL:
+            return f"{name}: this server only takes {' or '.join(map(repr, NEUTRAL[field]))}, or leave it out"
         case "extra_forbidden":
             return f"{name}: there is no such field"
         case "missing":

@@ -1,6 +1,7 @@
 """Runs the application with uvicorn, with a graceful shutdown."""
 
 import asyncio
+import operator
 import resource
 import signal
 import socket
@@ -29,7 +30,12 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
-            return self._refuse(unavailable("the server has too many connections"))
+            connections = [c for c in self.connections if isinstance(c, _Protocol)]
+            silent = [(c._head_timer.when(), c) for c in connections if c._head_timer and not c.transport.is_closing()]
+            _, oldest = min(silent, key=operator.itemgetter(0), default=(0.0, self))
+            oldest._refuse(unavailable("the server has too many connections"))
+            if oldest is self:
+                return
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -22,6 +22,8 @@ class ServerOptions:
       model_name: name of the model in the API.
       end_tokens: ids that end an answer, unless the client sends `ignore_eos`.
       api_key: key that clients must send as `Authorization: Bearer KEY`; None for no key.
+      allowed_hosts: names and addresses that clients may call the server by; None for any, with which a page of
+        another site could reach a server without a key, by a name of its own that leads here.
       request_seconds: time limit of a request, waiting included.
       effort_prompts: release whose prompts for reasoning effort the model knows: April's, or 0731's and later ones'.
     """
@@ -29,6 +31,7 @@ class ServerOptions:
     model_name: str
     end_tokens: tuple[int, ...] = ()
     api_key: str | None = None
+    allowed_hosts: frozenset[str] | None = None
     request_seconds: float = 600.0
     effort_prompts: EffortPrompts = "0731"
 

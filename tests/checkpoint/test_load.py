@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
 from dsv4_jax.checkpoint.keys import detect_naming, weights
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn import parameter_views
 from tests.paths import DATA, TINY
 
 
@@ -27,7 +27,7 @@ CONFIG = DSV4Config.from_hf(HF_TINY)
 
 def flat(model):
     """{dotted path: array} of a model."""
-    return {".".join(map(str, key)): value[...] for key, value in nnx.to_flat_state(nnx.state(model))}
+    return {path: view.read() for path, view in parameter_views(model).items()}
 
 
 def tensors(folder):

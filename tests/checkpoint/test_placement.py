@@ -104,9 +104,9 @@ def test_each_device_gets_its_part(whole_blocks, weights):
         assert mine.dtype == theirs.dtype and np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
     experts = jax.tree.leaves(two.model.layers[0].mlp.experts.gate_up_proj)[0]
     assert experts.addressable_shards[1].data.shape[:3] == (8, 2, 128)
-    # Embedding, head, sinks; two maps of the experts and three of the shared one, and queries, groups and output.
+    # Embedding, head, sinks; two arrays of the experts and two of the shared one, and queries, groups and output.
     cut = [x for x in jax.tree.leaves(two) if not x.sharding.is_fully_replicated]
-    assert len(cut) == 3 + 8 * (2 if weights == "quantized" else 1)
+    assert len(cut) == 3 + 7 * (2 if weights == "quantized" else 1)
     assert all(2 * shard.data.nbytes == x.nbytes for x in cut for shard in x.addressable_shards)
 
 

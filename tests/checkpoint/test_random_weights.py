@@ -69,5 +69,5 @@ def test_a_model_without_a_checkpoint(monkeypatch):
     assert all(len(set(row)) == config.num_experts_per_tok for row in table.tolist())
     # The same tree as a quantized checkpoint of this configuration.
     whole = random_model(CONFIG)
-    loaded = load_checkpoint(packaged_checkpoint(), weights="quantized", fused=True)
+    loaded = load_checkpoint(packaged_checkpoint(), weights="quantized")
     chex.assert_trees_all_equal_shapes_and_dtypes(nnx.state(whole), nnx.state(loaded))

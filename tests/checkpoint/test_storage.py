@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
@@ -17,7 +16,7 @@ from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, sav
 from dsv4_jax.checkpoint.save import quantize_fp4, quantize_fp8
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA, TINY
 
@@ -26,7 +25,7 @@ FP8 = DATA / "official_fp8"
 
 
 def flat(model):
-    return {".".join(map(str, key)): np.asarray(value[...]) for key, value in nnx.to_flat_state(nnx.state(model))}
+    return {path: np.asarray(view.read()) for path, view in parameter_views(model).items()}
 
 
 def load_all(folder, **options):
@@ -193,7 +192,7 @@ def test_what_a_device_computes_exactly_may_stay_quantized(tmp_path, kind, code,
 
 def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
     model = load_all(FP8, weights="quantized")
-    held = {".".join(map(str, key)): value.get_value() for key, value in nnx.to_flat_state(nnx.state(model))}
+    held = {path: view.get_value() for path, view in parameter_views(model).items()}
     quantized = {name: value.kind for name, value in held.items() if isinstance(value, QuantizedWeight)}
     assert quantized["model.layers.1.mlp.experts.gate_up_proj"] == "FP4"
     assert quantized["model.layers.1.self_attn.latent_projections.weights.indexer_q_b_proj"] == "FP8"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from unittest import mock
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.cli.generate_command import _print
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from tests.paths import DATA, TINY
@@ -279,3 +281,11 @@ def test_random_weights_need_no_checkpoint(run, refused, one_layer, tmp_path):
     )
     assert "--skew 1.0 needs --random-weights" in refused("generate", "--skew", 1)
     assert "--random-weights no is neither v4_flash nor v4_pro" in refused("serve", "--random-weights", "no")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_gets_no_control_characters(monkeypatch, capsys, is_terminal):
+    """A file or another program gets the text as it is."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    _print("a\x1b[2Jb\x9bc\n\td")
+    assert capsys.readouterr().out == ("a[2Jbc\n\td" if is_terminal else "a\x1b[2Jb\x9bc\n\td")

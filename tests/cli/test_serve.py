@@ -99,6 +99,14 @@ def test_this_machine_needs_no_key():
         assert _is_loopback(host) == is_loopback
 
 
+def test_names_of_the_server():
+    local = {"localhost", "127.0.0.1", "::1"}
+    assert ServeCommand()._hosts(None) == local and ServeCommand()._hosts("key") is None
+    assert ServeCommand(host="0.0.0.0", insecure=True)._hosts(None) is None
+    named = ServeCommand(host="10.0.0.1", allowed_hosts="A.example, b")
+    assert named._hosts("key") == local | {"10.0.0.1", "a.example", "b"}
+
+
 def test_batch_invariant_decode_steps_are_no_larger_than_others():
     sizes = dict(max_requests=4, drafts=2)
     assert ServeCommand(**sizes)._step_tokens == 256

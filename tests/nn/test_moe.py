@@ -98,13 +98,12 @@ def test_moe_block(config, draw, tokens, limit):
 
 def test_swiglu_limit_clamps_gate_above_and_up_on_both_sides(config):
     mlp = MLP(dataclasses.replace(config, hidden_size=1, swiglu_limit=2.0), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    weights = mlp.gate_up_proj.weights
-    inner = len(weights["gate_proj"])
+    (weight,) = mlp.gate_up_proj.weights.values()
+    inner = weight.shape[1]
     mlp.down_proj.weight[...] = jnp.ones((1, inner))
     cases = {(9.0, 1.0): (2.0, 1.0), (-9.0, 1.0): (-9.0, 1.0), (1.0, 9.0): (1.0, 2.0), (1.0, -9.0): (1.0, -2.0)}
     for (gate, up), (gate_kept, up_kept) in cases.items():
-        weights["gate_proj"][...] = jnp.full((inner, 1), gate)
-        weights["up_proj"][...] = jnp.full((inner, 1), up)
+        weight[...] = jnp.stack([jnp.full((inner, 1), gate), jnp.full((inner, 1), up)])
         expected = inner * up_kept * gate_kept / (1 + np.exp(-gate_kept))
         chex.assert_trees_all_close(mlp(jnp.ones((1, 1)))[0, 0], expected, rtol=1e-5)
 

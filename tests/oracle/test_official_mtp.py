@@ -92,10 +92,11 @@ def test_the_block_on_true_tokens(model, golden):
         before, shifted, cache = advance_streams(cache, streams, batch)
         drafts = model.drafts
         entered = drafts.join(before, model.embed(batch))
-        names = ("attention_in", "attention_out")
-        left, carry, cache = drafts.layers[0](ResidualStreams(entered), cache, shifted, StepCarry(), record=names)
+        names = "attention_in", "attention_out"
+        arguments = ResidualStreams(entered), cache, shifted, StepCarry()
+        left, carry, cache = drafts.layers[0](*arguments, record=names)
         left = left.merged()
-        attention = dict(mtp_attn_in=carry.recorded["attention_in"], mtp_attn_out=carry.recorded["attention_out"])
+        attention = {f"mtp_{name.replace('attention', 'attn')}": carry.recorded[name] for name in names}
         return dict(
             mtp_x=entered, mtp_out=left, mtp_logits=model.logits(drafts.norm(drafts.hc_head(left))), **attention
         ), cache

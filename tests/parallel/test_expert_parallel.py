@@ -20,10 +20,10 @@ def test_tokens_are_those_of_one_device(model, alone, devices):
         for parameter in (
             mlp.experts.gate_up_proj,
             mlp.experts.down_proj,
-            mlp.shared_experts.gate_up_proj.weights["up_proj"],
+            mlp.shared_experts.gate_up_proj.weights["gate_proj+up_proj"],
         )
     ]
-    assert parts == [(8 // devices, 2, 32, 64), (8 // devices, 64, 32), (32 // devices, 64)]
+    assert parts == [(8 // devices, 2, 32, 64), (8 // devices, 64, 32), (2, 32 // devices, 64)]
     tokens, _, programs = run_engine(cut, model.config, mesh)
     assert (tokens, programs) == (alone[0], 1)
 

@@ -19,7 +19,7 @@ from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import CompiledModel, forward
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
-from dsv4_jax.nn import fuse_projections, shardings
+from dsv4_jax.nn import shardings
 from dsv4_jax.ops import all_gather, all_reduce, model_index, use_implementation
 from dsv4_jax.ops.dispatch import REQUIRE_KERNELS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
@@ -50,7 +50,7 @@ def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
             sinks=layer.self_attn.sinks,
             gate_up=layer.mlp.experts.gate_up_proj,
             down=layer.mlp.experts.down_proj,
-            shared=layer.mlp.shared_experts.gate_up_proj.weights["up_proj"],
+            shared=layer.mlp.shared_experts.gate_up_proj.weights["gate_proj+up_proj"],
             embedding=cut.model.embed_tokens.weight,
             keys=layer.self_attn.input_projections.weights["kv_proj"],
         ).items()
@@ -63,7 +63,7 @@ def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
         sinks=(8 // n,),
         gate_up=(8, 2, 32 // n, 64),
         down=(8, 64, 32 // n),
-        shared=(32 // n, 64),
+        shared=(2, 32 // n, 64),
         embedding=(160 // n, 64),
         keys=(96, 64),
     )
@@ -138,38 +138,29 @@ def test_model_and_cache_must_lie_on_one_mesh():
         assert not cache.lengths.is_deleted()
 
 
-def test_maps_that_are_cut_alike_are_joined(model):
+def test_maps_that_are_cut_alike_share_a_matrix(model):
     """The shared expert's two, on each device its rows of both; queries, which are cut, not with what is copied."""
-    cut, _ = sharded_step(model, 4)
-    fused = fuse_projections(cut)
-    mlp, own = fused.model.layers[1].mlp.shared_experts, cut.model.layers[1].mlp.shared_experts
-    assert mlp.gate_up_proj.fused_matrix.sharding == own.gate_up_proj.weights["up_proj"].get_value().sharding
-    for name in ("gate_proj", "up_proj"):
-        want, found = own.gate_up_proj.matrix(name), mlp.gate_up_proj.matrix(name)
-        assert found.sharding == want.sharding
-        chex.assert_trees_all_equal(found, want)
-    queries = fused.model.layers[1].self_attn.latent_projections
-    assert queries.launches == (("q_b_proj", "indexer_q_b_proj"),)
+    cut, mesh = sharded_step(model, 4)
+    whole = model.model.layers[1].mlp.shared_experts
+    mlp = cut.model.layers[1].mlp.shared_experts
+    (matrix,) = mlp.gate_up_proj.weights.values()
+    for shard in matrix.get_value().addressable_shards:
+        assert shard.data.shape == (2, 8, 64)
+        for number, name in enumerate(("gate_proj", "up_proj")):
+            chex.assert_trees_all_equal(shard.data[number], whole.gate_up_proj.matrix(name)[shard.index[1]])
+    queries = cut.model.layers[1].self_attn.latent_projections
+    assert queries.groups == (("q_b_proj",), ("indexer_q_b_proj",))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
 
     @jax.jit
     def apply(mlp, x):
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, mlp)
         return jax.shard_map(
-            lambda mlp, x: all_reduce(mlp(x)),
-            mesh=jax.typeof(own.down_proj.weight.get_value()).sharding.mesh,
-            in_specs=(specs, jax.P()),
-            out_specs=jax.P(),
-            check_vma=False,
+            lambda mlp, x: all_reduce(mlp(x)), mesh=mesh, in_specs=(specs, jax.P()), out_specs=jax.P(), check_vma=False
         )(mlp, x)
 
-    # float32 products of other shapes may add in another order.
-    chex.assert_trees_all_close(apply(mlp, x), apply(own, x), rtol=0, atol=1e-6)
-
-
-def test_joined_maps_are_not_cut(model):
-    with pytest.raises(ValueError, match=r"model\.layers\.0.*fuses maps that the mesh shards: shard the model before"):
-        sharded_step(fuse_projections(model), 2)
+    # Four float32 sums are added in another order.
+    chex.assert_trees_all_close(apply(mlp, x), whole(x), rtol=0, atol=1e-6)
 
 
 def test_sizes_that_a_mesh_does_not_divide():
@@ -242,8 +233,8 @@ def test_a_step_has_two_reductions_a_layer(model):
     )
     batch = manager.prepare_forward({manager.admit(): [1]})
     text = str(forward.trace(abstract, KVCache.abstract(manager.schema, mesh), batch).jaxpr)
-    # And one of the embedding; the head's parts are gathered.
-    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 1, 1)
+    # And one of the embedding, and of the zeros with which the residual begins; the head's parts are gathered.
+    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 2, 1)
 
 
 def test_four_devices_take_every_kernel(monkeypatch):
@@ -261,7 +252,7 @@ def test_four_devices_take_every_kernel(monkeypatch):
         traced = stack_step.trace(CompiledModel(abstract_stack(config, mesh)), cache, batch, x, tokens=1, drafts=0)
     # The devices tell each other their mailboxes' addresses once; their sums are kernels.
     text = str(traced.jaxpr)
-    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 1, 6)
+    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 1, 6 + 1)
 
 
 def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
@@ -313,8 +304,8 @@ for n in 1, 8:
 """)
     for cache, aliased in re.findall(r"cache (\d+) aliased (\d+)", text):
         assert cache == aliased
-    # Of few tokens the hyper-connections' kernel adds up.
-    assert "1 requests: sums 0 by XLA 0" in text and "8 requests: sums 2 by XLA 0" in text
+    # Of few tokens the hyper-connections' kernel adds up. The third sum is that of the residual's first zeros.
+    assert "1 requests: sums 0 by XLA 0" in text and "8 requests: sums 3 by XLA 0" in text
 
 
 @pytest.mark.gpu

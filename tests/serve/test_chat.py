@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+import unicodedata
 from random import Random
 
 import anthropic
@@ -18,11 +19,13 @@ import openai
 import pytest
 
 from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.cli import chat_command
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.serve.chat import find_effort_prompts, make_chat
+from dsv4_jax.serve.chat_answers import AnswerParser
 from tests.paths import PACKAGED
 from tests.serve.conftest import serving
 
@@ -88,8 +91,9 @@ def scripted(release):
 
         def encode_and_script(conversation):
             ids = encode(conversation)
-            ScriptedModel.script[len(ids) :] = END
-            ScriptedModel.script[len(ids) :][: len(server.tokens)] = server.tokens
+            room = ScriptedModel.script[len(ids) :]
+            room[:] = END
+            room[: len(server.tokens)] = server.tokens[: len(room)]
             server.prompts.append(ids)
             return ids
 
@@ -197,16 +201,19 @@ def test_500_conversations_are_written_as_by_the_releases_library(release):
     assert spliced > 500
 
 
-def parse(chat, converted, *pieces, reason="Stop"):
-    """A parsed answer, whose tokens come in pieces."""
-    generator = recipe.ChatCompletionRequest.chunk_generator(converted, "id", "tiny")
-    processor, response = chat.parser(converted, generator)[0], recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0)
-    chunks = [recipe.InferenceChunk.ready(), *map(recipe.InferenceChunk.tokens, pieces)]
-    for chunk in [*chunks, recipe.InferenceChunk.finish(getattr(recipe.InferenceFinishReason, reason))]:
-        for event in processor.push(chunk):
-            response.accumulate(event)
+def parse(chat, converted, tokens, reason="stop"):
+    """A parsed answer."""
+    generator = recipe.ChatCompletionRequest.chunk_generator(converted.request, "id", "tiny")
+    processor, blocks = chat.parser(converted, generator)
+    parser = AnswerParser(processor, recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0), blocks)
+    parser.begin(0, 0)
+    for token in tokens:
+        if not parser.stopped:
+            parser.add(token)
+    parser.finish()
+    parser.end(reason)
     assert processor.finished
-    choice = json.loads(response.to_json())["choices"][0]
+    choice = json.loads(parser.response.to_json())["choices"][0]
     for i, made in enumerate(choice["message"].get("tool_calls", [])):
         assert made.pop("id").startswith(f"call_{i:02}_")
     return choice
@@ -221,9 +228,9 @@ def some_answers(chat, count):
         yield converted, message, tokens
 
 
-def test_answers_are_read_as_they_were_written_wherever_they_are_cut(release):
+def test_answers_are_read_as_they_were_written(release):
     chat = make_chat(release, "tiny", "0731")
-    for converted, message, tokens in some_answers(chat, 40):
+    for converted, message, tokens in some_answers(chat, 400):
         found = parse(chat, converted, tokens)["message"]
         assert found["content"] == message["content"]
         thinks = converted.conversation.thinking_mode
@@ -232,9 +239,6 @@ def test_answers_are_read_as_they_were_written_wherever_they_are_cut(release):
         for call, function in zip(found.get("tool_calls", []), functions, strict=True):
             assert call["function"]["name"] == function["name"]
             assert json.loads(call["function"]["arguments"]) == json.loads(function["arguments"])
-        for cut in range(1, len(tokens)):
-            assert parse(chat, converted, tokens[:cut], tokens[cut:])["message"] == found
-        assert parse(chat, converted, *([token] for token in tokens))["message"] == found
 
 
 def test_2000_mutated_answers_end(release):
@@ -250,8 +254,7 @@ def test_2000_mutated_answers_end(release):
                 rng.randrange(5)
             ]
             tokens = [*tokens[:at], *new, *tokens[at + size :]] or [65]
-        cut = rng.randrange(len(tokens))
-        choice = parse(chat, converted, tokens[:cut], tokens[cut:], reason=rng.choice(["Stop", "Length"]))
+        choice = parse(chat, converted, tokens, reason=rng.choice(["stop", "length"]))
         reasons[choice["finish_reason"]] += 1
         for call in choice["message"].get("tool_calls", []):
             assert isinstance(call["function"]["arguments"], str)
@@ -270,6 +273,73 @@ def test_thinking_text_and_parallel_calls(scripted, stream):
     message, reason = ask(scripted, stream, extra_body=dict(thinking=dict(type="disabled")))
     assert (message["content"], reason, scripted.prompts[0][-1]) == ("Hello.", "stop", THINK + 1)
     assert "reasoning_content" not in message and "tool_calls" not in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use `<｜DSML｜tool_calls>` for a call. And more text.",
+        "A\n\n<｜DSML｜tool_calls>\nI will call f now.\n</｜DSML｜tool_calls>\nAnd more text.",
+        'A\n\n<｜DSML｜tool_calls>\n{"name": "f", "arguments": {}}\n</｜DSML｜tool_calls>',
+        "A\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke>",
+        "<｜DSML｜tool_calls>" + "\n" * 100 + "é",
+        "Ends in <｜DSML｜",
+    ],
+)
+def test_a_block_without_a_call_is_text(scripted, stream, text):
+    """A block with a call behind it is still one, and so is a call without a block."""
+    scripted.say("Hm.</think>" + text)
+    assert ask(scripted, stream, tools=TOOLS)[0] == dict(role="assistant", content=text, reasoning_content="Hm.")
+    for written in (BOTH, "\n\n" + call("read", path="a")):
+        scripted.say("Hm.</think>" + text + written)
+        message, reason = ask(scripted, stream, tools=TOOLS)
+        assert (message["content"], reason) == (text, "tool_calls")
+        assert [c["function"]["name"] for c in message["tool_calls"]][:1] == ["read"]
+
+
+def test_without_tools_a_call_is_text(scripted):
+    scripted.say("Hm.</think>Both." + BOTH)
+    assert ask(scripted)[0]["content"] == "Both." + BOTH
+
+
+WARM = [dict(role="user", content="word " * 200), dict(role="assistant", content="ok"), *HI]
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        ("/v1/chat/completions", "system"),
+        ("/v1/chat/completions", "developer"),
+        ("/v1/responses", "system"),
+        ("/v1/responses", "developer"),
+        ("/v1/messages", "system"),
+    ],
+)
+@pytest.mark.parametrize("opening", [[], [dict(role="system", content="Be kind.")]], ids=["", "opened"])
+def test_a_late_system_message_keeps_its_place(scripted, release, path, role, opening):
+    """And the prefix cache hits all that precedes it."""
+    field, limit = ("input", "max_output_tokens") if path == "/v1/responses" else ("messages", "max_tokens")
+    system = {}
+    if opening and path == "/v1/messages":
+        system = dict(system=opening[0]["content"])
+        opening = []
+
+    def prompt(messages):
+        scripted.say("</think>ok")
+        body = {field: [*opening, *messages], limit: 50} | system
+        assert scripted.http.post(path, json=body).status_code == 200
+        return release.decode(scripted.prompts[0], skip_special_tokens=False)
+
+    before = prompt(WARM)
+    hits = scripted.engine.engine.prefix.metrics.hit_tokens
+    late = dict(role=role, content=f"The date has changed ({path}, {role}).")
+    after = prompt([*WARM, dict(role="assistant", content="ok"), late, *HI])
+    assert after.startswith(before.removesuffix("<think>"))
+    is_reminder = (path, role) != ("/v1/responses", "developer")  # which deepseek-recipe writes as a user's
+    shown = f"<system-reminder>\n{late['content']}\n</system-reminder>" if is_reminder else late["content"]
+    assert after.endswith(f"{NAMES[4]}{shown}\n\nHi{NAMES[5]}<think>")
+    assert scripted.engine.engine.prefix.metrics.hit_tokens - hits >= len(before) - 128
 
 
 def test_the_effort_is_the_releases(scripted, release, monkeypatch):
@@ -436,12 +506,27 @@ def test_an_agent_over_messages(scripted, claude):
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("a ", "stop_sequence", "stop")
 
 
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+def test_a_last_answer_in_messages_is_continued(scripted, release, claude, thinking):
+    def answer(content):
+        scripted.say("\n42.")
+        messages = [*HI, dict(role="assistant", content=content)]
+        made = claude.messages.create(model="tiny", max_tokens=50, messages=messages, thinking=dict(type=thinking))
+        (text,) = (block.text for block in made.content if block.type == "text")
+        return text, release.decode(scripted.prompts[0], skip_special_tokens=False).partition(NAMES[5])[2]
+
+    begin = "<think></think>" if thinking == "enabled" else "</think>"
+    assert answer("The answer is") == ("\n42.", begin + "The answer is")
+    if thinking == "enabled":
+        parts = [dict(type="thinking", thinking="Hm.", signature=""), dict(type="text", text="It is")]
+        assert answer(parts) == ("\n42.", "<think>Hm.</think>It is")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
         ("responses", dict(previous_response_id="r"), "previous_response_id: there is no such field"),
         ("responses", dict(store=True), "store: Input should be False"),
-        ("responses", dict(tools=[dict(type="web_search")]), "tools[0]: type 'web_search' is not supported"),
         ("responses", dict(text=dict(format=dict(type="grammar"))), "grammar"),
         ("responses", dict(tool_choice="sometimes", tools=RESPONSES_TOOLS), "`auto`, `required` or a tool"),
         (
@@ -451,8 +536,7 @@ def test_an_agent_over_messages(scripted, claude):
         ),
         ("messages", dict(tool_choice=dict(type="some")), "tool_choice.type: Input should be 'none', 'auto'"),
         ("messages", dict(tool_choice=dict(type="any"), thinking=dict(type="enabled")), "'any' needs thinking"),
-        ("messages", dict(tool_choice=dict(type="any"), tools=MESSAGES_TOOLS), "'any' of 2 tools is not supported"),
-        ("messages", dict(output_config=dict(format=dict(type="json_schema"))), "output_config.format: not supported"),
+        ("messages", dict(output_config=dict(format=dict(type="json_schema"))), "output_config.format: needs type"),
         ("messages", dict(max_tokens=0), "max_tokens: Input should be greater than or equal to 1"),
         ("messages", dict(model="gpt"), "there is no model 'gpt'"),
         (
@@ -465,7 +549,7 @@ def test_an_agent_over_messages(scripted, claude):
             dict(tools=[dict(type="bash_20250124", name="bash")]),
             "tools[0]: type 'bash_20250124' is not supported",
         ),
-        ("messages", dict(mcp_servers=[1]), "mcp_servers: there is no such field"),
+        ("messages", dict(mcp_servers=[1]), "mcp_servers: this server only takes []"),
     ],
 )
 def test_parts_that_are_not_supported_are_named(scripted, path, body, message):
@@ -545,6 +629,30 @@ def test_a_conversation_in_the_terminal(scripted, monkeypatch, capsys, tmp_path)
     asked = [dict(role="system", content="Be brief."), dict(role="user", content="Hi")]
     answer = dict(role="assistant", reasoning_content="Quiet.", content="Good morning.")
     assert json.loads(saved.read_text()) == dict(messages=[*asked, answer])
+
+
+def test_control_characters_do_not_reach_the_terminal(scripted, monkeypatch, capsys):
+    """Of a model's thinking, its text and its name, and of a server's errors."""
+    attack = "\x1b]0;title\x07\x1b]52;c;ZQ==\x07\x1b[2J\x9b31m\r\x7f\tok"
+    lines = iter(["Hi", "Hi", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(chat_command._Session, "find_model", lambda self: attack)
+    chunks = [
+        dict(choices=[dict(delta=dict(reasoning_content=attack, content=attack))]),
+        dict(error=dict(message=attack)),
+    ]
+    answers = iter([[chunks[0]], [chunks[1]]])
+
+    class Response(list):
+        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
+
+    lines_of = lambda: Response(b"data: " + json.dumps(chunk).encode() for chunk in next(answers))  # noqa: E731
+    monkeypatch.setattr(chat_command._Session, "_open", lambda *_: lines_of())
+    ChatCommand(url=scripted.url).run()
+    shown = capsys.readouterr().out
+    assert shown.count("]0;title]52;c;ZQ==[2J31m") == 4
+    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
 
 
 def test_a_terminal_without_a_server():

@@ -1,8 +1,11 @@
 """The server as its clients see it: OpenAI's own package, and plain HTTP."""
 
 import asyncio
+import concurrent.futures
 import json
 import math
+import re
+import resource
 import socket
 import threading
 import time
@@ -13,8 +16,11 @@ import pytest
 
 from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import generate
+from dsv4_jax.engine.text import encode
 from dsv4_jax.host import PrefixFiles
 from dsv4_jax.serve import answers
+from dsv4_jax.serve.errors import APIError
+from dsv4_jax.serve.protocol import ChatBody, MessagesBody, ResponsesBody, parse
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
 
 
@@ -311,7 +317,11 @@ def test_a_restarted_server_finds_prompts_on_disk(serve_again, tmp_path):
             "top_logprobs",
             "top_logprobs=3 needs logprobs: true",
         ),
-        (dict(prompt="a", temperature=1e-6), "temperature", "temperature=1e-06 must be 0 (greedy) or positive, from"),
+        (
+            dict(prompt="a", temperature=1e6),
+            "temperature",
+            "temperature=1000000.0 must be 0 (greedy) or positive, from",
+        ),
         ({"prompt": "a", "x" * 5000: 1}, "x" * 100, f"{'x' * 100}: there is no such field"),
         (dict(prompt="a", stream_options=dict(include_usage=True, include_obfuscation=False)), None, None),
         (
@@ -365,6 +375,81 @@ def test_connections_that_send_no_whole_head_end(serve_again, monkeypatch):
         monkeypatch.setattr("dsv4_jax.serve.server._SPARE_DESCRIPTORS", 2**40)
         found, error = answer(b"")
         assert found == 503 and "too many connections" in error["message"]
+
+
+def test_new_connections_take_the_place_of_the_longest_silent_one(serve_again, monkeypatch):
+    with serve_again() as server:
+        server.http.close()
+        wait_until(lambda: not server.server.server_state.connections)
+        address = server.url.removeprefix("http://").split(":")
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        monkeypatch.setattr("dsv4_jax.serve.server._SPARE_DESCRIPTORS", limit - 3)
+        silent = []
+        for count in range(1, 4):
+            silent.append(socket.create_connection(address, timeout=20))
+            wait_until(lambda count=count: len(server.server.server_state.connections) == count)
+            time.sleep(0.01)  # the event loop's clock has milliseconds
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert b"503" in silent[0].recv(4096).partition(b"\r\n")[0]
+        for connection in silent[1:]:  # had sent nothing for a shorter time
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in connection.recv(4096)
+        for connection in silent:
+            connection.close()
+
+
+def test_other_names_of_the_server_are_refused(serve_again):
+    """As a page of another site has them, by whose name a browser reaches this machine."""
+    hosts = frozenset({"localhost", "127.0.0.1", "::1", "models.example"})
+    with serve_again(allowed_hosts=hosts) as server:
+        port = server.url.rpartition(":")[2]
+
+        def status(**headers):
+            return server.http.get("/v1/models", headers=headers).status_code
+
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "MODELS.example"):
+            assert status(Host=host) == 200 and status(Origin=f"http://{host}") == 200
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "[::2]", "[::", "127.0.0.1.x"):
+            assert status(Host=host) == 403 and status(Origin=f"https://{host}") == 403
+        assert status(Origin="null") == 403
+        answer = server.http.post("/v1/messages", headers=dict(Host="evil.example"), json={}).json()
+        assert answer["type"] == "error" and answer["error"]["type"] == "permission_error"
+        assert "host 'evil.example' is none of 127.0.0.1, ::1, localhost, models.example" in answer["error"]["message"]
+
+
+def ticks_beside(function):
+    """Runs a function in another thread; returns its seconds, and the longest for which this one had to wait."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        begin = last = time.monotonic()
+        future, longest = pool.submit(function), 0.0
+        while not future.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        future.result()
+        return time.monotonic() - begin, longest
+
+
+def test_a_long_text_is_encoded_beside_others(tokenizer):
+    text = "word " * 400_000
+    seconds, longest = ticks_beside(lambda: encode(tokenizer, text))
+    assert longest < seconds / 2
+    assert encode(tokenizer, text[:5000]) == tokenizer.encode(text[:5000]).ids
+
+
+@pytest.mark.parametrize("kind", [ChatBody, ResponsesBody, MessagesBody])
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(messages=[{}] * 200_000), dict(input=[{}] * 200_000), {f"k{i}": 1 for i in range(200_000)}]
+    + [dict(messages=[dict(role="user", content=[{}] * 200_000)], tools=[3] * 200_000)]
+    + [dict(messages=[dict(role="user", content="a")] * 200_000, input=[dict(role="user", content=[{}] * 200_000)])],
+    ids=["messages", "input", "fields", "parts", "items"],
+)
+def test_a_body_of_many_faults_has_few_errors(kind, wrong):
+    with pytest.raises(APIError) as error:
+        parse(kind, json.dumps(wrong | dict(color=1)).encode())
+    left_out = re.findall(r"and (\d+) more", error.value.message)
+    assert sum(map(int, left_out)) <= 4  # of one body, whatever its length
+    assert error.value.message.count(";") <= 8 and len(error.value.message) < 1000
 
 
 def test_other_mistakes_have_their_status(server):

@@ -1,0 +1,285 @@
+"""Bodies of real clients: fields that change no answer are accepted, others refused by name."""
+
+import json
+import re
+import time
+
+import pytest
+
+from dsv4_jax.serve import answers
+from dsv4_jax.serve.protocol import NEUTRAL, UNUSED
+from tests.paths import DATA
+from tests.serve.test_chat import (  # noqa: F401
+    BOTH,
+    HI,
+    MESSAGES_TOOLS,
+    RESPONSES_TOOLS,
+    TOOLS,
+    call,
+    calls,
+    claude,
+    release,
+    scripted,
+)
+
+
+BASES = {
+    "completions": dict(prompt="Hi", max_tokens=9),
+    "chat/completions": dict(messages=HI, max_tokens=9),
+    "responses": dict(input="Hi", max_output_tokens=9),
+    "messages": dict(messages=HI, max_tokens=9),
+}
+# What Claude Code 2.1.197 sends with every request, but for the texts.
+CLAUDE_CODE = dict(
+    model="tiny",
+    max_tokens=32000,
+    system=[dict(type="text", text="You are Claude Code.", cache_control=dict(type="ephemeral"))],
+    messages=[dict(role="user", content=[dict(type="text", text="Hi", cache_control=dict(type="ephemeral"))])],
+    tools=[tool | dict(type="custom", cache_control=dict(type="ephemeral")) for tool in MESSAGES_TOOLS],
+    metadata=dict(user_id="a"),
+    thinking=dict(type="adaptive"),
+    output_config=dict(effort="medium"),
+    context_management=dict(edits=[dict(type="clear_thinking_20251015", keep="all")]),
+    mcp_servers=[],
+    speed="standard",
+)
+# What Codex 0.171.0 sends, but for the texts.
+CODEX = dict(
+    model="tiny",
+    max_output_tokens=None,
+    instructions="You are Codex.",
+    input=[dict(type="message", role="user", content=[dict(type="input_text", text="Hi")])],
+    tools=[
+        *RESPONSES_TOOLS,
+        dict(type="web_search", external_web_access=False),
+        dict(type="namespace", name="files", description="d", tools=[RESPONSES_TOOLS[0] | dict(name="find")]),
+    ],
+    tool_choice="auto",
+    parallel_tool_calls=True,
+    reasoning=dict(effort="medium", summary="auto"),
+    store=False,
+    include=["reasoning.encrypted_content"],
+    prompt_cache_key="k",
+    prompt_cache_retention="24h",
+    client_metadata=dict(session_id="a"),
+    metadata=dict(a="b"),
+    text=dict(verbosity="medium"),
+)
+
+
+def post(server, path, **body):
+    response = server.http.post(f"/v1/{path}", json=BASES.get(path, {}) | body)
+    return response.status_code, response.json(), response
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_fields_without_effect(scripted, path):  # noqa: F811
+    """All at once, and each value that is neutral where the field is not supported."""
+    scripted.say("</think>ok")
+    unused = {name: dict(a="b") for name in UNUSED if (path, name) != ("responses", "store")}
+    status, answer, _ = post(scripted, path, **unused, user="u", temperature=1e-8, color=None)
+    assert status == 200, answer
+    for name, values in NEUTRAL.items():
+        for value in values:
+            status, answer, _ = post(scripted, path, **{name: value})
+            # The protocol's own field of this name may have other values.
+            assert status == 200 or (path, name) == ("messages", "tool_choice"), answer
+        status, answer, _ = post(scripted, path, **{name: ["else"]})
+        assert status == 400 and name in answer["error"]["message"]
+
+
+def test_the_page_lists_the_fields():
+    """Every field that is accepted without effect, and no other."""
+    page = (DATA.parents[1] / "docs" / "serve.md").read_text()
+    rows = page.partition("| field | accepted |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    nested = {"thinking", "reasoning", "annotations", "provider_specific_fields", "summary", "generate_summary"}
+    nested |= {"disable_parallel_tool_use", "budget_tokens", "display", "user"}
+    assert listed - nested == {*UNUSED, *NEUTRAL} and nested <= listed
+
+
+def test_claude_code(scripted, release):  # noqa: F811
+    scripted.say("Hm.</think>Both." + BOTH)
+    status, answer, _ = post(scripted, "messages", **CLAUDE_CODE)
+    assert (status, answer["stop_reason"], len(answer["content"])) == (200, "tool_use", 4), answer
+    blocks = [dict(type="redacted_thinking", data="x"), *answer["content"]]
+    results = [dict(type="tool_result", tool_use_id=block["id"], content="ok") for block in answer["content"][2:]]
+    turns = [dict(role="assistant", content=blocks), dict(role="user", content=results)]
+    written = scripted.prompts[0] + scripted.tokens
+    scripted.say("Well.</think>Done.")
+    status, answer, _ = post(scripted, "messages", **CLAUDE_CODE | dict(messages=CLAUDE_CODE["messages"] + turns))
+    assert status == 200 and answer["content"][1]["text"] == "Done."
+    assert scripted.prompts[0][: len(written)] == written
+    assert answer["usage"]["cache_read_input_tokens"] >= 0.9 * len(written)
+    count = {name: value for name, value in CLAUDE_CODE.items() if name != "max_tokens"}
+    status, answer, _ = post(
+        scripted, "messages/count_tokens", **count | dict(messages=CLAUDE_CODE["messages"] + turns)
+    )
+    assert (status, answer) == (200, dict(input_tokens=len(scripted.prompts[0])))
+    status, answer, _ = post(scripted, "messages/count_tokens", color=1)
+    assert (
+        status == 400 and answer["type"] == "error" and "messages: this field is needed" in answer["error"]["message"]
+    )
+    assert post(scripted, "messages/nothing")[1]["type"] == "error"
+
+
+def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
+    """Claude Code compacts a conversation on these words."""
+    long = [dict(role="user", content="a" * 9000)]
+    status, answer, _ = post(scripted, "messages", messages=long)
+    assert status == 400 and re.fullmatch(
+        r"prompt is too long: 9\d{3} tokens > 8192 maximum", answer["error"]["message"]
+    )
+    status, answer, _ = post(scripted, "messages/count_tokens", messages=long)
+    assert status == 200 and answer["input_tokens"] > 9000
+
+
+def test_codex(scripted):  # noqa: F811
+    find = call("files__find", path="a")
+    scripted.say("Hm.</think>Look." + calls(find))
+    status, answer, response = post(scripted, "responses", **CODEX)
+    assert status == 200, answer
+    assert response.headers["Warning"] == "299 - \"left out, since this server runs no tools: tools[2] ('web_search')\""
+    made = answer["output"][-1]
+    assert (made["type"], made["namespace"], made["name"]) == ("function_call", "files", "find")
+    written = scripted.prompts[0] + scripted.tokens
+    results = [dict(type="function_call_output", call_id=made["call_id"], output="ok")]
+    scripted.say("Well.</think>Done.")
+    status, answer, _ = post(scripted, "responses", **CODEX | dict(input=CODEX["input"] + answer["output"] + results))
+    assert status == 200 and answer["output"][-1]["content"][0]["text"] == "Done."
+    assert scripted.prompts[0][: len(written)] == written
+    scripted.say("</think>ok")
+    response = post(scripted, "responses", tools=[dict(type=f"漢\r\n{i}") for i in range(20)])[2]
+    assert response.status_code == 200 and response.headers["Warning"].endswith("tools[7] ('\\u6f22\\r\\n7')\"")
+    status, answer, response = post(scripted, "responses", tools=[dict(type="web_search")], tool_choice="required")
+    assert status == 400 and "needs tools" in answer["error"]["message"] and "Warning" not in response.headers
+
+
+def test_a_strict_tool_in_a_namespace(scripted):  # noqa: F811
+    tool = RESPONSES_TOOLS[0] | dict(
+        strict=True, parameters=dict(type="object", properties=dict(a=dict(uniqueItems=True)))
+    )
+    status, answer, _ = post(
+        scripted, "responses", tools=[dict(type="namespace", name="n", description="", tools=[tool])]
+    )
+    assert status == 400 and "tool 'n__read'.schema.properties.a: Unimplemented" in answer["error"]["message"]
+
+
+def test_what_chats_of_other_servers_have(scripted, release):  # noqa: F811
+    blocks = [dict(type="thinking", thinking="Hm.", signature="s"), dict(type="redacted_thinking", data="x")]
+    for field in (
+        dict(reasoning="Hm."),
+        dict(thinking_blocks=blocks),
+        dict(reasoning_content="Hm.", reasoning="Else."),
+    ):
+        past = dict(role="assistant", content="ok", tool_calls=[], refusal=None, annotations=[]) | field
+        scripted.say("Well.</think>Done.")
+        status, answer, _ = post(scripted, "chat/completions", messages=[*HI, past, *HI], tools=TOOLS, max_tokens=50)
+        assert status == 200, answer
+        assert "<think>Hm.</think>ok" in release.decode(scripted.prompts[0], skip_special_tokens=False)
+        message, usage = answer["choices"][0]["message"], answer["usage"]
+        assert message["refusal"] is None and "Else." not in release.decode(scripted.prompts[0])
+        assert usage["completion_tokens_details"] == dict(reasoning_tokens=len("Well."))
+
+
+def test_any_of_two_tools_in_messages(scripted, claude):  # noqa: F811
+    scripted.say("I would rather not.")
+    options = dict(model="tiny", max_tokens=400, messages=HI, extra_body=dict(temperature=0))
+    names = dict(type="object", properties={}, additionalProperties=False)
+    tools = [dict(name=name, input_schema=names) for name in ("read", "write")]
+    made = claude.messages.create(tools=tools, tool_choice=dict(type="any"), **options)
+    assert made.stop_reason == "tool_use" and {block.name for block in made.content} <= {"read", "write"}
+
+
+def test_a_format_in_messages(scripted, claude, release):  # noqa: F811
+    schema = dict(type="object", properties=dict(a=dict(type="integer")), required=["a"], additionalProperties=False)
+    scripted.say("Hm.</think>Surely!")
+    form = dict(type="json_schema", schema=schema)
+    options = dict(model="tiny", max_tokens=400, messages=HI, extra_body=dict(temperature=0))
+    made = claude.messages.create(output_config=dict(format=form), **options)
+    assert type(json.loads(made.content[1].text)["a"]) is int
+    assert json.dumps(schema) in release.decode(scripted.prompts[0])
+
+
+@pytest.mark.parametrize("written", ['{"a": 1}', "Surely!" + BOTH, BOTH])
+def test_a_format_beside_tools(scripted, written):  # noqa: F811
+    """An answer is JSON of the schema, or calls a tool."""
+    schema = dict(type="object", properties=dict(a=dict(type="integer")), required=["a"], additionalProperties=False)
+    form = dict(type="json_schema", json_schema=dict(name="n", schema=schema))
+    scripted.say("Hm.</think>" + written)
+    body = dict(tools=TOOLS, response_format=form, max_tokens=400, temperature=0)
+    message = post(scripted, "chat/completions", **body)[1]["choices"][0]["message"]
+    if written == BOTH:
+        assert [c["function"]["name"] for c in message["tool_calls"]] == ["read", "write"]
+    if "tool_calls" in message:
+        assert not message["content"]
+    else:
+        assert type(json.loads(message["content"])["a"]) is int
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("chat/completions", dict(thinking=dict(type="maybe")), "thinking", "thinking: unknown variant `maybe`"),
+        ("chat/completions", dict(reasoning_effort="huge"), "reasoning_effort", "reasoning_effort: unknown variant"),
+        (
+            "chat/completions",
+            dict(messages=[*HI, dict(role="assistant", tool_calls=[dict(id=3)])]),
+            "messages",
+            "messages[1]: invalid type: integer `3`",
+        ),
+        (
+            "chat/completions",
+            dict(messages=[dict(role="user", content=[dict(type="image_url", image_url=dict(url="u"))])]),
+            "messages",
+            "messages[0].content[0].type: Input should be 'text'; messages[0].content[0].text: this field is needed",
+        ),
+        ("chat/completions", dict(messages=[dict(role="user", content=3)]), "messages", "messages[0].content: Input"),
+        (
+            "chat/completions",
+            dict(tools=[dict(type="function", function=dict(name="a b"))]),
+            "tools",
+            "tools[0].function.name",
+        ),
+        ("responses", dict(input=3), "input", "input: Input should be a valid array"),
+        ("responses", dict(text=dict(verbosity="low")), "text", "text.verbosity: this server only takes 'medium'"),
+        (
+            "responses",
+            dict(input=[dict(role="user", content=[dict(type="input_file")])]),
+            "input",
+            "input[0].content[0]",
+        ),
+        (
+            "responses",
+            dict(tool_choice=dict(type="allowed_tools"), tools=RESPONSES_TOOLS),
+            "tool_choice",
+            "tool_choice",
+        ),
+    ],
+)
+def test_errors_have_a_place(scripted, path, body, param, message):  # noqa: F811
+    status, answer, _ = post(scripted, path, **body)
+    assert status == 400 and message in answer["error"]["message"] and answer["error"]["param"] == param, answer
+    assert "str" not in answer["error"]["message"].split(":")[0]
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_a_stream_is_kept_alive(scripted, monkeypatch, path):  # noqa: F811
+    """Before the first token, and between tokens."""
+    monkeypatch.setattr(answers, "_KEEP_ALIVE_SECONDS", 0.1)
+    engine = scripted.engine.engine
+    step, begin = engine.step, []
+
+    def slow():
+        begin.append(None)
+        if len(begin) < 3:
+            time.sleep(0.35)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+    scripted.say("</think>ok")
+    with scripted.http.stream("POST", f"/v1/{path}", json=BASES[path] | dict(stream=True)) as response:
+        lines = [line for line in response.iter_lines() if line]
+    alive = 'data: {"type":"ping"}' if path == "messages" else ": keep-alive"
+    events = [line for line in lines if line.startswith(("data:", ":"))]
+    assert events[:2] == [alive, alive] and any(event != alive for event in events[2:]), lines
