@@ -65,6 +65,11 @@ class Attention(nnx.Module):
         self.config = config
         self.layer = layer
         spec = config.layers[layer]
+        if spec.owner and spec.keys and not spec.key_compressor:
+            raise ValueError(
+                f"layer {layer} stores index keys without a compressor of its own (key_compressor=False): the cache "
+                "takes such keys from a model of your own, but Attention does not make them"
+            )
         options: dict[str, Any] = dict(param_dtype=param_dtype, rngs=rngs)
         width = config.num_attention_heads * config.head_dim
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps, rngs=rngs)
