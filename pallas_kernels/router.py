@@ -29,7 +29,7 @@ from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel, primitive
-from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

@@ -36,8 +36,9 @@ class DenseCache:
         heads || softmax of the index scores). Its gradient reaches the indexer only; the selection itself has none.
       token_weights: [T] weights of the tokens in that mean.
       expert_load: [layers, E] share of each layer's (token, expert) pairs that went to each expert.
-      passes: None, or for a multi-token-prediction block the windows [B, S, D] that it wrote in its passes so far; see
+      passes: None, or for a multi-token-prediction block the windows [P, B, S, D] that it writes in its passes; see
         `draft_training.draft_losses`.
+      pass_number: number of the block's pass (static).
       dropout: share of a block's output that is dropped (static).
     """
 
@@ -49,6 +50,7 @@ class DenseCache:
     token_weights: Any = None
     expert_load: Any = None
     passes: Any = None
+    pass_number: int = dataclasses.field(default=0, metadata=dict(static=True))
     dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))
 
     @classmethod
@@ -74,21 +76,21 @@ class DenseCache:
         """Returns the cache unchanged, because nothing is kept between steps."""
         return self
 
-    def dropped(self, y: Float[Array, "T D"], place: int) -> Float[Array, "T D"]:
+    def dropped(self, y: Float[Array, "T D"], place: int | Int[Array, ""]) -> Float[Array, "T D"]:
         """Returns y with dropout; `place` numbers the blocks' outputs."""
         if self.key is None:
             return y
         kept = jax.random.bernoulli(jax.random.fold_in(self.key, place), 1 - self.dropout, y.shape)
         return jnp.where(kept, y * jnp.asarray(1 / (1 - self.dropout), y.dtype), jnp.zeros((), y.dtype))
 
-    def with_load(self, layer: int, experts: Int[Array, "T k"]) -> "DenseCache":
+    def with_load(self, layer: int | Int[Array, ""], experts: Int[Array, "T k"]) -> "DenseCache":
         """Adds the share of a layer's pairs that went to each expert."""
         load = jnp.bincount(experts.reshape(-1), length=self.expert_load.shape[1]) / experts.size
         return dataclasses.replace(self, expert_load=self.expert_load.at[layer].add(load))
 
-    def handle(self, layer: int, batch: Batch) -> "DenseHandle":
-        """Returns the view of one layer."""
-        return DenseHandle(self, batch, self.schema.layers[layer])
+    def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> "DenseHandle":
+        """Returns the view of one layer; `like` is the number of a layer of a traced layer's kind."""
+        return DenseHandle(self, batch, self.schema.layers[layer if like is None else like])
 
 
 def whole_sequences(ids: Int[Array, "B S"]) -> Batch:
@@ -180,7 +182,9 @@ class DenseHandle:
         sinks = layer_value(sinks)
         window = self._window_size
         # A block's later passes see the first one's rows, and their own only at the token they began with.
-        first, *own = (*(self.cache.passes or ()), self.window)
+        passes, number = self.cache.passes, self.cache.pass_number
+        passes = None if passes is None else passes.at[number].set(self.window)
+        first, *own = (self.window,) if passes is None else passes[: number + 1]
         before = jnp.pad(first, ((0, 0), (window, 0), (0, 0)))[:, :-window]
         band = jnp.concatenate([_stacked(before, window), _stacked(first, window)], axis=2)
         own = _stacked(jnp.stack(own, axis=2), window) if own else None
@@ -224,7 +228,6 @@ class DenseHandle:
         blocks = (number, band, own, *map(self._blocks, (q, indices, scores, token_weights)))
         out, losses = jax.lax.map(block, blocks)
         loss = jnp.sum(losses) / jnp.sum(token_weights)
-        passes = None if self.cache.passes is None else (*self.cache.passes, self.window)
         cache = dataclasses.replace(self.cache, index_loss=self.cache.index_loss + loss, passes=passes)
         out = self._joined(out).reshape(q.shape)
         if inv_freq is not None:

@@ -39,7 +39,8 @@ def draft_losses(
     frozen = dataclasses.replace(cache, select=jnp.bool_(True), quantize=jnp.bool_(True), key=None)
     hidden, streams, _ = model.forward_streams(frozen, batch)
     model_logits = jax.lax.stop_gradient(model.logits(hidden)).reshape(*shape, -1)
-    cache = dataclasses.replace(cache, passes=(), expert_load=jnp.zeros_like(cache.expert_load))
+    windows = jnp.zeros((len(_WEIGHTS), *shape, model.config.head_dim), cache.schema.dtype)
+    cache = dataclasses.replace(cache, passes=windows, expert_load=jnp.zeros_like(cache.expert_load))
 
     losses, right, accepted = jnp.zeros(shape, jnp.float32), jnp.ones(shape, bool), jnp.float32(0)
     for number, weight in enumerate(_WEIGHTS, 1):
@@ -47,6 +48,7 @@ def draft_losses(
         inside = jnp.arange(shape[1])[None, :] + number < shape[1]
         after = jnp.roll(ids[:, 1:], 1 - number, axis=1)
         step = dataclasses.replace(batch, token_ids=after.reshape(-1), positions=batch.positions + number - 1)
+        cache = dataclasses.replace(cache, pass_number=number - 1)
         hidden, streams, cache = model.drafts(model, streams, cache, step)
         logits, target = model.logits(hidden).reshape(*shape, -1), jnp.roll(model_logits, -number, axis=1)
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(target))

@@ -90,8 +90,8 @@ class ByteCache(DenseCache):
 
     as_bytes: Any = False
 
-    def handle(self, layer: int, batch: Batch) -> DenseHandle:
-        return _ByteHandle(self, batch, self.schema.layers[layer])
+    def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> DenseHandle:
+        return _ByteHandle(self, batch, super().handle(layer, batch, like=like).spec)
 
 
 class _ByteHandle(DenseHandle):
@@ -113,30 +113,24 @@ class FixedRouter(Router):
 
 def paged_forward(
     config: DSV4Config, ids: Int[np.ndarray, "S"], kv_format: str | KVFormat
-) -> Callable[[Tensors, list[Array] | None], tuple[Float[Array, "S V"], list[Array]]]:
-    """Returns a function of (parameters, experts of each layer without a table, or None) to (logits, experts)."""
+) -> Callable[[Tensors, dict[int, Array] | None], tuple[Float[Array, "S V"], dict[int, Array]]]:
+    """Returns a function of (parameters, {layer: experts [S, k]} or None) to (logits, {layer: experts})."""
     sizes = dict(num_blocks=-(-len(ids) // 128), max_requests=1, max_context=-(-len(ids) // 128) * 128)
     manager = KVCacheManager(config, kv_format=kv_format, dtype=jnp.float32, **sizes)
     batch = manager.prepare_forward({manager.admit(ids): ids}, prefill_size=len(ids))
     cache = manager.init_cache()
 
     def forward(tensors, experts):
-        found = []
-
-        class RecordingRouter(Router):
-            def __call__(self, x, token_ids, slots=None):
-                routing = super().__call__(x, token_ids, slots)
-                found.append(routing.experts)
-                return routing
-
         model = assemble(config, tensors, jnp.float32)
-        routers: list[Any] = [layer.mlp.gate for layer in model.model.layers if not layer.mlp.gate.hashed]
-        for i, router in enumerate(routers):
-            router.__class__ = RecordingRouter if experts is None else FixedRouter
-            if experts is not None:
-                router.hashed, router.tid2eid = True, HashTable(experts[i])
-        hidden, _ = model(cache, batch)
-        return model.logits(hidden), found
+        for loop in () if experts is None else model.model.layers.loops:
+            for position, layer in enumerate(loop.layers):
+                router: Any = layer.mlp.gate
+                if not router.hashed:
+                    router.__class__ = FixedRouter
+                    router.hashed = True
+                    router.tid2eid = HashTable(jnp.stack([experts[number] for number in loop.run.layers(position)]))
+        hidden, recorded, _ = model.record(cache, batch, ("experts",))
+        return model.logits(hidden), recorded["experts"]
 
     return forward
 

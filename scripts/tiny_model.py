@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, StepCarry
+from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, StepCarry, parameter_views
 from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.model import DecoderLayer
 from dsv4_jax.nn.moe import Experts
@@ -96,8 +96,13 @@ def first_weights(config: DSV4Config, seed: int) -> tuple[Tensors, Tensors]:
     """
     shapes = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
-    flat = {path: _first(config, rng, path, value) for path, value in named_tensors(shapes).items()}
-    return apart(flat)
+    # In the order of layers, so that the weights do not depend on which of them are stacked.
+    views = sorted(parameter_views(shapes).items(), key=lambda item: _parts(item[0]))
+    return apart({path: _first(config, rng, path, view) for path, view in views})
+
+
+def _parts(path):
+    return [int(part) if part.isdigit() else part for part in path.split(".")]
 
 
 def _first(config, rng, path, like):
@@ -134,18 +139,16 @@ def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def named_tensors(model: nnx.Module) -> Tensors:
-    """Returns a model's arrays by module path."""
-    return {".".join(map(str, path)): value.get_value() for path, value in nnx.to_flat_state(nnx.state(model))}
+    """Returns copies of a model's arrays by path, see `parameter_views`."""
+    return {path: view.read() for path, view in parameter_views(model).items()}
 
 
 def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> DeepseekV4ForCausalLM:
     """Returns the model with these tensors, each cast to the dtype of its module."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0))))
-
-    def fill(path, old):
-        return old.replace(tensors[".".join(map(str, path))].astype(old.dtype))
-
-    return nnx.merge(graph, nnx.map_state(fill, state))
+    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    for path, view in parameter_views(model).items():
+        view.set_value(tensors[path].astype(view.dtype))
+    return model
 
 
 def _layer(config, path):
@@ -169,12 +172,11 @@ def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"
 
 def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     """Changes a model in place: layers become `TrainedLayer`, projections of indexers learn from their own loss."""
-    for layer in model.drafts.layers if model.drafts else ():
-        layer.__class__ = TrainedLayer
-    for layer in model.model.layers:
-        layer.__class__ = TrainedLayer
-        layer.self_attn.input_projections.__class__ = DetachedIndexer
-        layer.self_attn.latent_projections.__class__ = DetachedIndexer
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, DecoderLayer):
+            module.__class__ = TrainedLayer
+            module.self_attn.input_projections.__class__ = DetachedIndexer
+            module.self_attn.latent_projections.__class__ = DetachedIndexer
     return model
 
 
@@ -185,18 +187,26 @@ class TrainedLayer(DecoderLayer):
     """
 
     def __call__(
-        self, residual: ResidualStreams, cache: StepCache, batch: Batch, carry: StepCarry
+        self,
+        residual: ResidualStreams,
+        cache: StepCache,
+        batch: Batch,
+        carry: StepCarry,
+        *,
+        number: Any = None,
+        **unused: Any,
     ) -> tuple[ResidualStreams, StepCarry, Any]:
+        number = self.layer if number is None else number
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
-        y, carry, after = self.self_attn(x, cache.handle(self.layer, batch), carry)
+        y, carry, after = self.self_attn(x, cache.handle(number, batch, like=self.layer), carry)
         assert isinstance(after, DenseCache)
-        residual = residual.post(after.dropped(y, 2 * self.layer))
+        residual = residual.post(after.dropped(y, 2 * number))
         x, residual = self.ffn_hc.pre(residual, self.post_attention_layernorm)
         experts, weights, _ = self.mlp.gate(x, batch.token_ids)
         routed = all_experts(self.mlp.experts, x, experts, weights)
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
-        after = after.with_load(self.layer, experts)
-        return residual.post(after.dropped(y, 2 * self.layer + 1)), carry, after
+        after = after.with_load(number, experts)
+        return residual.post(after.dropped(y, 2 * number + 1)), carry, after
 
 
 def all_experts(

@@ -21,10 +21,10 @@ from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn.attention import Attention, StepCarry
-from dsv4_jax.nn.drafts import make_drafts
 from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack
 from dsv4_jax.nn.layers import AnyRngs, RMSNorm
+from dsv4_jax.nn.make_drafts import make_drafts
 from dsv4_jax.ops import all_reduce
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.parallel.mailboxes import make_mailboxes

@@ -13,10 +13,10 @@ from dsv4_jax.cache import Batch, KVCache, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
-from dsv4_jax.nn.drafts import make_drafts
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
+from dsv4_jax.nn.make_drafts import make_drafts
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 

@@ -89,6 +89,7 @@ def _take_one_launch(x, *matrices):
     return few and kinds == ["FP4", "FP4", "FP8", "FP8"]
 
 
+@jax.named_scope("shared_expert")
 def _shared_expert(limit, x, gate_up, down, *, implementation):
     inner = linear_swiglu(x, gate_up, limit, implementation=implementation)
     (y,) = linear(inner, down, LinearSpec(output_dtype=x.dtype), implementation=implementation)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.matmul.quantized_weights import BF16, FP4, SCALE_BYTES, SCALED, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.layer_stack import check_weight
+from pallas_kernels.runtime.layer_operands import check_weight
 
 
 class ExpertOperands(NamedTuple):

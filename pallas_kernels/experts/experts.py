@@ -35,7 +35,7 @@ from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

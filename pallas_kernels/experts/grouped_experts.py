@@ -26,7 +26,7 @@ from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import layer_operand
+from pallas_kernels.runtime.layer_operands import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

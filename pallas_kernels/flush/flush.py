@@ -12,7 +12,7 @@ import jax
 from pallas_kernels.flush import long_windows, short_windows, states
 from pallas_kernels.flush.flush_config import Config, FlushCall
 from pallas_kernels.flush.operands import CompressorOperands
-from pallas_kernels.runtime.layer_stack import layer_operand
+from pallas_kernels.runtime.layer_operands import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

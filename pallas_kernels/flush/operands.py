@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.layer_stack import check_weight, weights_of_layer
+from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
 
 
 @jax.tree_util.register_dataclass

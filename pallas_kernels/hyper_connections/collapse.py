@@ -28,7 +28,7 @@ from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
-from pallas_kernels.runtime.layer_stack import weights_of_layer
+from pallas_kernels.runtime.layer_operands import weights_of_layer
 
 
 CHANNELS = 1024  # channels of a warpgroup

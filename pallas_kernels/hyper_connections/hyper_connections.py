@@ -19,7 +19,7 @@ from pallas_kernels.hyper_connections.mixing import MIXING, STREAMS, SUMS, Strea
 from pallas_kernels.mgpu import mailbox
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

@@ -29,7 +29,7 @@ from pallas_kernels.mgpu.thread_ops import U32, element
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
-from pallas_kernels.runtime.layer_stack import weights_of_layer
+from pallas_kernels.runtime.layer_operands import weights_of_layer
 
 
 CHANNELS = 128  # channels of a slice

@@ -27,7 +27,7 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 

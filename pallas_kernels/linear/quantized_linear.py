@@ -30,7 +30,7 @@ from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, wait_for_inputs
-from pallas_kernels.runtime.layer_stack import check_weight, layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import check_weight, layer_operand
+from pallas_kernels.runtime.layer_operands import check_weight, layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.sparse_attention.inverse_rope import vector_inverse_rope
 
 

@@ -31,7 +31,7 @@ from pallas_kernels.mgpu.mlir import THREADS
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
-from pallas_kernels.runtime.layer_stack import layer_operand, weights_of_layer
+from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.inverse_rope import inverse_rope

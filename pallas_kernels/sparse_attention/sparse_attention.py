@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.layer_stack import check_weight
+from pallas_kernels.runtime.layer_operands import check_weight
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention

@@ -40,10 +40,10 @@ def small_config(drafts):
     return config.with_dspark(markov_rank=256) if drafts == 5 else config
 
 
-def arguments(requests=8, fused=False, drafts=0):
+def arguments(requests=8, drafts=0):
     """(model, cache, batch, and what is needed to draw and to run ahead) of shapes alone, cache rows as released."""
     config = small_config(drafts)
-    model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config, fused=fused)))
+    model = jax.eval_shape(lambda: CompiledModel(DeepseekV4ForCausalLM(config)))
     sizes = dict(num_blocks=2048, max_requests=requests, max_context=4096, kv_format="v4", max_query_tokens=1 + drafts)
     cache = KVCache.abstract(CacheSchema(config, **sizes))
 
@@ -89,7 +89,7 @@ def test_a_profile_can_name_every_part_of_a_step():
 def test_no_copy_of_a_pool_in_a_step_with_kernels():
     compile_in_process("""
 from tests.decode.test_h100_step import arguments, check_in_place, step
-for options in dict(), dict(fused=True, drafts=1), dict(requests=1, fused=True), dict(requests=1, fused=True, drafts=5):
+for options in dict(), dict(drafts=1), dict(requests=1), dict(requests=1, drafts=5):
     given = arguments(**options)
     check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
 """)
@@ -106,7 +106,7 @@ def test_no_copy_of_a_pool_in_a_step_on_the_gpu(drafts):
 @pytest.mark.parametrize(("layers", "drafts"), [(1, 2), (5, 5)], ids=["MTP", "DSpark"])
 def test_drafts_change_no_token_on_the_gpu(layers, drafts):
     """Requests with and without drafts in one program; those of random layers are nearly all refused."""
-    model = DeepseekV4ForCausalLM(small_config(drafts=layers), fused=True)
+    model = DeepseekV4ForCausalLM(small_config(drafts=layers))
     manager = KVCacheManager(model.config, num_blocks=64, max_requests=4, max_context=512, max_query_tokens=1 + drafts)
     engine = Engine(model, manager, token_budget=64, drafter="model", batch_invariant=True)
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 200))

@@ -90,12 +90,13 @@ def test_the_block_on_true_tokens(model, golden):
     def block_step(model, cache, batch):
         _, streams, cache = model.forward_streams(cache, batch)
         before, shifted, cache = advance_streams(cache, streams, batch)
-        drafts, carry = model.drafts, StepCarry(activations={})
+        drafts = model.drafts
         entered = drafts.join(before, model.embed(batch))
-        left, carry, cache = drafts.layers[0](ResidualStreams(entered), cache, shifted, carry)
+        names = "attention_in", "attention_out"
+        arguments = ResidualStreams(entered), cache, shifted, StepCarry()
+        left, carry, cache = drafts.layers[0](*arguments, record=names)
         left = left.merged()
-        seen = carry.activations or {}
-        attention = dict(mtp_attn_in=seen[f"attn_in_{LAYER}"], mtp_attn_out=seen[f"attn_out_{LAYER}"])
+        attention = {f"mtp_{name.replace('attention', 'attn')}": carry.recorded[name] for name in names}
         return dict(
             mtp_x=entered, mtp_out=left, mtp_logits=model.logits(drafts.norm(drafts.hc_head(left))), **attention
         ), cache

@@ -16,7 +16,8 @@ def test_every_parameter_has_its_gradient():
             # A step crosses edges of ReLUs.
             assert found.finite < 0.2, path
             continue
-        assert found.finite < 0.03, path
+        # A step that changes the loss by 1e-3 of the norm also changes its rounding, by about 3e-8.
+        assert found.finite < max(0.03, 3e-5 / found.norm), path
         assert max(found.dense, found.fake_quant) < 2e-4, path
         # Formats of bytes keep the RoPE dims in bfloat16, to which their gradients are rounded.
         assert found.v4 < 2e-2, path

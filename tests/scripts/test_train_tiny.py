@@ -29,6 +29,7 @@ from training import Recipe, evaluate, train_step
 
 from dsv4_jax import DeepseekV4ForCausalLM, DSV4Config, KVCacheManager, load_checkpoint
 from dsv4_jax.checkpoint import save_release
+from dsv4_jax.config import LayerSpec
 from dsv4_jax.decode.drafts import forward_for_drafts, one_token_batch
 from dsv4_jax.decode.step import forward
 
@@ -80,6 +81,20 @@ def test_the_dense_path_has_the_paged_caches_logits(toy, ids):
     seen = TOY.index_topk * 4 + 3  # the next entry is one more than an indexer selects
     np.testing.assert_allclose(dense[:, :seen], others[:, :seen], **CLOSE)
     assert np.abs(dense - others).max() > 0.01, "no selection took place"
+
+
+def test_equal_layers_in_a_loop_have_the_paged_caches_logits(ids):
+    specs = [LayerSpec.csa(), LayerSpec.hca(16)] * 2
+    config = dataclasses.replace(TOY, specs=tuple(specs), mlp_layer_types=("moe",) * 4)
+    trained, fixed = first_weights(config, 0)
+    model = assemble(config, trained | fixed, jnp.float32)
+    assert [loop.run.repeats for loop in model.model.layers.loops] == [2]
+    chex.assert_trees_all_equal(named_tensors(model), trained | fixed)
+    cache = DenseCache.make(config, *ids.shape, kv_format="plain", dtype=jnp.float32)
+    cache = dataclasses.replace(cache, key=jax.random.key(0))  # nothing is dropped
+    dense, after = dense_logits(model, cache, ids)
+    np.testing.assert_allclose(dense, paged_logits(model, ids, size=32), **CLOSE)
+    chex.assert_trees_all_close(np.sum(after.expert_load, axis=1), np.ones(4), rtol=1e-6)
 
 
 def test_the_index_loss_is_a_weighted_mean_over_tokens(toy, ids):
