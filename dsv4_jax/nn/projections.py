@@ -77,8 +77,8 @@ class FusedLinear(nnx.Module):
     @property
     def fused_matrix(self) -> Matrix:
         """The matrix of all maps, which share one."""
-        (weight,) = self.weights.values()
-        return merged_rows(weight.get_value())
+        (names,) = self.groups
+        return merged_rows(self.weights["+".join(names)].get_value())
 
     def matrix(self, name: str) -> Float[Array, "m n"]:
         """Returns a copy of the matrix [output size, in_features] of one map."""
