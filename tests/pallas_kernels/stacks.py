@@ -13,43 +13,83 @@ from tests.ops.pools import same_bytes
 LAYERS = 3
 
 
-def check_layers(implementation, call, draw, carry=None):
-    """Compares every byte of a loop over stacked weights with calls of separate weights.
+def check_layers(implementation, call, layers, carry=None, *, poison=True):
+    """Compares every byte of an op in a loop over stacked weights with its calls with the weights of each layer alone.
 
     What an implementation must not read is poisoned: stacks for "xla", a layer's values for kernels.
 
     Args:
       implementation: the name that `call` gets.
-      call: (weights, carry, implementation) -> (carry, outputs), an op.
-      draw: number of a layer -> its weights, a pytree of arrays.
+      call: (weights, carry, implementation) -> (carry, outputs). Arrays that kernels write in place, as pools, belong
+        in the carry alone, as in a model's loop: on a GPU, XLA fuses a kernel with the copy of its result to a loop's
+        outputs, and then loses what the kernel writes in place.
+      layers: the weights of each layer, pytrees of one structure.
       carry: pytree of arrays that go from layer to layer.
+      poison: False where an op also reads a layer's values beside a kernel, as those of a norm before it.
     """
-    layers = [draw(layer) for layer in range(LAYERS)]
-    stacks = jax.tree.map(lambda *weights: jnp.stack(weights), *layers)
 
-    def poisoned(weight):
-        return jnp.full_like(weight, jnp.nan if jnp.issubdtype(weight.dtype, jnp.inexact) else -1)
+    def poisoned(weights):
+        return _poisoned(weights) if poison else weights
 
     @jax.jit
-    def loop(carry, stacks):
-        def step(carry, layer):
+    def loop(carry, stack):
+        def body(carry, layer):
             values, number = layer
+            if implementation == "xla":
+                weights = slices(poisoned(stack), values, number)
+            else:
+                weights = slices(stack, poisoned(values), number)
+            return call(weights, carry, implementation)
 
-            def slice_of(value, stack):
-                if implementation == "xla":
-                    return LayerSlice(value, poisoned(stack), number)
-                return LayerSlice(poisoned(value), stack, number)
+        return jax.lax.scan(body, carry, (stack, jnp.arange(len(layers), dtype=jnp.int32)))
 
-            return call(jax.tree.map(slice_of, values, stacks), carry, implementation)
-
-        return jax.lax.scan(step, carry, (stacks, jnp.arange(LAYERS, dtype=jnp.int32)))
-
-    separate = jax.jit(lambda weights, carry: call(weights, carry, implementation))
-    looped, expected = loop(carry, stacks), []
+    looped = loop(carry, stacked(layers))
+    alone = jax.jit(lambda weights, carry: call(weights, carry, implementation))
+    expected = []
     for weights in layers:
-        carry, outputs = separate(weights, carry)
+        carry, outputs = alone(weights, carry)
         expected.append(outputs)
-    same_bytes(looped, (carry, jax.tree.map(lambda *outputs: jnp.stack(outputs), *expected)))
+    same_bytes(looped, (carry, stacked(expected)))
+
+
+def check_kernel(run, layers):
+    """A kernel in a loop over a stack has the bits that it has with the weights of each layer alone.
+
+    `run(weights, layer=..)` calls the kernel, and `layers` has the weights of each layer.
+    """
+
+    @jax.jit
+    def loop(stack):
+        return jax.lax.map(lambda layer: run(stack, layer=layer), jnp.arange(len(layers), dtype=jnp.int32))
+
+    alone = jax.jit(run)
+    same_bytes(stacked([alone(weights) for weights in layers]), loop(stacked(layers)))
+
+
+def stacked(layers):
+    """The layers' weights, pytrees of one structure, with a leading axis of layers."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+
+
+def slices(stack, values, layer):
+    """`LayerSlice` of each weight; `values` has those of `stack` at `layer`."""
+    return jax.tree.map(
+        lambda value, stack: LayerSlice(value, stack, layer),
+        values,
+        stack,
+        is_leaf=lambda x: isinstance(x, QuantizedWeight),
+    )
+
+
+def _poisoned(weights):
+    """NaN in place of every number, also of quantized ones, and -1 in place of every integer."""
+
+    def poison(array):
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            return jnp.full_like(array, jnp.nan)
+        return ~jnp.zeros_like(array)
+
+    return jax.tree.map(poison, weights)
 
 
 def looped(call):
@@ -73,50 +113,6 @@ def check_not_copied(compiled, *stacks):
     for kind, shape, operation in re.findall(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", text):
         if (kind, math.prod(map(int, filter(None, shape.split(","))))) in sizes:
             assert operation in ("parameter", "get-tuple-element", "bitcast"), f"{operation} of {kind}[{shape}]"
-
-
-def stacked(layers):
-    """The layers' weights, pytrees of one structure, with a leading axis of layers."""
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
-
-
-def check_kernel(run, layers):
-    """A kernel in a loop over a stack has the bits that it has with the weights of each layer alone.
-
-    `run(weights, layer=..)` calls the kernel, and `layers` has the weights of each layer.
-    """
-
-    def loop(stack):
-        return jax.lax.map(lambda layer: run(stack, layer=layer), jnp.arange(len(layers), dtype=jnp.int32))
-
-    _same_layers(run, loop, layers)
-
-
-def check_op(run, layers):
-    """As `check_kernel`, of an op: `run(weights)` gets a `LayerSlice` of each weight in a scan over the layers."""
-
-    def loop(stack):
-        def body(carry, layer):
-            return carry, run(slices(stack, *layer))
-
-        return jax.lax.scan(body, None, (stack, jnp.arange(len(layers), dtype=jnp.int32)))[1]
-
-    _same_layers(run, loop, layers)
-
-
-def slices(stack, values, layer):
-    """`LayerSlice` of each weight; `values` has those of `stack` at `layer`."""
-    return jax.tree.map(
-        lambda value, stack: LayerSlice(value, stack, layer),
-        values,
-        stack,
-        is_leaf=lambda x: isinstance(x, QuantizedWeight),
-    )
-
-
-def _same_layers(run, loop, layers):
-    alone = jax.jit(run)
-    same_bytes(stacked([alone(weights) for weights in layers]), jax.jit(loop)(stacked(layers)))
 
 
 def readers_of_stacks(text: str, layers: int) -> set[str]:

@@ -15,7 +15,7 @@ from pallas_kernels.matmul.quantized_weights import FP4
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_quantized_linear import random_weight
-from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_op
+from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_layers
 
 
 LIMIT = 7.0
@@ -203,11 +203,12 @@ def test_layers_in_a_loop(implementation, kind):
     x, _, weights, *_ = operands(1, 2, 3, 512, 512)
     selected = jnp.asarray([[2, -1]], jnp.int32)
 
-    def run(matrices):
+    def call(matrices, carry, implementation):
         routed, shared = matrices
-        return ops.experts(x, selected, weights, *routed, None, shared, limit=LIMIT, implementation=implementation)
+        options = dict(limit=LIMIT, implementation=implementation)
+        return carry, ops.experts(x, selected, weights, *routed, None, shared, **options)
 
-    check_op(run, list(layers_of(3, 512, 512, kind)))
+    check_layers(implementation, call, list(layers_of(3, 512, 512, kind)))
 
 
 @pytest.mark.gpu

@@ -123,18 +123,17 @@ def test_layers_of_a_stack(layer, most, implementation):
         given.append((state, pool, *floats(2, 4, state.kv.shape[-1]), own))
         weights.append((own.position_bias, own.norm_weight))
 
-    def draw(number):
-        return jax.tree.map(lambda weight: jnp.roll(weight, number, axis=-1), weights)
+    def draw(layer):
+        return jax.tree.map(lambda weight: jnp.roll(weight, layer, axis=-1), weights)
 
     def call(weights, views, implementation):
         inputs = []
         for view, (_, _, kv, gate, own), (position_bias, norm_weight) in zip(views, given, weights, strict=True):
             own = dataclasses.replace(own, position_bias=position_bias, norm_weight=norm_weight)
             inputs.append(ops.CompressorInputs(*view, kv, gate, own))
-        views = ops.flush(inputs, slots, positions, max_query_tokens=most, implementation=implementation)
-        return views, [(state.gate, pool.rows) for state, pool in views]
+        return ops.flush(inputs, slots, positions, max_query_tokens=most, implementation=implementation), None
 
-    check_layers(implementation, call, draw, [tuple(arrays[:2]) for arrays in given])
+    check_layers(implementation, call, [draw(layer) for layer in range(3)], [tuple(arrays[:2]) for arrays in given])
 
 
 def test_refusals_name_the_rule():

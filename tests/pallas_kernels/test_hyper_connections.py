@@ -12,7 +12,7 @@ from dsv4_jax import ops
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from pallas_kernels import hyper_connections
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.stacks import check_layers
+from tests.pallas_kernels.stacks import LAYERS, check_layers
 
 
 MIXED, HEAD = 24, 4
@@ -80,7 +80,7 @@ def test_layers_of_a_stack(implementation, tokens, rows):
         outputs = run(implementation, streams, *weights, y, mixing)
         return outputs[0], outputs
 
-    check_layers(implementation, call, draw, streams)
+    check_layers(implementation, call, [draw(layer) for layer in range(LAYERS)], streams)
 
 
 def test_values_and_gradient_interpreted():

@@ -13,9 +13,9 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import QuantizedWeight
-from pallas_kernels.linear.quantized_linear import MAX_TOKENS, Config, quantized_linear
+from pallas_kernels.linear.quantized_linear import MAX_NORMED_TOKENS, MAX_TOKENS, Config, quantized_linear
 from tests.pallas_kernels.kernels import registers
-from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_op
+from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_layers
 
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -238,14 +238,14 @@ def test_layers_in_a_loop(implementation, tokens):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16)
 
-    def run(weights):
+    def call(weights, carry, implementation):
         matrices, norm = weights
         matrices = matrices if tokens <= MAX_TOKENS else matrices[:1]
         spec = LinearSpec(tuple(matrix.shape[0] for matrix in matrices))
         products = ops.linear(x, matrices, spec, norm=(norm, 1e-6), implementation=implementation)
-        return products, ops.linear_swiglu(x, matrices[0], 7.0, implementation=implementation)
+        return carry, (products, ops.linear_swiglu(x, matrices[0], 7.0, implementation=implementation))
 
-    check_op(run, list(layers_of(rng, 256, 64, 512)))
+    check_layers(implementation, call, list(layers_of(rng, 256, 64, 512)), poison=tokens <= MAX_NORMED_TOKENS)
 
 
 @pytest.mark.aot

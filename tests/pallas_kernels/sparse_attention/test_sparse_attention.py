@@ -21,7 +21,7 @@ from pallas_kernels.sparse_attention.decode_attention import Config as DecodeCon
 from pallas_kernels.sparse_attention.prefill_attention import Config as PrefillKernelConfig
 from tests.ops.pools import ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, FORMATS, ROPE, compile_in_process
-from tests.pallas_kernels.stacks import check_layers
+from tests.pallas_kernels.stacks import LAYERS, check_layers
 
 
 # Queries and rows are normal, so scores are of size 1 and results below 4. Weights are rounded to 8 bits before the
@@ -209,7 +209,7 @@ def test_sinks_of_a_stack(kind, implementation):
         options = dict(inv_freq=INV_FREQ, prefill=prefill, implementation=implementation)
         return carry, ops.sparse_attention(q, sinks, kv, *tokens, **options)
 
-    check_layers(implementation, attend, functools.partial(jnp.roll, sinks))
+    check_layers(implementation, attend, [jnp.roll(sinks, layer) for layer in range(LAYERS)])
 
 
 @pytest.mark.parametrize("spare", [0, -1])
