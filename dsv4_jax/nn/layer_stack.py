@@ -50,6 +50,7 @@ class LayerLoop(nnx.Module):
         tap_layers: Sequence[int],
         record: Collection[str],
         exports: Collection[int],
+        remat: bool,
     ) -> tuple[Any, StepCarry, Any, Recorded]:
         """Runs the layers, each of which is called as `DecoderLayer` is.
 
@@ -60,6 +61,7 @@ class LayerLoop(nnx.Module):
           tap_layers: numbers of the layers whose output streams go to the carry's taps.
           record: names of the values to return, see `block.RECORDED`.
           exports: numbers of layers whose selection is read by layers behind this run.
+          remat: whether gradients compute the values of a period again instead of keeping them.
 
         Returns:
           x, the carry, the cache, and the recorded values.
@@ -91,8 +93,9 @@ class LayerLoop(nnx.Module):
             return (x, cache, inner.taps), outputs
 
         repeats = jnp.arange(run.repeats, dtype=jnp.int32)
+        body = jax.checkpoint(run_period, prevent_cse=False) if remat else run_period
         (x, cache, taps), outputs = jax.lax.scan(
-            run_period, (x, cache, carry.taps), (repeats, stacks, tap_rows), length=run.repeats
+            body, (x, cache, carry.taps), (repeats, stacks, tap_rows), length=run.repeats
         )
         recorded: Recorded = []
         selections = dict(carry.selections)
@@ -115,6 +118,8 @@ class LayerStack(nnx.Module):
 
     Attributes:
       start: number of the first layer (static).
+      remat: whether gradients keep only what enters each period of layers, and compute its other values again
+        (`jax.checkpoint`); False, and may be set (static).
       loops: LayerLoop of each run.
     """
 
@@ -124,6 +129,7 @@ class LayerStack(nnx.Module):
         """Makes layers with random parameters, of `layer_type`, which has the arguments of `DecoderLayer`."""
         self.config = config
         self.start = layers.start
+        self.remat = False
         runs = find_runs([_form(config, layer) for layer in layers], layers.start)
         options = {"param_dtype": param_dtype, "rngs": rngs}
         self.loops = nnx.List([LayerLoop(config, run, layer_type, **options) for run in runs])
@@ -143,7 +149,9 @@ class LayerStack(nnx.Module):
         recorded: Recorded = []
         for loop in self.loops:
             exports = self._exports(loop.run)
-            x, carry, cache, values = loop(x, cache, batch, carry, tap_layers=tap_layers, record=names, exports=exports)
+            x, carry, cache, values = loop(
+                x, cache, batch, carry, tap_layers=tap_layers, record=names, exports=exports, remat=self.remat
+            )
             recorded += values
         if counts_experts(cache):
             layers = tuple(itertools.chain.from_iterable(layers for layers, _ in recorded))

@@ -223,8 +223,10 @@ def test_views_write_codes_and_scales():
         parameter_views(model)[path].set_value(jnp.zeros(old.shape))
 
 
-def test_gradients_are_those_of_separate_layers(repeating):
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_are_those_of_separate_layers(repeating, remat):
     model = DeepseekV4ForCausalLM(repeating, jnp.float32)
+    model.model.layers.remat = remat
     cache = fresh_cache(repeating, kv_format="plain", dtype=jnp.float32)
     batch = BATCHES[0]
     direction = jax.random.normal(jax.random.key(0), (len(batch.token_ids), repeating.hidden_size))
