@@ -13,7 +13,7 @@ from dsv4_jax.cli.option_checks import explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
-from dsv4_jax.cli.startup import use_compilation_cache, visible
+from dsv4_jax.cli.startup import explain_missing_platform, use_compilation_cache, visible
 from dsv4_jax.xla_flags import jax_has_started, set_xla_flags
 
 
@@ -52,8 +52,12 @@ def run_command(argv: list[str]) -> int:
         command.run()
     except BrokenPipeError:
         raise
-    except (ValueError, TypeError, OSError) as error:
+    except Exception as error:
+        text = explain_missing_platform()
+        if text is None and not isinstance(error, ValueError | TypeError | OSError):
+            raise
         stderr = Console(stderr=True, highlight=False)
-        stderr.print(f"Error: {visible(explain(error, command))}", style="bold red", markup=False, soft_wrap=True)
+        message = f"Error: {visible(text or explain(error, command))}"
+        stderr.print(message, style="bold red", markup=False, soft_wrap=True)
         return 2
     return 0

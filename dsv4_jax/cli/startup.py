@@ -54,6 +54,23 @@ def use_compilation_cache() -> None:
             compilation_cache.reset_cache()  # if a program was compiled before, JAX has noted that there is no cache
 
 
+def explain_missing_platform() -> str | None:
+    """Returns a sentence if JAX has been loaded and the platform of JAX_PLATFORMS is not there; else None."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if not platforms or "jax" not in sys.modules:
+        return None
+    import jax
+
+    try:
+        jax.devices()
+    except Exception as error:  # an AssertionError without a text if a plugin finds no GPU
+        return (
+            f"JAX_PLATFORMS={platforms} asks for devices that JAX does not find here. Unset it, or set "
+            f"JAX_PLATFORMS=cpu; for a GPU see https://docs.jax.dev/en/latest/installation.html. {error}".strip()
+        )
+    return None
+
+
 def visible(text: str) -> str:
     """Returns a text without control characters but for tabs and line ends: those that a terminal would obey."""
     return text.translate(_CONTROLS)

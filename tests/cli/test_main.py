@@ -85,10 +85,11 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
     assert message in words(err)
 
 
-def start(*arguments):
-    """The program in a process of its own."""
+def start(*arguments, **variables):
+    """The program in a process of its own, with more environment variables."""
     command = [sys.executable, "-c", "import sys; from dsv4_jax.cli import main; sys.exit(main())", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | variables
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_version(run):
@@ -115,6 +116,14 @@ def test_it_ends_quietly_when_nobody_reads():
     process.stdout.close()
     assert process.wait() == 141 and process.stderr.read() == ""
     process.stderr.close()
+
+
+def test_a_gpu_that_is_not_there_is_explained_in_a_sentence():
+    process = start("generate", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    out, err = process.communicate()
+    assert process.returncode == 2 and out == ""
+    assert "Error: JAX_PLATFORMS=cuda asks for devices that JAX does not find here." in err
+    assert "AssertionError" not in err
 
 
 def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
