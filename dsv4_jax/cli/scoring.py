@@ -118,8 +118,9 @@ def read_ids(path: Path) -> np.ndarray:
     with path.open("rb") as file:
         try:
             ids = np.lib.format.read_array(file, allow_pickle=False)
-        except ValueError as error:
-            raise ValueError(f"--ids {path} is no .npy file of numbers: {error}") from None
+        except Exception as error:  # a damaged header makes NumPy raise MemoryError, TokenError and others
+            message = f"{type(error).__name__}: {error}"
+            raise ValueError(f"--ids {path} is no .npy file of numbers: {message}") from None
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"--ids {path} has shape {list(ids.shape)}; it must be [B, T], B at least 1 and T at least 2")
     return ids

@@ -129,19 +129,39 @@ def test_a_gpu_that_is_not_there_is_explained_in_a_sentence():
 def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for given, expected in [(None, str(tmp_path / "dsv4_jax" / "programs")), ("elsewhere", "elsewhere"), ("", "")]:
+    elsewhere = str(tmp_path / "elsewhere")
+    for given, expected in [(None, str(tmp_path / "dsv4_jax" / "programs")), (elsewhere, elsewhere), ("", "")]:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", given or "")
         if given is None:
             monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
         use_compilation_cache()
         assert os.environ["JAX_COMPILATION_CACHE_DIR"] == expected
         assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
-    # Where no folder can be made, programs are compiled every time.
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+
+
+@pytest.mark.parametrize("problem", ["a file", "another user", "writable"])
+def test_a_cache_that_others_may_write_is_not_used(monkeypatch, tmp_path, capsys, problem):
+    """Its files are code that JAX loads and runs."""
+    folder = tmp_path / "programs"
+    folder.mkdir(0o700)
+    for name in ("DSV4_JAX_PROGRAMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    if problem == "a file":
+        folder.rmdir()
+        folder.touch()
+    elif problem == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.chmod(0o775)
     use_compilation_cache()
-    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false" and not jax.config.jax_enable_compilation_cache
+    assert "DSV4_JAX_PROGRAMS" not in os.environ
+    reason = {"a file": "File exists", "another user": "it belongs to another user", "writable": "others may write"}
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"Compiled programs are not kept in {folder}: {reason[problem]}" in err
 
 
 def test_jax_is_told_of_the_cache_if_it_has_started(monkeypatch, tmp_path):

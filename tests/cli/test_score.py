@@ -78,7 +78,18 @@ def test_bad_ids_are_explained(refused, tmp_path, ids, message):
     assert not (tmp_path / "scores.npz").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"5,6,7\n", b"PK\x03\x04"])
+def npy(header):
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+HEADERS = (
+    "{'descr': '<i4', 'shape': (2,",
+    f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({2**58}, 2)}}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (2, 2)}",
+)
+
+
+@pytest.mark.parametrize("content", [b"", b"5,6,7\n", b"PK\x03\x04", *(npy(text) for text in HEADERS)])
 def test_files_that_hold_no_array_are_explained(refused, tmp_path, content):
     (tmp_path / "ids.npy").write_bytes(content)
     err = refused("score", *PLAIN, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz")
