@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.checkpoint.match import listing, match_weights
 from dsv4_jax.checkpoint.placement import Staging, fill
+from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
 from dsv4_jax.config import DSV4Config
@@ -156,10 +155,8 @@ def _progress_bar(
 ) -> Iterator[Callable[[Weight], None]]:
     """Shows a progress bar that counts bytes; yields a function to call for each weight that is loaded."""
     sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
-    columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        task = bar.add_task("Loading weights", total=sum(sizes.values()))
-        yield lambda weight: bar.advance(task, sizes[weight.path])
+    with byte_bar("Loading weights", sum(sizes.values()), progress) as advance:
+        yield lambda weight: advance(sizes[weight.path])
 
 
 class _Loader:

@@ -8,6 +8,7 @@ from rich.console import Console
 from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.chat_command import ChatCommand
+from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.option_checks import explain
 from dsv4_jax.cli.plan_command import PlanCommand
@@ -32,6 +33,7 @@ _Command = (
     | Annotated[ServeCommand, tyro.conf.subcommand("serve")]
     | Annotated[ChatCommand, tyro.conf.subcommand("chat")]
     | Annotated[ScoreCommand, tyro.conf.subcommand("score")]
+    | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench", description=_BENCH)]
 )

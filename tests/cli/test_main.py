@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import dsv4_jax
 from dsv4_jax.cli import bench_command as bench, main
+from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
@@ -24,6 +25,7 @@ COMMANDS = {
     "generate": GenerateCommand,
     "serve": ServeCommand,
     "score": ScoreCommand,
+    "convert": ConvertCommand,
     "plan": PlanCommand,
     "bench step": bench.StepBench,
     "bench layer": bench.LayerBench,
@@ -46,7 +48,8 @@ def test_help_explains_every_option_and_has_an_example(name, capsys):
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert f"For example:\n  dsv4-jax {name}" in out
-    assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name]))
+    positional = 2 * (name == "convert")
+    assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name])) - positional
     # An explanation stands between an option and its default.
     assert not re.findall(r"--[\w-]+(?: \S+)? \((?:default|required)", words(out))
 
@@ -55,13 +58,13 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("generate", "serve", "score", "plan", "bench"))
+    assert all(command in out for command in ("generate", "serve", "score", "convert", "plan", "bench"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "{generate, serve, chat, score, plan, bench}"),
+        ([], "{generate, serve, chat, score, convert, plan, bench}"),
         (["bench"], "{ops, step, layer, model, prefill, serve, all_reduce}"),
         (["bench", "ops", "sort"], "sort"),
         (["bench", "ops", "append", "--plot", "x.png"], "--plot"),

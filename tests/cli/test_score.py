@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.checkpoint import write_byte_tokenizer
+from dsv4_jax.cli import score_command
 from tests.paths import DATA
 
 
@@ -57,6 +58,19 @@ def test_without_layers_and_ending(run, golden, ids_file, tmp_path):
     scores = np.load(tmp_path / "scores")
     assert set(scores) == {"logits", "log_likelihoods", "perplexity"}
     chex.assert_trees_all_close(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+
+
+def test_perplexity_alone_keeps_no_logits(run, refused, golden, ids_file, tmp_path, monkeypatch):
+    table = run("score", *PLAIN, "--ids", ids_file, "--chunk", "16", "--out", tmp_path / "scores.npz")
+    kept = []
+    collect = score_command._collect
+    monkeypatch.setattr(score_command, "_collect", lambda *args: kept.append(collect(*args)) or kept[0])
+    assert run("score", *PLAIN, "--ids", ids_file, "--chunk", "16") == table
+    (results,) = kept
+    assert results.keys() == {"log_likelihoods", "perplexity"}
+    chex.assert_trees_all_equal(results["log_likelihoods"], np.load(tmp_path / "scores.npz")["log_likelihoods"])
+    for option in (["--layers"], ["--drafts", "1"]):
+        assert "give --out FILE.npz" in refused("score", *PLAIN, "--ids", ids_file, *option)
 
 
 @pytest.mark.parametrize(
