@@ -109,7 +109,7 @@ def _greedy_if_tiny(temperature: Any) -> Any:
 class GenerationBody(_Body):
     """Fields that all requests share."""
 
-    model: str | None = None
+    model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=128)

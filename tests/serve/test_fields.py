@@ -24,10 +24,10 @@ from tests.serve.test_chat import (  # noqa: F401
 
 
 BASES = {
-    "completions": dict(prompt="Hi", max_tokens=9),
-    "chat/completions": dict(messages=HI, max_tokens=9),
-    "responses": dict(input="Hi", max_output_tokens=9),
-    "messages": dict(messages=HI, max_tokens=9),
+    "completions": dict(model="tiny", prompt="Hi", max_tokens=9),
+    "chat/completions": dict(model="tiny", messages=HI, max_tokens=9),
+    "responses": dict(model="tiny", input="Hi", max_output_tokens=9),
+    "messages": dict(model="tiny", messages=HI, max_tokens=9),
 }
 # What Claude Code 2.1.197 sends with every request, but for the texts.
 CLAUDE_CODE = dict(
@@ -88,6 +88,23 @@ def test_fields_without_effect(scripted, path):  # noqa: F811
         assert status == 400 and name in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("path", [*BASES, "messages/count_tokens"])
+@pytest.mark.parametrize("model", [None, "gpt"])
+def test_a_request_names_its_model(server, path, model):
+    """OpenAI's and Anthropic's servers refuse a request without one, each in its own shape."""
+    body = BASES.get(path, BASES["messages"]) | dict(model=model)
+    if not model:
+        del body["model"]
+    for asked in (body, body | ({} if model else dict(model=None))):
+        response = server.http.post(f"/v1/{path}", json=asked)
+        answer = response.json()
+        assert response.status_code == (404 if model else 400)
+        message = "there is no model 'gpt'" if model else "model: this field is needed"
+        assert message in answer["error"]["message"]
+        kind = "not_found_error" if model else "invalid_request_error"
+        assert answer["error"]["type"] == kind and (answer.get("type") == "error") == path.startswith("messages")
+
+
 def test_the_page_lists_the_fields():
     """Every field that is accepted without effect, and no other."""
     page = (DATA.parents[1] / "docs" / "serve.md").read_text()
@@ -130,7 +147,7 @@ def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
     assert status == 400 and re.fullmatch(
         r"prompt is too long: 9\d{3} tokens > 8192 maximum", answer["error"]["message"]
     )
-    status, answer, _ = post(scripted, "messages/count_tokens", messages=long)
+    status, answer, _ = post(scripted, "messages/count_tokens", model="tiny", messages=long)
     assert status == 200 and answer["input_tokens"] > 9000
 
 
