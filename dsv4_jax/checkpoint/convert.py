@@ -85,10 +85,7 @@ def convert_checkpoint(
             write_checkpoint(
                 partial, describe_storage(content, weights), headers, arrays, shard_bytes=shard_bytes, advance=advance
             )
-        for file in sorted(source.iterdir() if source.is_dir() else source.parent.iterdir()):
-            is_weights = file.name in ("config.json", INDEX_NAME)
-            if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_weights:
-                shutil.copy(file, partial)
+        _copy_others(source if source.is_dir() else source.parent, partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -124,6 +121,14 @@ class _Conversion:
             if per_source > 1:
                 values = values.reshape(per_source, *self.target.source_shape)[i % per_source]
             yield from encode(name, values, kind)
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copies the small files of a checkpoint that are not about weights."""
+    for file in source.iterdir():
+        is_about_weights = file.name in ("config.json", INDEX_NAME)
+        if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_about_weights:
+            shutil.copy(file, folder)
 
 
 def _check_room(folder: Path, nbytes: int) -> None:

@@ -98,9 +98,17 @@ class ScoreCommand(ModelOptions):
 
         model = self.load_model(checkpoint, manager.schema)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
-        record: dict[str, Any] = dict(keep_logits=self.out is not None, layers=self.layers, drafts=self.drafts)
-        record |= dict(window_only=self.window_only)
-        results = _collect(score_ids(model, manager, ids, sizes, **record), rows, sizes)
+        steps = score_ids(
+            model,
+            manager,
+            ids,
+            sizes,
+            keep_logits=self.out is not None,
+            layers=self.layers,
+            window_only=self.window_only,
+            drafts=self.drafts,
+        )
+        results = _collect(steps, rows, sizes)
         for name in {"log_likelihoods", "draft_tokens", "draft_logits", "confidence"} & results.keys():
             results[name] = results[name][:, :-1]  # nothing follows the last token
         likelihoods = results["log_likelihoods"]

@@ -36,6 +36,8 @@ class RequestParams:
         whatever the prefix cache holds, with no more tokens per step than it can draw.
       grammar: a `dsv4_jax.engine.grammar.Grammar` that its new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
+      cache_salt: secret of those who may share cached prefixes. A request finds only prefixes of requests with the same
+        one, so that nobody else learns from its time to the first token which prompts ran before.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -51,6 +53,7 @@ class RequestParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     grammar: "Grammar | None" = None
+    cache_salt: str = ""
 
     def __post_init__(self):
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -59,6 +62,8 @@ class RequestParams:
         check_whole("top_logprobs", self.top_logprobs, 0)
         if self.draft_tokens is not None:
             check_whole("draft_tokens", self.draft_tokens, 0)
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt={self.cache_salt!r} must be text")
         object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
         if self.grammar is not None and not set(ends := self.grammar.vocabulary.end_tokens) & set(self.stop_tokens):

@@ -88,6 +88,29 @@ def test_fields_without_effect(scripted, path):  # noqa: F811
         assert status == 400 and name in answer["error"]["message"]
 
 
+def cached_tokens(answer):
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_a_salt_keeps_prefixes_apart(scripted, path):  # noqa: F811
+    """Timing and `cached_tokens` tell what others asked only within a salt."""
+    long = path + "a" * 600
+    body = {name: [dict(role="user", content=long)] if name == "messages" else long for name in BASES[path]}
+    body = {name: body[name] for name in ("messages", "prompt", "input") if name in body}
+    found = []
+    for salt in (None, "x", "y", "x", None):
+        scripted.say("</think>ok")
+        status, answer, _ = post(scripted, path, **body, cache_salt=salt)
+        assert status == 200, answer
+        found.append(cached_tokens(answer) > 500)
+    assert found == [False, False, False, True, True]
+    status, answer, _ = post(scripted, path, **body, cache_salt="")
+    assert status == 400 and "cache_salt: String should have at least 1 character" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [*BASES, "messages/count_tokens"])
 @pytest.mark.parametrize("model", [None, "gpt"])
 def test_a_request_names_its_model(server, path, model):
