@@ -271,9 +271,12 @@ class PrefixCache(Summarized):
         return new
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int, *, salt: str = "") -> bool:
-        """Whether a slot and enough blocks are free for a request with this prompt [n], salt and `num_tokens` tokens.
+        """Whether a slot and enough blocks are free for a request. Does not count as a use of cached blocks.
 
-        Does not count as a use of cached blocks.
+        Args:
+          prompt_ids: [n] token ids of its prompt.
+          num_tokens: number of tokens that it needs room for.
+          salt: as in `admit`.
 
         Raises:
           TypeError, ValueError: the ids are bad.
