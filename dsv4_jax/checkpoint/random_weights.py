@@ -8,6 +8,8 @@ import logging
 import math
 import statistics
 import zlib
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -98,22 +100,7 @@ def random_weights[Module: nnx.Module](
     names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
     frequencies = {}
 
-    def drawn(path, struct, where, seed):
-        """Returns random values for an array, or for one layer of it; `where` is the sharding."""
-        *_, kind, name = path.split(".")
-
-        def made(make, *args):
-            return _made(seed, make=make, args=args, where=where)
-
-        def shape(struct):
-            return struct.shape if where is None else where.shard_shape(struct.shape)
-
-        if isinstance(struct, QuantizedWeight):
-            codes, scale = made(_codes, shape(struct.codes), shape(struct.scale), struct.kind)
-            return dataclasses.replace(struct, codes=codes, scale=scale)
-        mean = float(kind.endswith("norm") or name in ("scale", "hc_scale"))
-        return made(_normal, shape(struct), struct.dtype, mean)
-
+    draws: dict[str, tuple[Any, np.ndarray, _Draw]] = {}
     seeds = itertools.count()
     for path, view in views.items():
         variable = view.variable
@@ -124,18 +111,18 @@ def random_weights[Module: nnx.Module](
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
         elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
-            # A layer at a time: random bits take several times the memory of the result.
-            struct = variable.get_value()
-            if variable.get_metadata().get("axes", ())[:1] != ("layers",):
-                variable.set_value(drawn(path, struct, where, np.uint32(next(seeds))))
-            else:
-                layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct)
-                part = None if where is None else NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
-                for number in range(struct.shape[0]):
-                    value = drawn(path, layer, part, np.uint32(next(seeds)))
-                    ParameterView(variable, (number,)).set_value(value)
-            if expert_memory is not None and path.endswith("embed_tokens.weight"):
-                variable.set_value(expert_memory.place_on_host(variable.get_value()))
+            value = variable.get_value()
+            is_stack = variable.get_metadata().get("axes", ())[:1] == ("layers",)
+            draw_seeds = np.array([next(seeds) for _ in range(value.shape[0] if is_stack else 1)], np.uint32)
+            draws[path] = variable, draw_seeds if is_stack else draw_seeds[0], _draw(path, value, where, is_stack)
+    programs = _compile({(draw, seeds.shape) for _, seeds, draw in draws.values()})
+    for path, (variable, draw_seeds, draw) in draws.items():
+        arrays = programs[draw, draw_seeds.shape](draw_seeds)
+        value = variable.get_value()
+        is_quantized = isinstance(value, QuantizedWeight)
+        variable.set_value(dataclasses.replace(value, codes=arrays[0], scale=arrays[1]) if is_quantized else arrays)
+        if expert_memory is not None and path.endswith("embed_tokens.weight"):
+            variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
         _place_experts(views, expert_memory)
@@ -191,7 +178,7 @@ def _place_experts(views, expert_memory):
     _log.info("%s", expert_memory.plan(names, list(shapes.values())))
     each = max(math.prod(shape[1:]) for shape in shapes.values())
     # Experts begin at different bytes of the same random ones.
-    random = jax.block_until_ready(_made(np.uint32(0), make=jax.random.bits, args=((2 * each,), jnp.uint8), where=None))
+    random = jax.block_until_ready(_drawn(np.uint32(0), _Draw(jax.random.bits, ((2 * each,), jnp.uint8))))
     start = random.unsafe_buffer_pointer()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
@@ -201,7 +188,7 @@ def _place_experts(views, expert_memory):
             offset = 7 * names.index(name)
             starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
             pages.write(number, starts)
-        scale = _made(np.uint32(0), make=_scales, args=(value.scale.shape,), where=None)
+        scale = _drawn(np.uint32(0), _Draw(_scales, (value.scale.shape,)))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
@@ -210,19 +197,58 @@ def _in_layer_order(name):
     return name.startswith("drafts"), [int(word) for word in name.split(".") if word.isdecimal()]
 
 
-@functools.partial(jax.jit, static_argnames=("make", "args", "where"))
-def _made(seed, *, make, args, where):
-    """Returns `make(key, *args)` with the key of a seed; with a sharding, each device's shard has a key of its own."""
-    key = jax.random.key(seed, impl="threefry2x32")  # takes no memory but the result's, which "rbg" does
-    if where is None:
-        return make(key, *args)
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """How the arrays of a variable are drawn: `make(key, *args)` for each layer, with the sharding `where` or None."""
 
-    def local(key):
-        for axis in jax.tree.leaves(tuple(where.spec)):
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+    where: NamedSharding | None = None
+
+
+def _draw(path, value, where, is_stack):
+    """Returns the draw of a variable's value, or of each layer of a stack."""
+    *_, kind, name = path.split(".")
+
+    def shape(struct):
+        return (struct.shape if where is None else where.shard_shape(struct.shape))[is_stack:]
+
+    if isinstance(value, QuantizedWeight):
+        return _Draw(_codes, (shape(value.codes), shape(value.scale), value.kind), where)
+    mean = float(kind.endswith("norm") or name in ("scale", "hc_scale"))
+    return _Draw(_normal, (shape(value), value.dtype, mean), where)
+
+
+def _compile(draws: Collection[tuple[_Draw, tuple[int, ...]]]) -> dict[Any, jax.stages.Compiled]:
+    """Returns the program of each draw with seeds of a shape. XLA compiles one for each shape, here in threads."""
+
+    def compile_one(key):
+        draw, shape = key
+        return _drawn.lower(jax.ShapeDtypeStruct(shape, jnp.uint32), draw).compile()
+
+    with ThreadPoolExecutor(8, "compile-weights") as threads:
+        return dict(zip(draws, threads.map(compile_one, draws), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _drawn(seeds, draw):
+    """Returns arrays drawn with the key of a seed, or stacks of layers; each device's shard has a key of its own."""
+
+    def local(seeds):
+        # A layer at a time: random bits take several times the memory of the result.
+        return jax.lax.map(of_seed, seeds) if seeds.ndim else of_seed(seeds)
+
+    def of_seed(seed):
+        key = jax.random.key(seed, impl="threefry2x32")  # takes no memory but the result's, which "rbg" does
+        for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
             key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-        return make(key, *args)
+        return draw.make(key, *draw.args)
 
-    return jax.shard_map(local, mesh=where.mesh, in_specs=jax.P(), out_specs=where.spec, check_vma=False)(key)
+    if draw.where is None:
+        return local(seeds)
+    return jax.shard_map(local, mesh=draw.where.mesh, in_specs=jax.P(), out_specs=draw.where.spec, check_vma=False)(
+        seeds
+    )
 
 
 def _normal(key, shape, dtype, mean):
