@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import statistics
@@ -35,6 +34,7 @@ from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 _log = logging.getLogger(__name__)
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
+PERIOD = 4_194_301  # a prime number of random words, so that rows of a matrix differ
 STD = 0.02  # of weights, as in the released models' initialization
 
 
@@ -100,8 +100,7 @@ def random_weights[Module: nnx.Module](
     names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
     frequencies = {}
 
-    draws: dict[str, tuple[Any, np.ndarray, _Draw]] = {}
-    seeds = itertools.count()
+    draws = {}
     for path, view in views.items():
         variable = view.variable
         where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
@@ -111,13 +110,11 @@ def random_weights[Module: nnx.Module](
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
         elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
-            value = variable.get_value()
-            is_stack = variable.get_metadata().get("axes", ())[:1] == ("layers",)
-            draw_seeds = np.array([next(seeds) for _ in range(value.shape[0] if is_stack else 1)], np.uint32)
-            draws[path] = variable, draw_seeds if is_stack else draw_seeds[0], _draw(path, value, where, is_stack)
-    programs = _compile({(draw, seeds.shape) for _, seeds, draw in draws.values()})
-    for path, (variable, draw_seeds, draw) in draws.items():
-        arrays = programs[draw, draw_seeds.shape](draw_seeds)
+            draws[path] = variable, _draw(path, variable.get_value(), where)
+    bits = _random_bits(mesh)
+    programs = _compile({draw for _, draw in draws.values()}, bits)
+    for number, (path, (variable, draw)) in enumerate(draws.items()):
+        arrays = programs[draw](bits, np.uint32(number))
         value = variable.get_value()
         is_quantized = isinstance(value, QuantizedWeight)
         variable.set_value(dataclasses.replace(value, codes=arrays[0], scale=arrays[1]) if is_quantized else arrays)
@@ -125,7 +122,7 @@ def random_weights[Module: nnx.Module](
             variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(views, expert_memory)
+        _place_experts(views, expert_memory, bits)
     return module
 
 
@@ -162,7 +159,7 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(views, expert_memory):
+def _place_experts(views, expert_memory, bits):
     """Makes random codes of all experts, where they lie."""
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
     shapes = {}
@@ -178,7 +175,7 @@ def _place_experts(views, expert_memory):
     _log.info("%s", expert_memory.plan(names, list(shapes.values())))
     each = max(math.prod(shape[1:]) for shape in shapes.values())
     # Experts begin at different bytes of the same random ones.
-    random = jax.block_until_ready(_drawn(np.uint32(0), _Draw(jax.random.bits, ((2 * each,), jnp.uint8))))
+    random = jax.block_until_ready(_drawn(bits, np.uint32(0), _Draw(_bytes, ((2 * each,),))))
     start = random.unsafe_buffer_pointer()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
@@ -188,7 +185,7 @@ def _place_experts(views, expert_memory):
             offset = 7 * names.index(name)
             starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
             pages.write(number, starts)
-        scale = _drawn(np.uint32(0), _Draw(_scales, (value.scale.shape,)))
+        scale = _drawn(bits, np.uint32(0), _Draw(_scales, (value.scale.shape,)))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
@@ -197,21 +194,33 @@ def _in_layer_order(name):
     return name.startswith("drafts"), [int(word) for word in name.split(".") if word.isdecimal()]
 
 
+def _random_bits(mesh):
+    """Returns the random words [PERIOD] uint32 that all weights are made of, on the device or on each of a mesh.
+
+    A generator's code for every shape would take longer to compile than the weights take to be made.
+    """
+    words = np.random.default_rng(0).integers(1 << 32, size=PERIOD, dtype=np.uint32)
+    return jax.device_put(words, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Draw:
-    """How the arrays of a variable are drawn: `make(key, *args)` for each layer, with the sharding `where` or None."""
+    """How the arrays of a variable are drawn: `make(words, *args)`, with the sharding `where` or None.
+
+    `words` is a function that returns random words of a shape.
+    """
 
     make: Callable[..., Any]
     args: tuple[Any, ...]
     where: NamedSharding | None = None
 
 
-def _draw(path, value, where, is_stack):
-    """Returns the draw of a variable's value, or of each layer of a stack."""
+def _draw(path, value, where):
+    """Returns the draw of a variable's value."""
     *_, kind, name = path.split(".")
 
     def shape(struct):
-        return (struct.shape if where is None else where.shard_shape(struct.shape))[is_stack:]
+        return struct.shape if where is None else where.shard_shape(struct.shape)
 
     if isinstance(value, QuantizedWeight):
         return _Draw(_codes, (shape(value.codes), shape(value.scale), value.kind), where)
@@ -219,53 +228,56 @@ def _draw(path, value, where, is_stack):
     return _Draw(_normal, (shape(value), value.dtype, mean), where)
 
 
-def _compile(draws: Collection[tuple[_Draw, tuple[int, ...]]]) -> dict[Any, jax.stages.Compiled]:
-    """Returns the program of each draw with seeds of a shape. XLA compiles one for each shape, here in threads."""
-
-    def compile_one(key):
-        draw, shape = key
-        return _drawn.lower(jax.ShapeDtypeStruct(shape, jnp.uint32), draw).compile()
-
+def _compile(draws: Collection[_Draw], bits: Array) -> dict[_Draw, jax.stages.Compiled]:
+    """Returns the program of each draw; XLA compiles one for each shape."""
     with ThreadPoolExecutor(8, "compile-weights") as threads:
-        return dict(zip(draws, threads.map(compile_one, draws), strict=True))
+        compiled = threads.map(lambda draw: _drawn.lower(bits, jnp.uint32(0), draw).compile(), draws)
+        return dict(zip(draws, compiled, strict=True))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _drawn(seeds, draw):
-    """Returns arrays drawn with the key of a seed, or stacks of layers; each device's shard has a key of its own."""
+@functools.partial(jax.jit, static_argnums=2)
+def _drawn(bits, number, draw):
+    """Returns the arrays of a draw, of which each device makes its shard; other numbers give other values."""
 
-    def local(seeds):
-        # A layer at a time: random bits take several times the memory of the result.
-        return jax.lax.map(of_seed, seeds) if seeds.ndim else of_seed(seeds)
-
-    def of_seed(seed):
-        key = jax.random.key(seed, impl="threefry2x32")  # takes no memory but the result's, which "rbg" does
+    def local(bits, number):
         for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-        return draw.make(key, *draw.args)
+            number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
+        start = number * np.uint32(2654435761) % PERIOD  # far from those of the numbers beside it
+
+        def words(shape):
+            places = jax.lax.iota(jnp.uint32, math.prod(shape)) % PERIOD
+            return bits[(start + places) % PERIOD].reshape(shape)
+
+        return draw.make(words, *draw.args)
 
     if draw.where is None:
-        return local(seeds)
-    return jax.shard_map(local, mesh=draw.where.mesh, in_specs=jax.P(), out_specs=draw.where.spec, check_vma=False)(
-        seeds
+        return local(bits, number)
+    specs = (jax.P(), jax.P())
+    return jax.shard_map(local, mesh=draw.where.mesh, in_specs=specs, out_specs=draw.where.spec, check_vma=False)(
+        bits, number
     )
 
 
-def _normal(key, shape, dtype, mean):
-    return mean + STD * jax.random.normal(key, shape, dtype)
+def _normal(words, shape, dtype, mean):
+    """Returns Gaussian values, from the inverse of their distribution."""
+    quantiles = (words(shape) >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1.0)  # between -1 and 1
+    return (mean + STD * math.sqrt(2) * jax.lax.erf_inv(quantiles)).astype(dtype)
 
 
-def _scales(key, shape):
-    return 119 + jax.random.bits(key, shape, jnp.uint8) % 2
+def _bytes(words, shape):
+    return words(shape).astype(jnp.uint8)
 
 
-def _codes(key, shape, scales, kind):
+def _scales(words, shape):
+    return 119 + _bytes(words, shape) % 2
+
+
+def _codes(words, shape, scales, kind):
     """Returns codes and scales of values about as large as those of `_normal`, without NaN."""
-    codes = jax.random.bits(key, shape, jnp.uint8)
-    scale = jax.random.bits(jax.random.fold_in(key, 0), scales, jnp.uint8)
+    codes = _bytes(words, shape)
     if kind == "FP8":
-        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + scale % 2
-    return codes, 119 + scale % 2
+        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
+    return codes, _scales(words, scales)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
