@@ -93,6 +93,13 @@ class CompiledModel:
         self.compilations += 0 if is_new else function._cache_size() - before
         return results
 
+    def prepare(self, function: Any, *args: Any, **options: Any) -> None:
+        """Loads or compiles the program that `run` would call, or at least traces the function; may run in threads."""
+        program, _, is_new = self._programs.find(function, (self, *args), options)
+        self.compilations += is_new
+        if program is None:
+            function.trace(self, *args, **options)
+
     forward = functools.partialmethod(run, forward)
     decode_step = functools.partialmethod(run, decode_step)
     logits_step = functools.partialmethod(run, logits_step)

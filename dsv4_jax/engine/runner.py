@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
-from dsv4_jax.decode.step import EarlierTokens, draw_step
+from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_step
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
@@ -59,6 +61,10 @@ class StepRunner:
         with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
         drafts of the device the masks are known: the engine launches no step ahead of requests with grammars.
         """
+        return self._run(cache, self._prepare(schedule, after, has_grammars))
+
+    def _prepare(self, schedule, after=None, has_grammars=False):
+        """Prepares a batch. Returns its step before the launch: the function and its arguments after the cache."""
         config, table, numbers = self._config, self._manager.requests, schedule.numbers
         slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
         sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
@@ -76,35 +82,40 @@ class StepRunner:
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
         rows, drawing = put["logits_indices"], (sampling, put["seeds"], options)
         launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
-        wants_top = bool(arrays.get("wants_top", False))
+        launched = dataclasses.replace(launched, wants_top=bool(arrays.get("wants_top", False)))
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
-            logits, cache = self._model.logits_step(cache, batch, rows, earlier)
-            draw = functools.partial(self._draw, logits, batch, rows, *drawing)
-            return dataclasses.replace(launched, draw=draw, wants_top=wants_top), cache
+            draw = functools.partial(self._draw, batch=batch, rows=rows, drawing=drawing)
+            return _PreparedStep(launched, logits_step, (batch, rows, earlier), {}, draw)
         masks = (self._token_masks(launched),) if has_grammars else ()
-        args = rows, *drawing, earlier, *masks
-        output, cache = self._model.sample_step(cache, batch, *args, drafts=self._device_drafts)
-        return self._with_output(launched, output, wants_top), cache
+        args = batch, rows, *drawing, earlier, *masks
+        return _PreparedStep(launched, sample_step, args, {"drafts": self._device_drafts})
+
+    def _run(self, cache, step):
+        """Launches a prepared step."""
+        output, cache = self._model.run(step.function, cache, *step.args, **step.options)
+        if step.draw is not None:
+            return dataclasses.replace(step.launched, draw=functools.partial(step.draw, output)), cache
+        return self._with_output(step.launched, output), cache
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
         if launched.draw is None:
             return launched
         output = launched.draw(self._token_masks(launched))
-        return self._with_output(dataclasses.replace(launched, draw=None), output, launched.wants_top)
+        return self._with_output(dataclasses.replace(launched, draw=None), output)
 
-    def _draw(self, *args):
+    def _draw(self, logits, masks, *, batch, rows, drawing):
         before = draw_step._cache_size()
-        output = draw_step(*args)
+        output = draw_step(logits, batch, rows, *drawing, masks)
         self._compilations_before -= draw_step._cache_size() - before
         return output
 
-    def _with_output(self, launched, output, wants_top):
+    def _with_output(self, launched, output):
         """Returns the step with its output, which begins its way to the host."""
         tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
         output = dataclasses.replace(output, last_tokens=None)
-        if not wants_top:
+        if not launched.wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
         return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
 
@@ -170,9 +181,11 @@ class StepRunner:
         config, manager, sizes = self._config, self._manager, {}
         max_context = manager.schema.max_context
         counts = min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1
-        for count, has_grammars in itertools.product(counts, {False, config.structured_output}):
-            request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
-            request.slot = slot = manager.admit(num_tokens=count)
+        kinds = list(itertools.product(counts, {False, config.structured_output}))
+        self._compile(cache, kinds)
+        for count, has_grammars in kinds:
+            request = _request_of_zeros(manager, count)
+            slot = request.slot
             launched, cache = self(cache, Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
             self.draw(launched)
             sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
@@ -191,6 +204,44 @@ class StepRunner:
                     manager.release(child)
             manager.release(slot)
         return sizes, cache
+
+    def _compile(self, cache, kinds):
+        """Compiles the programs of steps of so many tokens, with and without grammars, in a thread each.
+
+        Tracing holds Python's lock, but not lowering by worker processes, and not compiling.
+        """
+        steps = []
+        for count, has_grammars in kinds:
+            request = _request_of_zeros(self._manager, count)
+            steps.append(self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars))
+            self._manager.release(request.slot)
+        with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
+            list(threads.map(lambda step: self._model.prepare(step.function, cache, *step.args, **step.options), steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class _PreparedStep:
+    """A step before its launch.
+
+    Attributes:
+      launched: the step without its output.
+      function: the compiled function of a model, a cache and `args`.
+      args, options: its arguments.
+      draw: function of the step's logits and masks that draws its tokens, or None if `function` draws them.
+    """
+
+    launched: LaunchedStep
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    draw: Callable[..., Any] | None = None
+
+
+def _request_of_zeros(manager, count):
+    """Returns a request of `count` tokens in a slot of its own."""
+    request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
+    request.slot = manager.admit(num_tokens=count)
+    return request
 
 
 @functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
