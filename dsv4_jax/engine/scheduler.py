@@ -204,8 +204,10 @@ class Scheduler:
         for request in readers:
             start, known, shard = self.manager.length(request.slot), request.num_tokens, table.shard(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
-            end = int(min(start + limit, self._chunk_end(start, known - (not decode))))
+            end = int(min(start + limit, known - (not decode)))
             if end > start:
+                if self.prefix is not None:
+                    end = self.prefix.chunk_end(request.slot, request.tokens, end)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
                 rows[shard] -= max(num_scored + samples - 1, 0)
@@ -309,17 +311,6 @@ class Scheduler:
         except Exception as error:  # a drafter is the caller's code, and concerns this request only
             self.finish(request, "error", error)
             return NO_DRAFTS
-
-    def _chunk_end(self, start, end):
-        """Limits the end of a chunk to the next block boundary whose snapshot the prefix cache keeps."""
-        if self.prefix is None:
-            return end
-        block = self.manager.schema.block_tokens
-        if self.prefix.every is None:
-            last = end // block * block
-            return last if last > start else end
-        stride = self.prefix.every * block
-        return min(end, (start // stride + 1) * stride)
 
     def _preempt(self, request):
         """Moves a request's bytes to host memory; admission brings them back."""

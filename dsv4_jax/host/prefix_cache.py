@@ -66,6 +66,9 @@ class PrefixCache(Summarized):
     device beside the cache. The policy `every` chooses them, and the least recently used ones are dropped when they
     exceed a byte budget. A request that hits has the same live bytes as one that ran cold.
 
+    A step leaves the rows of its last tokens only, so there is at most one snapshot for each chunk of a prompt, and
+    prompts hit at ends of chunks. `chunk_end` chooses these.
+
     The prefix cache registers itself as the manager's `BlockEvictor`: blocks that only it holds are evicted when a
     request needs them.
 
@@ -74,8 +77,8 @@ class PrefixCache(Summarized):
 
     Attributes:
       manager: the manager whose blocks are shared.
-      every: interval of boundaries with a snapshot. None keeps snapshots of each request's last boundary and of
-        boundaries that were hit.
+      every: interval of the boundaries that may have a snapshot, in blocks. None keeps snapshots of each request's last
+        boundary, of boundaries that were hit, and of those at which prompts part.
       max_bytes: budget of all snapshots in bytes.
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
@@ -185,6 +188,33 @@ class PrefixCache(Summarized):
             path[-1].hits += 1
             self._tree.touch(path[-1])
         return slot, hit, new
+
+    def chunk_end(self, slot: int, tokens: np.ndarray, end: int) -> int:
+        """Returns where the next chunk of a request's prompt should end for the sake of later prompts.
+
+        * A chunk ends at the prompt's last boundary, where the next turn of a chat continues. The few tokens after it
+          take another step.
+        * A chunk in which the prompt parts from an earlier one ends there if there is no snapshot. So the third prompt
+          with a common beginning hits it, wherever it ends.
+        * Other chunks end at their last boundary if `every` is set and they become shorter by at most an eighth.
+
+        Args:
+          slot: slot of the request.
+          tokens: [n] int32 all token ids of the prompt.
+          end: the last position at which the chunk may end.
+
+        Raises:
+          ValueError: the slot is not admitted.
+        """
+        state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
+        stride = block_tokens * (self.every or 1)
+        nodes = self._nodes(tokens[: end + 1], self._table.shard(slot), state.cached_blocks)
+        parting, last = len(nodes) * block_tokens // stride * stride, len(tokens) // stride * stride
+        boundary = min(end // stride * stride, last)
+        if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
+            return parting
+        spare = end - state.length - 1 if boundary == last else (end - state.length) // 8 * (self.every is not None)
+        return boundary if end - boundary <= spare else end
 
     def observe(
         self, cache: KVCache, slot: int, tokens: TokenIds, *, length: int | None = None, snapshot: Any = None
@@ -340,10 +370,10 @@ class PrefixCache(Summarized):
 
     # --- internals ---
 
-    def _digests(self, ids):
-        """Yields the digests of a prompt's full blocks that leave a token to run."""
-        digest, block_tokens = self._root, self.manager.schema.block_tokens
-        for end in range(block_tokens, len(ids), block_tokens):
+    def _digests(self, ids, path=()):
+        """Yields the digests of a prompt's full blocks after those of `path` that leave a token to run."""
+        digest, block_tokens = path[-1].digest if path else self._root, self.manager.schema.block_tokens
+        for end in range((len(path) + 1) * block_tokens, len(ids), block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             yield digest
 
@@ -355,10 +385,10 @@ class PrefixCache(Summarized):
                 path.pop()
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
-    def _nodes(self, ids, shard):
-        """Returns the nodes of a prompt's first blocks in memory. Blocks can be shared within a shard only."""
-        nodes = []
-        for digest in self._digests(ids):
+    def _nodes(self, ids, shard, path=()):
+        """Returns `path` and the nodes of a prompt's blocks after it that are in memory and in the same shard."""
+        nodes = list(path)
+        for digest in self._digests(ids, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
             nodes.append(node)
@@ -443,7 +473,7 @@ class PrefixCache(Summarized):
         self._snapshots.add(node)
         if self.every is None:
             last = next((n for n in before if n.snapshot is not None), None)
-            if last is not None and not last.hits:
+            if last is not None and not last.hits and last.children < 2:
                 self._drop_snapshot(last)
 
     def _drop_snapshot(self, node):
