@@ -30,13 +30,14 @@ class StepRunner:
 
     Attributes:
       decode_size: number of tokens of a decode step.
+      model: the CompiledModel whose steps it runs.
     """
 
     def __init__(
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
         """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
-        self._model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
+        self.model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations
         slots, count = manager.schema.max_requests, device_drafts.count
@@ -48,7 +49,7 @@ class StepRunner:
     @property
     def compilations(self) -> int:
         """Number of programs compiled since this runner was made."""
-        return self._model.compilations - self._compilations_before
+        return self.model.compilations - self._compilations_before
 
     def __call__(
         self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None, *, has_grammars: bool = False
@@ -79,12 +80,12 @@ class StepRunner:
         wants_top = bool(arrays.get("wants_top", False))
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
-            logits, cache = self._model.logits_step(cache, batch, rows, earlier)
+            logits, cache = self.model.logits_step(cache, batch, rows, earlier)
             draw = functools.partial(self._draw, logits, batch, rows, *drawing)
             return dataclasses.replace(launched, draw=draw, wants_top=wants_top), cache
         masks = (self._token_masks(launched),) if has_grammars else ()
         args = rows, *drawing, earlier, *masks
-        output, cache = self._model.sample_step(cache, batch, *args, drafts=self._device_drafts)
+        output, cache = self.model.sample_step(cache, batch, *args, drafts=self._device_drafts)
         return self._with_output(launched, output, wants_top), cache
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
@@ -148,7 +149,7 @@ class StepRunner:
         for request, count in counts.items():
             limits[request.slot] = count
         args = table.put((seeds, BatchedSamplingParams(**arrays, max_tokens=limits)), "tokens")
-        output, cache = self._model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
+        output, cache = self.model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
         return table.get(output), cache
 
     def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:

@@ -103,7 +103,7 @@ class Scheduler:
         setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
 
     def restart(self) -> None:
-        """Recovers from an error: frees all slots and queues the unfinished requests, which read their tokens again."""
+        """Frees all slots and queues the unfinished requests, which read their tokens again, as after an error."""
         self.manager.release_all()
         for request in self.requests.values():
             request.slot = -1
@@ -119,6 +119,12 @@ class Scheduler:
             cache = self.manager.init_cache()
             cache = cache if self.cache.expert_counts is None else cache.with_expert_counts()
             self.cache = jax.device_put(cache, self._shardings)
+
+    def recompute(self) -> None:
+        """Queues all requests, which read their tokens again: what earlier weights left in the cache is not used."""
+        for request in self.requests.values():
+            request.offloaded = None
+        self.restart()
 
     def admit(self) -> None:
         """Gives slots to waiting requests in order, up to the first one that does not fit, and counts the others."""
