@@ -65,7 +65,7 @@ class Scheduler:
         self.requests.update({request.id: request for request in requests})
 
     def fork(self, request: Request, children: list[Request]) -> None:
-        """Queues copies of a request. Those for which there is room run at once.
+        """Queues copies of a request. Those for which there is room run at once, with blocks for the tokens they have.
 
         Full blocks are shared. The bytes of children without room wait in host memory, as after preemption. If a step
         that was launched already runs the request's last token, the children run it again, to draw with their seeds. If
@@ -81,8 +81,12 @@ class Scheduler:
             try:
                 if room:
                     slots, self.cache = self.manager.fork(self.cache, slot, room, length=length)
+                    for child_slot in slots:
+                        self.manager.allocate(child_slot, len(request.tokens) - length)
             except CacheFullError:
                 offloaded = offloaded or capture(self.manager, self.cache, slot, length=length)
+                while slots:
+                    self.manager.release(slots.pop())
         for child, slot in zip(children, slots, strict=False):
             child.slot = slot
         for child in children[len(slots) :]:
