@@ -172,6 +172,10 @@ class Engine(Summarized):
         top, prompt_logprobs, most = checked.top_logprobs, checked.prompt_logprobs, self.config.max_logprobs
         if max(top, prompt_logprobs) > most:
             raise ValueError(f"top_logprobs={top}, {prompt_logprobs=}: the engine has max_logprobs={most}")
+        if (state := checked.logits_state) is not None:
+            if (processor := self.config.logits_processor) is None:
+                raise ValueError("logits_state: the engine has no logits_processor")
+            checked = dataclasses.replace(checked, logits_state=processor.check_state(state, "logits_state"))
         if not isinstance(id, Hashable):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
@@ -351,6 +355,7 @@ class Engine(Summarized):
             yield
         except BaseException:
             self._launched = None
+            self._runner.forget_logits_states()
             self._scheduler.restart()
             self._metrics.restarts += 1
             raise
