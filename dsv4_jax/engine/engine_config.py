@@ -5,6 +5,7 @@ from typing import Any
 
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts
+from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.host import KVCacheManager
 
@@ -32,6 +33,8 @@ class EngineConfig:
         above 1.
       structured_output: whether `warm_up` also compiles the programs of steps with grammars. If not, the first step
         that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
+      logits_processor: changes the logits of all requests before their tokens are drawn, and before grammars and
+        sampling apply; None = none. A request may bring a state of its own (`RequestParams.logits_state`).
     """
 
     token_budget: int = 256
@@ -42,6 +45,7 @@ class EngineConfig:
     num_scheduler_steps: int = 1
     overlap: bool = True
     structured_output: bool = False
+    logits_processor: LogitsProcessor | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
         """Checks the values and fills in `draft_tokens` and `overlap`; raises as `Engine` says.
@@ -72,6 +76,10 @@ class EngineConfig:
                 f"token_budget={self.token_budget} must be at least {decode_size}: {1 + draft_tokens} for each of "
                 f"{slots} requests"
             )
+        if (processor := self.logits_processor) is not None:
+            if not isinstance(processor, LogitsProcessor):
+                raise TypeError(f"logits_processor must be a LogitsProcessor, not a {type(processor).__name__}")
+            processor.check(schema.config.vocab_size)
         check_whole("max_logprobs", self.max_logprobs, 0, schema.config.vocab_size)
         steps, batch_invariant = check_whole("num_scheduler_steps", self.num_scheduler_steps, 1), self.batch_invariant
         if steps > 1 and (drafter is not None or batch_invariant):

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import DraftOptions
+from dsv4_jax.decode.logits_processor import LogitsProcessor, begin_slot
 from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
@@ -32,25 +34,34 @@ class StepRunner:
 
     Attributes:
       decode_size: number of tokens of a decode step.
+      model: the CompiledModel whose steps it runs.
     """
 
     def __init__(
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
         """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
-        self._model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
+        self.model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations
         slots, count = manager.schema.max_requests, device_drafts.count
         rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.requests.put(none, "tokens")
+        self._unused_tokens = manager.requests.put(np.zeros((manager.schema.max_context,), np.int32))
+        self._processor: LogitsProcessor | None = None  # with the states of all slots
+        self.forget_logits_states()
         self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
 
     @property
     def compilations(self) -> int:
         """Number of programs compiled since this runner was made."""
-        return self._model.compilations - self._compilations_before
+        return self.model.compilations - self._compilations_before
+
+    def forget_logits_states(self) -> None:
+        """Has the states of the logits processor made anew, as after an error that may have lost them."""
+        self._processor = None
+        self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
     def __call__(
         self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None, *, has_grammars: bool = False
@@ -83,19 +94,23 @@ class StepRunner:
         rows, drawing = put["logits_indices"], (sampling, put["seeds"], options)
         launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
         launched = dataclasses.replace(launched, wants_top=bool(arrays.get("wants_top", False)))
+        self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
             draw = functools.partial(self._draw, batch=batch, rows=rows, drawing=drawing)
             return _PreparedStep(launched, logits_step, (batch, rows, earlier), {}, draw)
-        masks = (self._token_masks(launched),) if has_grammars else ()
-        args = batch, rows, *drawing, earlier, *masks
+        args = (self._token_masks(launched),) if has_grammars else ()
+        if config.logits_processor is not None:
+            args = *(args or (None,)), self._processor
+        args = batch, rows, *drawing, earlier, *args
         return _PreparedStep(launched, sample_step, args, {"drafts": self._device_drafts})
 
     def _run(self, cache, step):
         """Launches a prepared step."""
-        output, cache = self._model.run(step.function, cache, *step.args, **step.options)
+        output, cache = self.model.run(step.function, cache, *step.args, **step.options)
         if step.draw is not None:
             return dataclasses.replace(step.launched, draw=functools.partial(step.draw, output)), cache
+        self._processor = output.processor
         return self._with_output(step.launched, output), cache
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
@@ -107,14 +122,37 @@ class StepRunner:
 
     def _draw(self, logits, masks, *, batch, rows, drawing):
         before = draw_step._cache_size()
-        output = draw_step(logits, batch, rows, *drawing, masks)
+        processor = () if self._processor is None else (self._processor,)
+        output = draw_step(logits, batch, rows, *drawing, masks, *processor)
+        self._processor = output.processor
         self._compilations_before -= draw_step._cache_size() - before
         return output
+
+    def _begin_slots(self, requests):
+        """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
+        table, processor = self._manager.requests, self._config.logits_processor
+        if processor is None:
+            return
+        if self._processor is None:
+            states = [processor.state] * len(self._begun)
+            self._processor = table.put(processor.stacked(states), "slots")
+        slots = np.array([request.slot for request in requests], int)
+        admitted = table.states.numbers["admitted"][slots]
+        for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
+            request = requests[i]
+            state = processor.state if request.params.logits_state is None else request.params.logits_state
+            tokens, count = self._unused_tokens, request.num_generated
+            if count:
+                tokens = np.zeros(tokens.shape, np.int32)
+                tokens[:count] = request.generated
+            where = table.put((np.int32(slots[i]), jax.tree.map(np.asarray, state), tokens, np.int32(count)))
+            self._processor = begin_slot(self._processor, *where)
+            self._begun[slots[i]] = admitted[i]
 
     def _with_output(self, launched, output):
         """Returns the step with its output, which begins its way to the host."""
         tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
-        output = dataclasses.replace(output, last_tokens=None)
+        output = dataclasses.replace(output, last_tokens=None, processor=None)
         if not launched.wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
         return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
@@ -159,8 +197,12 @@ class StepRunner:
         for request, count in counts.items():
             limits[request.slot] = count
         args = table.put((seeds, BatchedSamplingParams(**arrays, max_tokens=limits)), "tokens")
-        output, cache = self._model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
-        return table.get(output), cache
+        self._begin_slots(list(counts))
+        if self._processor is not None:
+            args = *args, self._processor
+        output, cache = self.model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
+        self._processor = output.processor
+        return table.get(dataclasses.replace(output, processor=None)), cache
 
     def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
         """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
@@ -216,7 +258,7 @@ class StepRunner:
             steps.append(self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars))
             self._manager.release(request.slot)
         with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
-            list(threads.map(lambda step: self._model.prepare(step.function, cache, *step.args, **step.options), steps))
+            list(threads.map(lambda step: self.model.prepare(step.function, cache, *step.args, **step.options), steps))
 
 
 @dataclasses.dataclass(frozen=True)
