@@ -21,7 +21,7 @@ from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_re
 from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import Scheduler
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.engine.updates import update, update_steps
+from dsv4_jax.engine.updates import update
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
 from dsv4_jax.summary import Summarized, Summary
@@ -366,12 +366,9 @@ class Engine(Summarized):
         return launched
 
     def _launch_first(self, decode: bool) -> LaunchedStep | None:
-        """Launches a step while none runs. Returns None if there is nothing to run, or if several steps ran."""
+        """Launches a step while none runs. Returns None if there is nothing to run."""
         scheduler = self._scheduler
         scheduler.admit()
-        counts = scheduler.schedule_steps() if decode else {}
-        if counts and self._execute_steps(counts):
-            return None
         schedule = scheduler.schedule(decode=decode)
         return self._runner.draw(self._launch(schedule)) if schedule.requests else None
 
@@ -397,16 +394,6 @@ class Engine(Summarized):
         self._metrics.mixed_steps += launched.prefill
         follower = None if self._launched is None else self._launched.schedule
         update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots, follower)
-
-    def _execute_steps(self, counts: dict[Request, int]) -> bool:
-        """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""
-        try:
-            output, self._scheduler.cache = self._runner.run_steps(self._scheduler.cache, counts)
-        except CacheFullError:
-            return False
-        self._metrics.steps += max(counts.values())
-        update_steps(self._scheduler, counts, output)
-        return True
 
     def _next_order(self):
         """Returns the next number that is not the id of a request, since it may become one."""

@@ -1,10 +1,9 @@
 """Runs an engine's steps on the device, in programs of fixed shapes."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,14 +13,13 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.logits_processor import LogitsProcessor, begin_slot
-from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
 from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_step
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.forward import find_layout, first_indices, indices, prepare_forward
 
 
@@ -29,8 +27,7 @@ class StepRunner:
     """Runs batches in two programs: one for decode steps (last tokens and their drafts), one for all others.
 
     The first has `decode_size` tokens, which is also the most that any step draws, the second `token_budget`; both
-    sizes are per shard of a mesh's axis "data". With `batch_invariant` decode steps run in the second one too. With
-    `num_scheduler_steps` a third program runs several decode steps.
+    sizes are per shard of a mesh's axis "data". With `batch_invariant` decode steps run in the second one too.
 
     Attributes:
       decode_size: number of tokens of a decode step.
@@ -183,27 +180,6 @@ class StepRunner:
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
         return dict(forced=forced, wants_top=np.array(wants_top))
 
-    def run_steps(self, cache: KVCache, counts: Mapping[Request, int]) -> tuple[LoopOutput, KVCache]:
-        """Runs up to `num_scheduler_steps` decode steps at once, `counts[request]` of each request; see `__call__`.
-
-        Returns the output [slots, num_scheduler_steps] on the host and the cache. Raises CacheFullError, without
-        effect, if not enough blocks are free for so many steps.
-        """
-        steps, table = self._config.num_scheduler_steps, self._manager.requests
-        tokens = {request.slot: request.tokens[-1:] for request in counts}
-        batch = self._manager.prepare_forward(tokens, reserve=steps - 1)
-        arrays = self._sampling(list(counts))
-        seeds, limits = arrays.pop("seeds"), np.zeros((self._manager.schema.max_requests,), np.int32)
-        for request, count in counts.items():
-            limits[request.slot] = count
-        args = table.put((seeds, BatchedSamplingParams(**arrays, max_tokens=limits)), "tokens")
-        self._begin_slots(list(counts))
-        if self._processor is not None:
-            args = *args, self._processor
-        output, cache = self.model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
-        self._processor = output.processor
-        return table.get(dataclasses.replace(output, processor=None)), cache
-
     def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
         """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
@@ -232,10 +208,6 @@ class StepRunner:
             self.draw(launched)
             sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
             if count == 1 and not has_grammars:
-                if 1 < config.num_scheduler_steps < max_context:
-                    with contextlib.suppress(CacheFullError):  # in so small a cache steps always run alone
-                        _, cache = self.run_steps(cache, {request: 1})
-                        sizes["several"] = config.num_scheduler_steps
                 offloaded, cache = offload(manager, cache, slot)
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:

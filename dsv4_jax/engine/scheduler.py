@@ -227,27 +227,6 @@ class Scheduler:
         fields = dict(zip(("start", "num_scored", "samples"), fields, strict=True))
         return Schedule.of(requests, tokens, is_prefill=True, **fields)
 
-    def schedule_steps(self) -> dict[Request, int]:
-        """Returns the number of decode steps that each running request can take without the host; {} for a single step.
-
-        Several steps need that no request waits and all decode. A request takes no step beyond its limit, or beyond the
-        end of a block that the prefix cache keeps.
-        """
-        most = self.config.num_scheduler_steps
-        if most == 1:
-            return {}
-        counts = {}
-        for request in self.running:
-            length, schema = self.manager.length(request.slot), self.manager.schema
-            unread = len(request.tokens) - length
-            is_plain = not request.params.top_logprobs and request.matcher is None
-            if self.waiting or unread != 1 or not is_plain or length + most > schema.max_context:
-                return {}
-            to_boundary = most if self.prefix is None else schema.block_tokens - length % schema.block_tokens
-            counts[request] = min(most, request.remaining, to_boundary)
-        self.current = tuple(counts)
-        return counts if max(counts.values(), default=0) > 1 else {}
-
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens)

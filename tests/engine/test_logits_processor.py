@@ -98,7 +98,6 @@ ROADS = {
     "no overlap": dict(overlap=False),
     "drafts": dict(drafter=PromptLookup(), cached=True),
     "drafts of the device": dict(drafter="model", **DRAFTING),
-    "several steps": dict(num_scheduler_steps=4),
     "one program": dict(batch_invariant=True, drafter=PromptLookup(), max_logprobs=2),
 }
 
