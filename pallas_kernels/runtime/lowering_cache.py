@@ -1,28 +1,41 @@
-"""A cache of lowered kernels on disk, beside JAX's cache of compiled programs.
+"""Lowered kernels: kept on disk, beside JAX's cache of compiled programs, and made in processes beside this one.
 
 JAX finds a compiled program (in `jax_compilation_cache_dir`) by its lowered text. Lowering the kernels of one decode
 step takes 20 to 30 seconds of Python, most of it Mosaic's search for register layouts. The text also depends on which
 kernels the process lowered before, because Mosaic numbers them. So this cache keeps each kernel's lowered module, as
 `jax.export` writes it. The file's name is a hash of all that the module depends on: the arguments' types, static
 arguments, the kernels' sources, and the versions of JAX.
+
+A kernel that no process has lowered is lowered by a worker process while this one goes on tracing, and then compiled by
+a thread: XLA finds it compiled when it compiles the program, where it would compile one kernel after the other.
 """
 
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import loky
 from jax import export
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from pallas_kernels.runtime.hardware import runs_all_blocks_at_once, why_no_mosaic_gpu
 
 
 # A lowered kernel is read only by the version of JAX that wrote it, so it needs no stable format.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+logger = logging.getLogger("pallas_kernels")
+MAX_WORKERS = 8  # a worker takes 0.4 GB of memory and 3 seconds to start
 
 
 def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
@@ -39,21 +52,9 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
     def decorate(function):
         @functools.wraps(function)
         def call(*args, interpret=False, **kwargs):
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-            def on_arrays(*arrays):
-                merged = list(leaves)
-                for i, array in zip(places, arrays, strict=True):
-                    merged[i] = array
-                args, kwargs = jax.tree.unflatten(structure, merged)
-                return function(*args, interpret=interpret, **kwargs)
-
-            arrays = [leaves[i] for i in places]
+            on_arrays, arrays = _on_arrays(functools.partial(function, interpret=interpret), args, kwargs, jax.Array)
             if not interpret:
-                others = [leaf for i, leaf in enumerate(leaves) if i not in places]
-                key = f"{function.__module__} {function.__qualname__} {structure} {others}"
-                on_arrays = _cached_lowering(on_arrays, key)
+                on_arrays = functools.partial(_call, on_arrays, function, *_shapes((args, kwargs)))
             if not writes:
                 return jax.custom_batching.sequential_vmap(on_arrays)(*arrays)
             # XLA would fuse a slice of an operand with the call, and forget that the call writes in place.
@@ -64,30 +65,104 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
     return decorate
 
 
-def _cached_lowering(function: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Returns a function from arrays to a pytree in a form that is lowered only if no process has done so before.
-
-    `key` identifies the function and its static arguments.
-    """
+def _on_arrays(function: Callable, args: Any, kwargs: Any, kind: type) -> tuple[Callable, list[Any]]:
+    """Returns the function of only those leaves of its arguments that are of a type, and these leaves."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kind)]
 
     def call(*arrays):
-        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        folder = _folder()
-        if folder is None or not _is_local(arrays):
-            return function(*arrays)
-        structure = jax.tree.structure(jax.eval_shape(function, *shapes))
+        merged = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            merged[i] = array
+        args, kwargs = jax.tree.unflatten(structure, merged)
+        return function(*args, **kwargs)
 
-        def flat(*arrays):
-            return tuple(jax.tree.leaves(function(*arrays)))
+    return call, [leaves[i] for i in places]
 
-        path = folder / hashlib.sha256(f"{_versions()} {key} {shapes}".encode()).hexdigest()
-        exported = _read(path)
-        if exported is None:
-            exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=_CHECKS)(*shapes)
-            _write(path, bytes(exported.serialize()))
-        return jax.tree.unflatten(structure, exported.call(*arrays))
 
-    return call
+def _shapes(tree: Any) -> Any:
+    """Returns a tree with ShapeDtypeStructs in place of its arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree)
+
+
+def _call(on_arrays: Callable, function: Callable, args: Any, kwargs: Any, *arrays: jax.Array) -> Any:
+    """Calls a kernel's function on its arrays, in a form that is lowered only if no process has done so before.
+
+    `args` and `kwargs` are all arguments of `function`, with shapes in place of the arrays.
+    """
+    folder = _folder()
+    if folder is None or not _is_local(arrays):
+        return on_arrays(*arrays)
+    key = f"{_versions()} {function.__module__} {function.__qualname__} {jax.tree.flatten((args, kwargs))}"
+    path = folder / hashlib.sha256(key.encode()).hexdigest()
+    kept = _read(path)
+    if kept is None:
+        results = jax.eval_shape(on_arrays, *_shapes(arrays))  # refuses what the kernel does not take
+        build = _build(path, function, args, kwargs)
+    else:
+        results = jax.tree.unflatten(kept.out_tree, kept.out_avals)
+        build = functools.partial(lambda exported: exported, kept)
+    types = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(results))
+    return jax.tree.unflatten(jax.tree.structure(results), _kernel_p.bind(*arrays, build=build, types=types))
+
+
+def _run(*arrays, build, types):
+    return jax.tree.leaves(build().call(*arrays))
+
+
+# A call of a lowered kernel, whose module is needed only when the program is lowered.
+_kernel_p = Primitive("lowered_kernel")
+_kernel_p.multiple_results = True
+_kernel_p.def_impl(_run)
+_kernel_p.def_abstract_eval(lambda *arrays, build, types: types)
+mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _build(path: Path, function: Callable, args: Any, kwargs: Any) -> Callable[[], export.Exported]:
+    """Returns a function that returns the lowered kernel, which workers make meanwhile if there are any."""
+    lower = functools.partial(_lower, path, function.__module__, function.__qualname__, args, kwargs)
+    executors = _executors()
+    if executors is None:
+        return functools.cache(lambda: export.deserialize(bytearray(lower())))
+    workers, compilers = executors
+    return compilers.submit(_finish, workers.submit(lower), lower).result
+
+
+def _lower(path: Path, module: str, name: str, args: Any, kwargs: Any) -> bytes:
+    """Lowers a kernel, of which `cached_trace` decorates the function, for a GPU; keeps and returns the module."""
+    function = getattr(importlib.import_module(module), name).__wrapped__.__wrapped__
+    on_arrays, shapes = _on_arrays(function, args, kwargs, jax.ShapeDtypeStruct)
+    data = bytes(export.export(jax.jit(on_arrays), platforms=["cuda"], disabled_checks=_CHECKS)(*shapes).serialize())
+    _write(path, data)
+    return data
+
+
+def _finish(lowering: Future[bytes], lower: Callable[[], bytes]) -> export.Exported:
+    """Waits for a worker's kernel, and compiles it."""
+    try:
+        data = lowering.result()
+    except Exception as error:  # the worker was killed, or could not start
+        logger.warning("a kernel is lowered without workers: %s", error)
+        data = lower()
+    exported = export.deserialize(bytearray(data))
+    _compile(exported)
+    return exported
+
+
+def _compile(exported: export.Exported) -> None:
+    """Compiles a kernel for the GPU in this process, in whose memory Mosaic keeps it."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    jax.jit(exported.call).lower(*shapes).compile()
+
+
+@functools.cache
+def _executors() -> tuple[Executor, Executor] | None:
+    """Returns worker processes that lower, and threads that compile; None without a GPU or enough cores for them."""
+    count = min(MAX_WORKERS, loky.cpu_count() // 2)
+    if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():
+        return None
+    workers = loky.ProcessPoolExecutor(count, timeout=10, env={"JAX_PLATFORMS": "cpu"})
+    return workers, ThreadPoolExecutor(count, "compile-kernels")
 
 
 def _folder() -> Path | None:

@@ -1,10 +1,12 @@
 """Lowered kernels are kept: programs lowered for a GPU, without one, in a cache folder of their own."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
 import jax.numpy as jnp
+import loky
 import numpy as np
 import pytest
 from jax import export
@@ -82,6 +84,20 @@ def test_what_the_kernel_does_not_take_is_refused_as_without_the_cache(folder):
 
 def test_without_a_compilation_cache_nothing_is_kept(exports):
     assert program(1024).count("@mosaic_gpu_v2") == 1 and not exports
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_workers_lower_kernels(folder, exports, monkeypatch, broken):
+    """A worker that cannot lower is replaced by this process."""
+    compiled = []
+    with loky.ProcessPoolExecutor(1, env={"JAX_PLATFORMS": "cpu"}) as workers, ThreadPoolExecutor(1) as threads:
+        if broken:
+            monkeypatch.setattr(workers, "submit", lambda lower: threads.submit(int, "broken"))
+        monkeypatch.setattr(lowering_cache, "_executors", lambda: (workers, threads))
+        monkeypatch.setattr(lowering_cache, "_compile", compiled.append)
+        made = program(1024)
+    assert len(exports) == broken and len(list(folder.iterdir())) == len(compiled) == 1
+    assert program(1024) == made and len(exports) == broken
 
 
 @pytest.mark.gpu
