@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from dsv4_jax.downloads import check_not_lfs_pointer, snapshot_hint
 from dsv4_jax.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec
 
 
@@ -128,9 +129,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a config.json, or that of a folder; raises ValueError if it cannot be read or is not an object."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_bytes())
+        text = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read the configuration {file}: {error.strerror}.") from None
+        hint = snapshot_hint(path)
+        raise ValueError(f"cannot read the configuration {file}: {error.strerror}.{hint}") from None
+    check_not_lfs_pointer(file, text)
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON (truncated?): {error}.") from None
     return _object(str(file), content)

@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dsv4_jax.downloads import check_not_lfs_pointer
+
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -58,10 +60,11 @@ def write_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -
 def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHeader, np.ndarray]], dict[str, Any]]:
     """Parses a whole file, [bytes] uint8, which may be memory-mapped; `name` is its name in errors.
 
-    Returns ({name of a tensor: (header, bytes as a view of `file`)}, metadata). Raises ValueError if the header is
-    truncated, too long, not JSON, or contradicts the data: offsets out of range, overlapping, with gaps, or of another
-    size than shape and dtype need.
+    Returns ({name of a tensor: (header, bytes as a view of `file`)}, metadata). Raises ValueError if the file is a Git
+    LFS pointer, or if the header is truncated, too long, not JSON, or contradicts the data: offsets out of range,
+    overlapping, with gaps, or of another size than shape and dtype need.
     """
+    check_not_lfs_pointer(name, file[:64].tobytes())
     if len(file) < 8:
         raise ValueError(f"{name} has {len(file)} bytes; a safetensors file starts with 8 bytes of header length.")
     length = int.from_bytes(file[:8].tobytes(), "little")
@@ -86,6 +89,7 @@ def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHead
 
 def parse_json(name: str, content: bytes) -> dict[str, Any]:
     """Parses a JSON object; raises ValueError, with `name` first, for other content or duplicate keys."""
+    check_not_lfs_pointer(name, content)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -14,7 +14,7 @@ import numpy as np
 import tyro
 
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.checkpoint.save import release_tensors, write_release
+from dsv4_jax.checkpoint.save import describe_storage, release_config, stored_tensors, write_checkpoint
 from dsv4_jax.cli.options import expert_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
@@ -42,7 +42,8 @@ def load_rate(
     """
     config = DSV4Config.v4_flash().first_layers(layers)
     try:
-        write_release(config, folder, random_tensors(config))
+        content = describe_storage(release_config(config), "quantized")
+        write_checkpoint(folder, content, stored_tensors(config), random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
         experts = expert_bytes(expert_memory, None)  # before JAX starts
         devices, loads = make_mesh(parse_mesh(mesh)), []
@@ -98,13 +99,13 @@ def _anonymous_bytes():
 
 
 def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:
-    """Yields a value for each of `release_tensors`, without NaN: slices of one array of random bytes."""
+    """Yields a value for each of `stored_tensors`, without NaN: slices of one array of random bytes."""
     rng = np.random.default_rng(0)
-    largest = max(tensor.nbytes for entries in release_tensors(config) for tensor in entries)
+    largest = max(tensor.nbytes for entries in stored_tensors(config) for tensor in entries)
     some = rng.integers(256, size=1 << 24, dtype=np.uint8)
     bytes_ = np.tile(some, -(-largest // some.size) + 1)
     finite, scales = np.where(bytes_ & 0x7F == 0x7F, 0, bytes_).astype(np.uint8), 116 + bytes_[: 1 << 25] % 3
-    for entries in release_tensors(config):
+    for entries in stored_tensors(config):
         for tensor in entries:
             yield _random(tensor, config, rng, bytes_, finite, scales)
 

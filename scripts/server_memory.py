@@ -107,7 +107,8 @@ async def drive(url: str, load: Load, take_sample: Any, record: Any) -> None:
         # A byte is a token. Every second prompt shares its beginning with others.
         begin = 0 if number % 2 else int(rng.integers(len(text) - size))
         events = int(rng.integers(0, limit)) if rng.random() < load.disconnecting else None
-        body = dict(prompt=text[begin : begin + size], max_tokens=limit, seed=number, stream=True, logprobs=2)
+        body = dict(model="king_james", prompt=text[begin : begin + size], max_tokens=limit, seed=number)
+        body |= dict(stream=True, logprobs=2)
         with contextlib.suppress(httpx2.HTTPError):  # the server's counters tell how requests ended
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
                 async for line in response.aiter_lines():

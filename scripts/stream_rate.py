@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 import urllib.parse
+import urllib.request
 from typing import Any
 
 import rich
@@ -50,7 +51,9 @@ async def measure(url: str, streams: int, prompt_tokens: int, new_tokens: int) -
       milliseconds: the mean over streams of the time of a token, from a stream's first event to its last; slowest: its
       maximum; first: the median time to the first event; events: events for each token.
     """
-    body = dict(stream=True, max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    with urllib.request.urlopen(f"{url}/v1/models") as response:
+        model = json.load(response)["data"][0]["id"]
+    body = dict(model=model, stream=True, max_tokens=new_tokens, temperature=0, ignore_eos=True)
     body |= dict(stream_options=dict(include_usage=True))
     begin, target = time.perf_counter(), urllib.parse.urlsplit(url)
     prompts = [[5 + (7 * i + j) % 200 for j in range(prompt_tokens)] for i in range(streams)]

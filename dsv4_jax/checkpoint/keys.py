@@ -129,6 +129,11 @@ class Weight:
         return self.module.endswith(".experts")
 
     @property
+    def is_ids(self) -> bool:
+        """Whether the parameter holds ids of experts, the model's only integers."""
+        return self.path.endswith(".tid2eid")
+
+    @property
     def packed_shape(self) -> tuple[int, ...]:
         """The shape of the parameter's FP4 codes."""
         return *self.shape[:-1], self.shape[-1] // 2

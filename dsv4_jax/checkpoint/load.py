@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import difflib
 import functools
 import logging
 import math
@@ -15,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
+from dsv4_jax.checkpoint.keys import Weight
+from dsv4_jax.checkpoint.match import listing, match_weights
 from dsv4_jax.checkpoint.placement import Staging, fill
+from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
-from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
+from dsv4_jax.checkpoint.storage import QuantizedTensor
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.nn import DeepseekV4ForCausalLM
@@ -42,8 +41,6 @@ from dsv4_jax.quant import WEIGHT_BLOCK, quantized_struct
 
 
 _log = logging.getLogger(__name__)
-_MAX_LISTED = 100  # problems of each kind: a wrong config would list tens of thousands
-_MAX_COMPARED = 200  # candidates for the nearest name
 _MAX_HOST_BYTES = 1 << 26  # of a variable whose layers and maps are put together on the host
 
 
@@ -99,22 +96,10 @@ def load_checkpoint(
         check_shardable(config, mesh.shape, expert_parallel)
     param_dtype = None if stay else weights
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
-    stored = read_checkpoint(path)
-    if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
-        _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
-        stored = {name: x for name, x in stored.items() if not is_draft(name)}
-    # The block shares the model's embedding and head; a file may hold copies of them.
-    stored = {name: x for name, x in stored.items() if not is_draft_copy(name)}
-    tensors, wrong_scales = join_scales(stored)
-
+    table, tensors = match_weights(path, read_checkpoint(path), config)
     views = parameter_views(model)
-    table = list(keys.weights(config, keys.detect_naming(config, stored)))
-    if config.tie_word_embeddings:
-        table = list(keys.tied(table, stored))
     shapes = {key: view.shape for key, view in views.items()}
     assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
-    dtypes = {key: np.dtype(view.dtype) for key, view in views.items()}
-    _refuse_mismatches(table, tensors, dtypes, wrong_scales)
 
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
     for weight in table:
@@ -134,7 +119,7 @@ def load_checkpoint(
                     embedding = views[keys.EMBEDDING].variable
                     embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
     if loader.problems:
-        raise ValueError(f"{path} holds impossible values:{_listing(loader.problems)}")
+        raise ValueError(f"{path} holds impossible values:{listing(loader.problems)}")
     return model
 
 
@@ -170,10 +155,8 @@ def _progress_bar(
 ) -> Iterator[Callable[[Weight], None]]:
     """Shows a progress bar that counts bytes; yields a function to call for each weight that is loaded."""
     sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
-    columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        task = bar.add_task("Loading weights", total=sum(sizes.values()))
-        yield lambda weight: bar.advance(task, sizes[weight.path])
+    with byte_bar("Loading weights", sum(sizes.values()), progress) as advance:
+        yield lambda weight: advance(sizes[weight.path])
 
 
 class _Loader:
@@ -300,46 +283,3 @@ class _Loader:
         tensor = self._tensors[source]
         assert isinstance(tensor, QuantizedTensor)
         return tensor
-
-
-def _refuse_mismatches(
-    table: list[Weight],
-    stored: dict[str, StoredTensor | QuantizedTensor],
-    dtypes: dict[str, np.dtype],
-    wrong_scales: dict[str, str],
-) -> None:
-    """Raises one ValueError with all differences between the needed and the stored tensors."""
-    needed = {source: weight for weight in table for source in weight.sources}
-    missing = [name for name in needed if name not in stored and name not in wrong_scales]
-    extra = [name for name in stored if name not in needed]
-    shapes, kinds = [], []
-    for name, weight in needed.items():
-        if name not in stored:
-            continue
-        tensor = stored[name]
-        if tensor.shape != weight.source_shape:
-            shapes.append(f"{name} is {list(tensor.shape)}, needed {list(weight.source_shape)}")
-        if tensor.dtype.startswith(("I", "U")) != (dtypes[weight.path].kind == "i"):
-            kinds.append(f"{name} is stored as {tensor.dtype}, needed for {dtypes[weight.path]}")
-    problems = {
-        "missing": _with_nearest(missing, extra),
-        "extra": _with_nearest(extra, missing),
-        "of another shape": shapes,
-        "of another kind": kinds,
-        "without the right scale": list(wrong_scales.values()),
-    }
-    found = [f"{len(lines)} {what}:{_listing(lines)}" for what, lines in problems.items() if lines]
-    if found:
-        raise ValueError("the checkpoint does not fit the configuration.\n" + "\n".join(found))
-
-
-def _with_nearest(names: list[str], others: list[str]) -> list[str]:
-    """Adds the most similar other name to each name that will be listed."""
-    near = (difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8) for name in names[:_MAX_LISTED])
-    found = [f"{name} (near: {match[0]})" if match else name for name, match in zip(names, near, strict=False)]
-    return found + names[_MAX_LISTED:]
-
-
-def _listing(lines: list[str]) -> str:
-    more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
-    return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

@@ -2,16 +2,20 @@
 
 import dataclasses
 import hashlib
+import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
+from dsv4_jax.downloads import snapshot_hint
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, parse_json, read_header
 
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_log = logging.getLogger(__name__)
 # The release's quantized storage: codes and scales, which `storage` joins.
 _QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
 
@@ -74,20 +78,37 @@ def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
         path: a `.safetensors` file, or a folder with `model.safetensors` or with shards and their
             `model.safetensors.index.json`.
 
+    A warning names other safetensors files of the folder, which are not read.
+
     Raises:
-        ValueError: as `read_file`; the folder holds no checkpoint; the index names missing files or tensors or leaves
-            tensors out; two shards hold the same tensor.
+        ValueError: as `read_file`; the folder holds no checkpoint, or two; the index names missing files or tensors or
+            leaves tensors out; two shards hold the same tensor.
     """
     path = Path(path)
     if not path.is_dir():
         return read_file(path)
-    if (path / SINGLE_NAME).exists():
-        return read_file(path / SINGLE_NAME)
+    files = {file.name for file in path.glob("*.safetensors")}
     if (path / INDEX_NAME).exists():
-        return _read_shards(path / INDEX_NAME)
-    shards = sorted(file.name for file in path.glob("*.safetensors"))
-    found = f"only {', '.join(shards[:3])}{', ...' if len(shards) > 3 else ''}" if shards else "no *.safetensors at all"
-    raise ValueError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {found}.")
+        tensors = _read_shards(path / INDEX_NAME)
+        unused = files - {tensor.file.name for tensor in tensors.values()}
+    elif SINGLE_NAME in files:
+        tensors = read_file(path / SINGLE_NAME)
+        unused = files - {SINGLE_NAME}
+    else:
+        found = f"only {_shortened(files)}." if files else f"no *.safetensors at all.{snapshot_hint(path)}"
+        raise ValueError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {found}")
+    if SINGLE_NAME in unused:
+        raise ValueError(
+            f"{path} holds two checkpoints: {SINGLE_NAME}, and the shards of {INDEX_NAME}. Remove one of them, or give "
+            f"the path of {SINGLE_NAME}"
+        )
+    if unused:
+        _log.warning("%s: %s is not read, since no other file refers to it", path, _shortened(unused))
+    return tensors
+
+
+def _shortened(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def weights_fingerprint(path: str | Path) -> str:

@@ -1,26 +1,29 @@
-"""Writes a model as the release stores it: FP8 linears, FP4 experts, bfloat16 and float32 for the rest."""
+"""Writes a model as the release stores it (FP8 linears, FP4 experts), or in bfloat16 or float32, in any naming."""
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
-from dsv4_jax.checkpoint.keys import Weight, weights
+from dsv4_jax.checkpoint import keys
+from dsv4_jax.checkpoint.keys import Naming, Weight
+from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.storage import FP4_GROUP
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layer_spec import LayerSpec
-from dsv4_jax.nn import DeepseekV4ForCausalLM, ParameterView, parameter_views
+from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import WEIGHT_BLOCK
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
 
 
+type Storage = Literal["quantized", "bfloat16", "float32"]
+
+_CHUNK_BYTES = 1 << 26  # of values that are converted at a time
 # Suffixes of names in the release; all other tensors are BF16.
 _FP8 = (
     "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_a.weight", "attn.wo_b.weight",
@@ -31,71 +34,136 @@ _F32 = (".ape", ".attn_sink", "gate.bias", "_fn", "_base", "_scale")
 
 
 def save_release(
-    model: DeepseekV4ForCausalLM, folder: str | Path, *, shard_bytes: int = 5 * 10**9, progress: bool = False
+    model: DeepseekV4ForCausalLM,
+    folder: str | Path,
+    *,
+    weights: Storage = "quantized",
+    naming: Naming = "release",
+    shard_bytes: int = 5 * 10**9,
+    progress: bool = False,
 ) -> None:
-    """Writes config.json and the weights to a folder, in the release's spelling, names and storage.
+    """Writes config.json, in the release's spelling, and the weights to a folder.
 
-    Linears become e4m3 with a power-of-two scale per 128 x 128 block. Experts become e2m1 with one per 32 inputs, or
-    bfloat16 if the inputs do not divide into groups. Values are rounded to nearest, ties to even, with the smallest
-    scale that holds the block's largest value. Values that were read from this storage are written back unchanged.
-    Norms, compressors, routers' weights, embedding and head are rounded to bfloat16; sinks, biases and
+    With "quantized", linears become e4m3 with a power-of-two scale per 128 x 128 block. Experts become e2m1 with one
+    per 32 inputs, or bfloat16 if the inputs do not divide into groups. Values are rounded to nearest, ties to even,
+    with the smallest scale that holds the block's largest value. Values that were read from this storage are written
+    back unchanged. Norms, compressors, routers' weights, embedding and head are rounded to bfloat16; sinks, biases and
     hyper-connections stay float32.
+
+    With "bfloat16", linears and experts are rounded to bfloat16 as well, which holds all values of the quantized
+    storage; with "float32", everything is float32.
 
     Args:
         model: the model.
         folder: destination, which is made if it does not exist; existing files are overwritten.
+        weights: storage of the weights, see above.
+        naming: names of the tensors, see `checkpoint.keys`. "module" stacks a layer's experts in one tensor.
         shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
         progress: whether to show a progress bar on standard error.
 
     Raises:
-        ValueError: `shard_bytes` is not positive, a parameter is not finite, or the release's spelling cannot express
-            the layers: hash layers follow others, or a layer's spec is not that of its rate in a release.
+        ValueError: `shard_bytes` is not positive, a parameter is not finite, `weights` and `naming` exclude each other
+            (see `check_storage`), or the release's spelling cannot express the layers: hash layers follow others, or a
+            layer's spec is not that of its rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
-    table, parameters = list(weights(model.config, "release")), parameter_views(model)
+    headers, parameters = list(stored_tensors(model.config, weights, naming)), parameter_views(model)
+    table = list(keys.weights(model.config, naming))
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path].read(), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
-    bar = track(table, "Saving weights", console=Console(stderr=True), disable=not progress)
-    write_release(model.config, folder, _tensors(bar, parameters), shard_bytes=shard_bytes)
+
+    def arrays() -> Iterator[np.ndarray]:
+        for weight, release in zip(table, keys.weights(model.config, "release"), strict=True):
+            value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
+            for name, piece in zip(weight.sources, value, strict=True):
+                yield from encode(name, piece, stored_kind(release.sources[0], piece.shape, weights))
+
+    content = describe_storage(release_config(model.config), weights)
+    with byte_bar("Saving weights", total_bytes(headers), progress) as advance:
+        write_checkpoint(folder, content, headers, arrays(), shard_bytes=shard_bytes, advance=advance)
 
 
-def write_release(
-    config: DSV4Config, folder: str | Path, tensors: Iterable[np.ndarray], *, shard_bytes: int = 5 * 10**9
+def write_checkpoint(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    headers: Iterable[list[TensorHeader]],
+    arrays: Iterable[np.ndarray],
+    *,
+    shard_bytes: int = 5 * 10**9,
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Writes config.json and the tensors that `release_tensors` lists (see `save_release`)."""
+    """Writes config.json and safetensors files to a folder.
+
+    Args:
+        folder: destination, which is made if it does not exist; existing files are overwritten.
+        config: content of config.json.
+        headers: the tensors in order, of which those of a list lie in the same file.
+        arrays: the tensors' data in the same order. Several arrays may follow one another in a tensor, so that no
+            tensor has to be in memory as a whole.
+        shard_bytes: largest size of a file, unless a single list of tensors exceeds it.
+        advance: function that is called with the number of bytes after each array.
+    """
     folder = Path(folder)
-    content = json.dumps(release_config(config), indent=2) + "\n"
+    content = json.dumps(config, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(content)
 
     shards: list[list[TensorHeader]] = [[]]
-    for entries in release_tensors(config):
+    for entries in headers:
         if shards[-1] and sum(entry.nbytes for entry in shards[-1] + entries) > shard_bytes:
             shards.append([])
         shards[-1] += entries
-    count, tensors = len(shards), iter(tensors)
+    count, arrays = len(shards), iter(arrays)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     for name, entries in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
             file.write(write_header(entries, dict(format="pt")))
             for entry in entries:
-                tensor = next(tensors)
-                assert tensor.shape == entry.shape and tensor.nbytes == entry.nbytes, entry
-                file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
+                missing = entry.nbytes
+                while missing:
+                    array = np.ascontiguousarray(next(arrays))
+                    missing -= array.nbytes
+                    assert missing >= 0, entry
+                    file.write(array.reshape(-1).view(np.uint8).data)
+                    advance(array.nbytes)
     if count > 1:
         places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
-        total = sum(entry.nbytes for entries in shards for entry in entries)
-        index = dict(metadata=dict(total_size=total), weight_map=places)
+        index = dict(metadata=dict(total_size=total_bytes(shards)), weight_map=places)
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def release_tensors(config: DSV4Config) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of the release's tensors in our order: each weight, with its scales if quantized."""
-    for weight in weights(config, "release"):
-        for source in weight.sources:
-            yield _entries(source, weight.source_shape)
+def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
+    """Returns the number of bytes of all tensors."""
+    return sum(entry.nbytes for entries in headers for entry in entries)
+
+
+def stored_tensors(
+    config: DSV4Config, weights: Storage = "quantized", naming: Naming = "release"
+) -> Iterator[list[TensorHeader]]:
+    """Yields the headers of a checkpoint's tensors in our order: each tensor, with its scales if quantized.
+
+    Raises ValueError as `check_storage`.
+    """
+    check_storage(weights, naming)
+    for weight, release in zip(keys.weights(config, naming), keys.weights(config, "release"), strict=True):
+        yield from tensor_headers(weight, release, weights)
+
+
+def tensor_headers(weight: Weight, release: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
+    """Yields the headers of a parameter's tensors. `release` is the same parameter in the release's naming."""
+    kind = stored_kind(release.sources[0], weight.source_shape, weights)
+    for source in weight.sources:
+        yield _entries(source, kind, weight.source_shape)
+
+
+def check_storage(weights: str, naming: str) -> None:
+    """Raises ValueError unless there is such a storage and naming, and they go together."""
+    if weights not in get_args(Storage.__value__) or naming not in get_args(Naming.__value__):
+        raise ValueError(f"{weights=} must be quantized, bfloat16 or float32, and {naming=} release, hybrid or module")
+    if weights == "quantized" and naming == "module":
+        raise ValueError(f"{naming=} stacks experts in one tensor, so {weights=} must be bfloat16 or float32")
 
 
 def release_config(config: DSV4Config) -> dict[str, Any]:
@@ -128,12 +196,17 @@ def release_config(config: DSV4Config) -> dict[str, Any]:
         num_hash_layers=hashed,
         rope_scaling=scaling,
         eos_token_id=list(config.eos_token_id),
-        expert_dtype="fp4",
-        torch_dtype="bfloat16",
-        quantization_config=dict(
-            quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[WEIGHT_BLOCK, WEIGHT_BLOCK]
-        ),
     )
+
+
+def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, Any]:
+    """Returns the content of a config.json with the fields that tell how weights are stored."""
+    others = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
+    if weights != "quantized":
+        return others | dict(torch_dtype=weights)
+    blocks = [WEIGHT_BLOCK, WEIGHT_BLOCK]
+    method = dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=blocks)
+    return others | dict(expert_dtype="fp4", torch_dtype="bfloat16", quantization_config=method)
 
 
 def quantize_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,18 +238,26 @@ def _e8m0(exponents):
     return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
 
 
-def stored_kind(name: str, shape: tuple[int, ...]) -> str:
-    """Returns the release's dtype of a tensor [*shape]: "F8_E4M3", "I8" (FP4), "I64", "F32" or "BF16"."""
-    if ".ffn.experts." in name and shape[-1] % FP4_GROUP == 0:
-        return "I8"
+def stored_kind(name: str, shape: tuple[int, ...], weights: Storage = "quantized") -> str:
+    """Returns the dtype of a stored tensor: "F8_E4M3", "I8" (FP4), "I64", "F32" or "BF16".
+
+    Args:
+        name: name of the tensor, or of one that is a part of it, in the release.
+        shape: shape of the tensor.
+        weights: storage of the weights, as in `save_release`.
+    """
     if name.endswith("tid2eid"):
         return "I64"
-    return "F8_E4M3" if name.endswith(_FP8) else "F32" if name.endswith(_F32) else "BF16"
+    if weights == "float32" or name.endswith(_F32):
+        return "F32"
+    if weights == "quantized" and ".ffn.experts." in name and shape[-1] % FP4_GROUP == 0:
+        return "I8"
+    return "F8_E4M3" if weights == "quantized" and name.endswith(_FP8) else "BF16"
 
 
-def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
+def _entries(name: str, kind: str, shape: tuple[int, ...]) -> list[TensorHeader]:
     """Returns the tensors that store a weight: one, or codes and scales."""
-    kind, scale = stored_kind(name, shape), name.removesuffix("weight") + "scale"
+    scale = name.removesuffix(".weight") + ".scale"
     if kind == "F8_E4M3":
         blocks = -(-shape[0] // WEIGHT_BLOCK), -(-shape[1] // WEIGHT_BLOCK)
         return [TensorHeader(name, kind, shape), TensorHeader(scale, "F8_E8M0", blocks)]
@@ -186,13 +267,24 @@ def _entries(name: str, shape: tuple[int, ...]) -> list[TensorHeader]:
     return [TensorHeader(name, kind, shape)]
 
 
-def _tensors(table: Iterable[Weight], parameters: Mapping[str, ParameterView]) -> Iterator[np.ndarray]:
-    """Yields the arrays of all entries in order, with one parameter in memory at a time."""
-    for weight in table:
-        value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
-        for source, piece in zip(weight.sources, value, strict=True):
-            kind = stored_kind(source, piece.shape)
-            if kind in ("F8_E4M3", "I8"):
-                yield from (quantize_fp8 if kind == "F8_E4M3" else quantize_fp4)(piece.astype(np.float32))
-            else:
-                yield piece.astype(DTYPES[kind])
+def encode(name: str, values: np.ndarray, kind: str) -> Iterator[np.ndarray]:
+    """Yields the arrays that store values as `kind`: codes and scales, or the values, some rows at a time.
+
+    Raises ValueError, with the tensor's name, if a value is not finite in this dtype.
+    """
+    if kind in ("F8_E4M3", "I8"):
+        exact = values.astype(np.float32)
+        _check_finite(name, exact)
+        yield from (quantize_fp8 if kind == "F8_E4M3" else quantize_fp4)(exact)
+        return
+    rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), rows):
+        with np.errstate(over="ignore"):
+            chunk = values[start : start + rows].astype(DTYPES[kind])
+        _check_finite(name, chunk)
+        yield chunk
+
+
+def _check_finite(name, values):
+    if values.dtype.kind != "i" and not np.isfinite(values).all():
+        raise ValueError(f"{name} has NaN or infinite values as {values.dtype}")

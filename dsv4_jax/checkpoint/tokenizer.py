@@ -4,6 +4,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from dsv4_jax.downloads import check_not_lfs_pointer
+
 
 TOKENIZER_NAME = "tokenizer.json"
 _UNFINISHED = "\ufffd"  # decoding yields this for an incomplete character
@@ -12,16 +14,21 @@ _UNFINISHED = "\ufffd"  # decoding yields this for an incomplete character
 def read_tokenizer(path: str | Path) -> Tokenizer | None:
     """Reads the tokenizer.json of a checkpoint, a folder or a file beside it; returns None if there is none.
 
-    Raises ValueError if tokenizer.json is broken.
+    Raises ValueError if tokenizer.json cannot be read.
     """
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / TOKENIZER_NAME
     if not file.exists():
         return None
+    content = file.read_bytes()
+    check_not_lfs_pointer(file, content)
     try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"cannot read {file}: {error}") from None
+        return Tokenizer.from_buffer(content)
+    except BaseException as error:
+        # The library raises plain Exception. A pattern that it cannot compile panics, which is no Exception.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"cannot read {file}: {error}") from None
+        raise
 
 
 def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `dsv4-jax generate`, `serve`, `chat`, `score`, `plan` and `bench`."""
+"""The command line: `dsv4-jax generate`, `serve`, `chat`, `score`, `convert`, `plan` and `bench`."""
 
 import os
 import signal

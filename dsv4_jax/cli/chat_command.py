@@ -70,7 +70,8 @@ class ChatCommand:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives `input` a history
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        session.console.print(f"{visible(session.find_model())} at {self.url}. /help lists the commands.", style="dim")
+        options["model"] = model = session.find_model()
+        session.console.print(f"{visible(model)} at {self.url}. /help lists the commands.", style="dim")
         while session.read_line():
             pass
 

@@ -8,12 +8,13 @@ from rich.console import Console
 from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.chat_command import ChatCommand
+from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.option_checks import explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
-from dsv4_jax.cli.startup import use_compilation_cache, visible
+from dsv4_jax.cli.startup import explain_missing_platform, use_compilation_cache, visible
 from dsv4_jax.xla_flags import jax_has_started, set_xla_flags
 
 
@@ -32,6 +33,7 @@ _Command = (
     | Annotated[ServeCommand, tyro.conf.subcommand("serve")]
     | Annotated[ChatCommand, tyro.conf.subcommand("chat")]
     | Annotated[ScoreCommand, tyro.conf.subcommand("score")]
+    | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench", description=_BENCH)]
 )
@@ -52,8 +54,12 @@ def run_command(argv: list[str]) -> int:
         command.run()
     except BrokenPipeError:
         raise
-    except (ValueError, TypeError, OSError) as error:
+    except Exception as error:
+        text = explain_missing_platform()
+        if text is None and not isinstance(error, ValueError | TypeError | OSError):
+            raise
         stderr = Console(stderr=True, highlight=False)
-        stderr.print(f"Error: {visible(explain(error, command))}", style="bold red", markup=False, soft_wrap=True)
+        message = f"Error: {visible(text or explain(error, command))}"
+        stderr.print(message, style="bold red", markup=False, soft_wrap=True)
         return 2
     return 0

@@ -25,17 +25,18 @@ class ScoreCommand(ModelOptions):
 
     All rows run as one batch: the first P tokens in chunks of N, the others one at a time, as in decoding. Prints each
     row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1. Also prints bits per byte of
-    text, if the checkpoint's tokenizer.json turns text into these tokens. With a plain float32 cache, P and N change
-    only the rounding, which is a way to check the cache.
+    text, if the checkpoint's tokenizer.json turns text into these tokens. Without --out, logits do not leave the
+    device. With a plain float32 cache, P and N change only the rounding, which is a way to check the cache.
 
     For example:
+      dsv4-jax score --checkpoint path/to/folder --text held_out.txt
       dsv4-jax score --checkpoint path/to/folder --text held_out.txt --out scores.npz --index-topk 64
       dsv4-jax score --checkpoint path/to/folder --ids ids.npy --out scores.npz --chunk 16 --decode-from 48 --layers
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
       out: .npz file to write: logits [B, T, vocab], log_likelihoods [B, T-1], perplexity [B] and, if known,
-        bits_per_byte [B], float32.
+        bits_per_byte [B], float32. Default: none.
       ids: .npy file with integer token ids [B, T], T at least 2.
       text: UTF-8 file to score as one row, in place of --ids. Needs a tokenizer.json in the checkpoint's folder.
       chunk: number of tokens N of each row in a prefill step.
@@ -50,7 +51,7 @@ class ScoreCommand(ModelOptions):
     """
 
     checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE.npz")]
+    out: Annotated[Path | None, optional("FILE.npz")] = None
     ids: Annotated[Path | None, optional("FILE.npy")] = None
     text: Annotated[Path | None, optional("FILE.txt")] = None
     chunk: Annotated[int, tyro.conf.arg(metavar="N")] = 256
@@ -71,7 +72,10 @@ class ScoreCommand(ModelOptions):
             raise ValueError("give --ids or --text, one of them")
         option_checks.check_file("ids", self.ids)
         option_checks.check_file("text", self.text)
-        option_checks.check_writable("out", self.out)
+        if self.out is not None:
+            option_checks.check_writable("out", self.out)
+        elif self.layers or self.drafts:
+            raise ValueError("--layers and --drafts are for the file that --out names: give --out FILE.npz")
         checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
             config = dataclasses.replace(config, index_topk=self.index_topk)
@@ -80,7 +84,7 @@ class ScoreCommand(ModelOptions):
         import numpy as np
 
         from dsv4_jax.checkpoint import read_tokenizer
-        from dsv4_jax.cli.scoring import log_likelihoods, read_ids, score_ids, text_bytes
+        from dsv4_jax.cli.scoring import read_ids, score_ids, text_bytes
 
         tokenizer = read_tokenizer(checkpoint)
         ids = self._read_text(tokenizer) if self.ids is None else read_ids(self.ids)
@@ -94,18 +98,28 @@ class ScoreCommand(ModelOptions):
 
         model = self.load_model(checkpoint, manager.schema)
         sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
-        record = dict(layers=self.layers, window_only=self.window_only, drafts=self.drafts)
-        results = _collect(score_ids(model, manager, ids, sizes, **record), rows, sizes)
-        for name in {"draft_tokens", "draft_logits", "confidence"} & results.keys():
+        steps = score_ids(
+            model,
+            manager,
+            ids,
+            sizes,
+            keep_logits=self.out is not None,
+            layers=self.layers,
+            window_only=self.window_only,
+            drafts=self.drafts,
+        )
+        results = _collect(steps, rows, sizes)
+        for name in {"log_likelihoods", "draft_tokens", "draft_logits", "confidence"} & results.keys():
             results[name] = results[name][:, :-1]  # nothing follows the last token
-        likelihoods = np.stack([log_likelihoods(*row) for row in zip(results["logits"], ids, strict=True)])
+        likelihoods = results["log_likelihoods"]
         means = likelihoods.mean(axis=1)
-        results |= dict(log_likelihoods=likelihoods, perplexity=np.exp(-means))
+        results["perplexity"] = np.exp(-means)
         if tokenizer and (lengths := text_bytes(tokenizer, ids)):
             nats = -likelihoods.sum(axis=1, dtype=np.float64)
             results["bits_per_byte"] = (nats / np.log(2) / lengths).astype(np.float32)
-        with self.out.open("wb") as file:  # given a path, savez would add an ending
-            np.savez(file, **results)
+        if self.out is not None:
+            with self.out.open("wb") as file:  # given a path, savez would add an ending
+                np.savez(file, **results)
         _print_table(means, results.get("bits_per_byte"), total)
 
     def _read_text(self, tokenizer: "Tokenizer | None") -> "np.ndarray":

@@ -23,7 +23,7 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 from dsv4_jax.quant import LayerSlice
 
 
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layers", "drafts", "per_row"))
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("keep_logits", "layers", "drafts", "per_row"))
 @sharded_step
 def score_step(
     compiled: CompiledModel,
@@ -31,6 +31,7 @@ def score_step(
     batch: Batch,
     next_tokens: Int[Array, "T"],
     *,
+    keep_logits: bool,
     layers: bool,
     drafts: int,
     per_row: int,
@@ -38,14 +39,18 @@ def score_step(
     """Runs the batch's tokens, `per_row` of each slot; the cache is donated.
 
     Returns:
-      The results, float32, and the cache. The results are "logits" [T, vocab]; with `layers` also "attn_in_L" and
-      "attn_out_L" [T, hidden], the input and output of attention in layer L; with `drafts` also those of
-      `_score_drafts`.
+      The results, float32, and the cache. The results are "log_likelihoods" [T] of `next_tokens`; with `keep_logits`
+      also "logits" [T, vocab]; with `layers` also "attn_in_L" and "attn_out_L" [T, hidden], the input and output of
+      attention in layer L; with `drafts` also those of `_score_drafts`.
     """
     model = compiled.module
     names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}
     hidden, streams, recorded, cache = model.model(cache, batch, record=names)
-    results = {"logits": model.logits(hidden)}
+    logits = model.logits(hidden)
+    next_logits = jnp.take_along_axis(logits, next_tokens[:, None], axis=1)[:, 0]
+    results = {"log_likelihoods": next_logits - jax.nn.logsumexp(logits, axis=1)}
+    if keep_logits:
+        results["logits"] = logits
     for numbers, values in recorded:
         for name, stacked in values.items():
             results |= {f"{names[name]}_{i}": x.astype(jnp.float32) for i, x in zip(numbers, stacked, strict=True)}
@@ -83,13 +88,14 @@ def score_ids(
     ids: np.ndarray,
     sizes: Sequence[int],
     *,
+    keep_logits: bool = True,
     layers: bool = False,
     window_only: bool = False,
     drafts: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Runs all rows of ids [B, T] as one batch of requests in lockstep, `sizes` tokens of each row in each step.
 
-    With `window_only`, all layers attend to the sliding window only. `layers` and `drafts` are those of `score_step`.
+    With `window_only`, all layers attend to the sliding window only. Other options are those of `score_step`.
 
     Yields:
       The results of `score_step` for the n tokens of a step, each array [B, n, ...].
@@ -105,7 +111,7 @@ def score_ids(
         here = layout.first[:, None] + np.arange(n)
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
         next_tokens[here] = followers[:, at : at + n]
-        options = dict(layers=layers, drafts=drafts, per_row=n if drafts else 0)
+        options = dict(keep_logits=keep_logits, layers=layers, drafts=drafts, per_row=n if drafts else 0)
         results, cache = compiled.run(score_step, cache, batch, manager.requests.put(next_tokens, "tokens"), **options)
         yield {name: x[here] for name, x in manager.requests.get(results).items()}
         at += n
@@ -118,8 +124,9 @@ def read_ids(path: Path) -> np.ndarray:
     with path.open("rb") as file:
         try:
             ids = np.lib.format.read_array(file, allow_pickle=False)
-        except ValueError as error:
-            raise ValueError(f"--ids {path} is no .npy file of numbers: {error}") from None
+        except Exception as error:  # a damaged header makes NumPy raise MemoryError, TokenError and others
+            message = f"{type(error).__name__}: {error}"
+            raise ValueError(f"--ids {path} is no .npy file of numbers: {message}") from None
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"--ids {path} has shape {list(ids.shape)}; it must be [B, T], B at least 1 and T at least 2")
     return ids
@@ -134,13 +141,6 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
             return []
         lengths.append(len(text.encode()) - len(first.encode()))
     return lengths if all(lengths) else []
-
-
-def log_likelihoods(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns the log-probabilities [T-1] float32 of ids[1:] under logits [T, vocab] of the tokens before them."""
-    logits = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
-    chosen = np.take_along_axis(logits, ids[1:, None], axis=1)[:, 0]
-    return (chosen - np.log(np.exp(logits).sum(axis=1, dtype=np.float64))).astype(np.float32)
 
 
 @jax.tree_util.register_dataclass

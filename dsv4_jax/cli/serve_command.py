@@ -45,7 +45,7 @@ class ServeCommand(RandomModelOptions):
       DSV4_JAX_API_KEY=secret dsv4-jax serve --host 0.0.0.0
 
       curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
-        -d '{"prompt": "In the beginning", "max_tokens": 64, "temperature": 0}'
+        -d '{"model": "king_james", "prompt": "In the beginning", "max_tokens": 64}'
 
     Attributes:
       checkpoint: folder with config.json and safetensors files, and tokenizer.json for text. Default: the packaged

@@ -20,7 +20,6 @@ import logging
 import os
 import pickle
 import platform
-import stat
 import tempfile
 import threading
 import time
@@ -36,6 +35,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dsv4_jax.ops.dispatch import default_implementation
+from dsv4_jax.private_folder import make_private_folder
 
 
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
@@ -296,20 +296,15 @@ def _private_folder(path: str | None) -> Path | None:
     """Returns the store's folder, made if need be; None if there is none, or if others could write into it."""
     if not path:
         return None
-    folder = Path(path)
-    with _reported(f"compiled programs are not kept in {folder}"):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
-        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"it must belong to you and not be writable by others: chmod 700 {folder}")
-        return folder
+    with _reported(f"compiled programs are not kept in {path}"):
+        return make_private_folder(path)
     return None
 
 
 def _read(path: Path) -> bytes | None:
     """Returns the content of the user's own file, or None if it is missing or incomplete."""
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status, data = os.fstat(file.fileno()), file.read()
     except OSError:
         return None

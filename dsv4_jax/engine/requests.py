@@ -37,6 +37,8 @@ class RequestParams:
       grammar: a `dsv4_jax.engine.grammar.Grammar` that its new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
       logits_state: its state for the engine's `logits_processor`, before its first new token; None = the processor's.
+      cache_salt: secret of those who may share cached prefixes. A request finds only prefixes of requests with the same
+        one, so that nobody else learns from its time to the first token which prompts ran before.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -53,6 +55,7 @@ class RequestParams:
     prompt_logprobs: bool = False
     grammar: "Grammar | None" = None
     logits_state: Any = dataclasses.field(default=None, repr=False, compare=False)
+    cache_salt: str = ""
 
     def __post_init__(self):
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -61,6 +64,8 @@ class RequestParams:
         check_whole("top_logprobs", self.top_logprobs, 0)
         if self.draft_tokens is not None:
             check_whole("draft_tokens", self.draft_tokens, 0)
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt={self.cache_salt!r} must be text")
         object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
         if self.grammar is not None and not set(ends := self.grammar.vocabulary.end_tokens) & set(self.stop_tokens):

@@ -217,7 +217,8 @@ class Scheduler:
             end = int(min(start + limit, known - (not decode)))
             if end > start:
                 if self.prefix is not None:
-                    end = self.prefix.chunk_end(request.slot, request.tokens, end)
+                    salt = request.params.cache_salt
+                    end = self.prefix.chunk_end(request.slot, request.tokens, end, salt=salt)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
                 rows[shard] -= max(num_scored + samples - 1, 0)
@@ -229,7 +230,7 @@ class Scheduler:
 
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
-            return self.prefix.fits(request.tokens, num_tokens)
+            return self.prefix.fits(request.tokens, num_tokens, salt=request.params.cache_salt)
         table = self.manager.requests
         return any(fits(table, shard, num_tokens) for shard in range(table.num_shards))
 
@@ -239,7 +240,8 @@ class Scheduler:
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, **room)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
-            slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens, **room)
+            salt = request.params.cache_salt
+            slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens, salt=salt, **room)
             if not request.num_generated:
                 request.cached_tokens = hit_tokens
         else:

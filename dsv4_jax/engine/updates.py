@@ -64,7 +64,9 @@ def update(
         for i in np.flatnonzero(lengths // block_tokens > numbers["start"] // block_tokens).tolist():
             request, length = requests[i], int(lengths[i])
             snapshot = None if snapshots is None else snapshots.get(request)
-            prefix.observe(scheduler.cache, request.slot, request.tokens[:length], length=length, snapshot=snapshot)
+            tokens = request.tokens[:length]
+            salt = request.params.cache_salt
+            prefix.observe(scheduler.cache, request.slot, tokens, length=length, snapshot=snapshot, salt=salt)
     for request in requests:
         if request.matcher is not None and (error := request.matcher.error):
             scheduler.finish(request, "error", ValueError(f"request {request.id!r}: its grammar cannot go on: {error}"))

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 
 _log = logging.getLogger(__name__)
+_MAX_HEADER_BYTES = 4096  # of a member of the file: NumPy's headers have 128
 
 
 def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray, "E"]]:
@@ -20,13 +21,20 @@ def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray
 
     It is {} if there is no file, or, with a warning, if the file is no such one.
     """
+    if path.exists() and not path.is_file():
+        return _ignored(path, "it is no regular file")
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        with zipfile.ZipFile(path) as archive:
+            largest = max((member.file_size for member in archive.infolist()), default=0)
+        if largest > (most := _MAX_HEADER_BYTES + 8 * num_experts):
+            return _ignored(path, f"a member has {largest} bytes; {num_experts} counts take at most {most}")
+        with np.load(path, allow_pickle=False) as file:
             found = {name: np.asarray(file[name]) for name in file.files}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        return _ignored(path, f"it cannot be read: {error}")
+    # NumPy and zipfile raise what comes to hand for damaged files: MemoryError, NotImplementedError, TokenError ..
+    except Exception as error:
+        return _ignored(path, f"it cannot be read: {type(error).__name__}: {error}")
     for name, row in found.items():
         if row.dtype.kind != "f" or row.shape != (num_experts,) or not (np.isfinite(row) & (row >= 0)).all():
             return _ignored(path, f"{name} is no count of {num_experts} experts")

@@ -154,13 +154,16 @@ class PrefixCache(Summarized):
         """The number of blocks that `evict` could give up: no request holds them or a block after them."""
         return sum(self._tree.evictable)
 
-    def admit(self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None) -> tuple[int, int, KVCache]:
+    def admit(
+        self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None, salt: str = ""
+    ) -> tuple[int, int, KVCache]:
         """Admits a request with the longest cached prefix of its prompt; at least one token is left to run.
 
         Args:
           cache: the cache; donated.
           prompt_ids: [n] token ids of the prompt.
           num_tokens: as in `KVCacheManager.admit`.
+          salt: only prefixes of the same salt are found.
 
         Returns:
           (the slot, hit_tokens, the cache): run prompt_ids[hit_tokens:] next.
@@ -173,10 +176,10 @@ class PrefixCache(Summarized):
         self._check_current()
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
-        paths, found = self._find(ids)
+        paths, found = self._find(ids, salt)
         slot = find_slot(self._table, len(ids), num_tokens, found)
         path = paths[self._table.shard(slot)]
-        prefix, new = self._find_stored(ids, self._table.shard(slot), len(path)) or FoundBlocks(path), cache
+        prefix, new = self._find_stored(ids, salt, self._table.shard(slot), len(path)) or FoundBlocks(path), cache
         if prefix.num_blocks:
             path, new = self._restore(cache, slot, prefix)
         else:
@@ -193,7 +196,7 @@ class PrefixCache(Summarized):
             self._tree.touch(path[-1])
         return slot, hit, new
 
-    def chunk_end(self, slot: int, tokens: np.ndarray, end: int) -> int:
+    def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
         """Returns where the next chunk of a request's prompt should end for the sake of later prompts.
 
         * A chunk ends at the prompt's last boundary, where the next turn of a chat continues. The few tokens after it
@@ -206,13 +209,14 @@ class PrefixCache(Summarized):
           slot: slot of the request.
           tokens: [n] int32 all token ids of the prompt.
           end: the last position at which the chunk may end.
+          salt: the salt that the request was admitted with.
 
         Raises:
           ValueError: the slot is not admitted.
         """
         state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
-        nodes = self._nodes(tokens[: end + 1], self._table.shard(slot), state.cached_blocks)
+        nodes = self._nodes(tokens[: end + 1], salt, self._table.shard(slot), state.cached_blocks)
         parting, last = len(nodes) * block_tokens // stride * stride, len(tokens) // stride * stride
         boundary = min(end // stride * stride, last)
         if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
@@ -221,7 +225,14 @@ class PrefixCache(Summarized):
         return boundary if end - boundary <= spare else end
 
     def observe(
-        self, cache: KVCache, slot: int, tokens: TokenIds, *, length: int | None = None, snapshot: Any = None
+        self,
+        cache: KVCache,
+        slot: int,
+        tokens: TokenIds,
+        *,
+        length: int | None = None,
+        snapshot: Any = None,
+        salt: str = "",
     ) -> None:
         """Caches a request's full blocks, and a snapshot of its last boundary if the policy asks for it.
 
@@ -237,6 +248,7 @@ class PrefixCache(Summarized):
           length: number of the request's tokens that count; None = all. Fewer count if a later step was launched
             already, whose tokens are not known.
           snapshot: rows of the last boundary up to `length`, from `snapshot`; None = read them now.
+          salt: the salt that the request was admitted with.
 
         Raises:
           ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache belongs to another
@@ -256,7 +268,7 @@ class PrefixCache(Summarized):
                 path = [node for node in path if node.alive]
                 for index in range(len(path), full):
                     ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
-                    digest = _digest(path[-1].digest if path else self._root, ids.tobytes())
+                    digest = _digest(path[-1].digest if path else self._salted_root(salt), ids.tobytes())
                     path.append(self._cache_block(path[-1] if path else None, digest, state.blocks[index]))
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
             if self.debug and (new := [node for node in path if node.sums is None]):
@@ -296,15 +308,18 @@ class PrefixCache(Summarized):
             self._stored.warm_up(new)
         return new
 
-    def fits(self, prompt_ids: TokenIds, num_tokens: int) -> bool:
-        """Whether a slot and enough blocks are free for a request with this prompt [n] and `num_tokens` tokens.
+    def fits(self, prompt_ids: TokenIds, num_tokens: int, *, salt: str = "") -> bool:
+        """Whether a slot and enough blocks are free for a request. Does not count as a use of cached blocks.
 
-        Does not count as a use of cached blocks.
+        Args:
+          prompt_ids: [n] token ids of its prompt.
+          num_tokens: number of tokens that it needs room for.
+          salt: as in `admit`.
 
         Raises:
           TypeError, ValueError: the ids are bad.
         """
-        _, found = self._find(self.manager.check_ids(prompt_ids))
+        _, found = self._find(self.manager.check_ids(prompt_ids), salt)
         return any(fits(self._table, shard, num_tokens, prefix) for shard, prefix in enumerate(found))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
@@ -432,37 +447,42 @@ class PrefixCache(Summarized):
         if self._table.evictor is not self:
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
 
-    def _digests(self, ids, path=()):
+    def _salted_root(self, salt):
+        """Returns what the digests of all prefixes with this salt depend on. No block's tokens have such a digest."""
+        data = salt.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
+
+    def _digests(self, ids, salt="", path=()):
         """Yields the digests of a prompt's full blocks after those of `path` that leave a token to run."""
-        digest, block_tokens = path[-1].digest if path else self._root, self.manager.schema.block_tokens
+        digest, block_tokens = path[-1].digest if path else self._salted_root(salt), self.manager.schema.block_tokens
         for end in range((len(path) + 1) * block_tokens, len(ids), block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             yield digest
 
-    def _find(self, ids):
+    def _find(self, ids, salt):
         """Returns each shard's longest usable prefix in memory: nodes that end in a snapshot."""
-        paths = [self._nodes(ids, shard) for shard in range(self._table.num_shards)]
+        paths = [self._nodes(ids, salt, shard) for shard in range(self._table.num_shards)]
         for path in paths:
             while path and path[-1].snapshot is None:
                 path.pop()
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
-    def _nodes(self, ids, shard, path=()):
+    def _nodes(self, ids, salt, shard, path=()):
         """Returns `path` and the nodes of a prompt's blocks after it that are in memory and in the same shard."""
         nodes = list(path)
-        for digest in self._digests(ids, path):
+        for digest in self._digests(ids, salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
             nodes.append(node)
         return nodes
 
-    def _find_stored(self, ids, shard, least):
+    def _find_stored(self, ids, salt, shard, least):
         """Reads a prefix from disk that is longer than the `least` blocks in memory. Returns None if there is none."""
         if self._stored is None:
             return None
-        nodes = self._nodes(ids, shard)
+        nodes = self._nodes(ids, salt, shard)
         most = len(nodes) + self._table.room(shard) - sum(not node.pins for node in nodes)
-        return self._stored.find(self._digests(ids), nodes, least, most)
+        return self._stored.find(self._digests(ids, salt), nodes, least, most)
 
     def _restore(self, cache, slot, prefix):
         """Gives a new request the blocks and the snapshot of a prefix. Returns its nodes and the cache."""

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.host.request_files import DTYPE_NAMES, named_leaves
+from dsv4_jax.private_folder import make_private_folder
 from dsv4_jax.safetensors_header import TensorHeader, write_header
 from dsv4_jax.sizes import parse_bytes, readable_bytes
 from dsv4_jax.summary import Summarized, Summary
@@ -119,7 +120,9 @@ class FileLayout:
 
 
 class PrefixFiles(Summarized):
-    """A folder of blocks and snapshots for a `PrefixCache`, which several processes may share.
+    """A folder of blocks and snapshots for a `PrefixCache`, which several processes of one user may share.
+
+    The folder is made with mode 0700 and the files with 0600: they hold what users wrote.
 
     One thread writes. Arrays wait for it up to `max_pending_bytes`; those beyond are dropped and counted, so that no
     step waits for the disk. Faults are logged and counted, too: what cannot be read is not cached.
@@ -142,7 +145,7 @@ class PrefixFiles(Summarized):
 
         Raises:
           TypeError, ValueError: a size is no size.
-          ValueError: the folder cannot be written.
+          ValueError: the folder cannot be written, belongs to another user, or others may write into it.
         """
         self.directory = Path(directory)
         self.max_bytes = parse_bytes(max_bytes, "max_bytes")
@@ -153,11 +156,11 @@ class PrefixFiles(Summarized):
         self._unlisted_bytes = 0  # written since the folder was listed
         partial = self.directory / f".{'0' * 64}.block.{secrets.token_hex(8)}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.directory)
             partial.write_bytes(b"")
             partial.unlink()
         except OSError as error:
-            raise ValueError(f"directory={str(directory)!r} cannot be written: {error.strerror}") from None
+            raise ValueError(f"directory={str(directory)!r} cannot be used: {error.strerror}") from None
         # One thread, which ends with this object, or with the process after it has written what waits.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefix files")
         self._writer.submit(self._guarded, self._list)
@@ -249,7 +252,7 @@ class PrefixFiles(Summarized):
         """Reads a file into [nbytes] uint8. Returns whether it is whole."""
         path = self._path(layout, digest)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0, opener=_open_at_once) as file:
                 is_whole = file.readinto(content) == layout.nbytes and not file.read(1)
         except FileNotFoundError:
             return False
@@ -306,7 +309,7 @@ class PrefixFiles(Summarized):
         """Writes a file that has its name only when it is whole."""
         partial = self.directory / f".{name}.{secrets.token_hex(8)}"
         try:
-            with open(partial, "xb", buffering=0) as file:
+            with open(partial, "xb", buffering=0, opener=_open_private) as file:
                 view = memoryview(content)
                 while view:
                     view = view[file.write(view) :]
@@ -319,7 +322,7 @@ class PrefixFiles(Summarized):
 
     def _touch(self, layout, digests, used):
         for i, digest in enumerate(digests):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.utime(self._path(layout, digest), ns=(used - i, used - i))
 
     def _make_room(self, nbytes):
@@ -334,8 +337,13 @@ class PrefixFiles(Summarized):
             # Some more than needed: listing a large folder takes a second.
             if self.metrics.bytes + nbytes <= self.max_bytes - self.max_bytes // 32:
                 break
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 os.unlink(self.directory / name)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._warn("deleted", error)
+                continue
             self._count(name.rpartition(".")[2], -size)
 
     def _list(self):
@@ -343,11 +351,13 @@ class PrefixFiles(Summarized):
         files = []
         with os.scandir(self.directory) as entries:
             for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+                    stat = entry.stat(follow_symlinks=False)
                     if _NAME.fullmatch(entry.name):
-                        stat = entry.stat()
                         files.append((stat.st_mtime_ns, stat.st_size, entry.name))
-                    elif _PARTIAL.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _PARTIAL_SECONDS:
+                    elif _PARTIAL.fullmatch(entry.name) and time.time() - stat.st_mtime > _PARTIAL_SECONDS:
                         os.unlink(entry)
         self.metrics.blocks = sum(name.endswith(".block") for *_, name in files)
         self.metrics.bytes = sum(size for _, size, _ in files)
@@ -359,6 +369,16 @@ class PrefixFiles(Summarized):
         self.metrics.bytes += nbytes
         if kind == "block":
             self.metrics.blocks += 1 if nbytes > 0 else -1
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for a writer, as opening a named pipe would."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Opens a new file that only the user may read and write."""
+    return os.open(path, flags, 0o600)
 
 
 def _checksum(digest: bytes, content: bytes | memoryview) -> bytes:

@@ -136,6 +136,7 @@ class Answer:
                 top_logprobs=body.num_top or 0,
                 prompt_logprobs=self._scores_prompts,
                 grammar=self._grammar,
+                cache_salt=body.cache_salt,
             )
         except QueueFullError as error:
             raise APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from None

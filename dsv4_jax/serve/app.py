@@ -169,8 +169,8 @@ async def _model(request: Request) -> Response:
     return JSONResponse(_describe_model(service))
 
 
-def _check_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.options.model_name:
+def _check_model(service: Service, name: str) -> None:
+    if name != service.options.model_name:
         message = f"there is no model {name[:200]!r}; this server has {service.options.model_name!r}"
         raise APIError(404, message, param="model", code="model_not_found")
 

@@ -109,7 +109,7 @@ def _greedy_if_tiny(temperature: Any) -> Any:
 class GenerationBody(_Body):
     """Fields that all requests share."""
 
-    model: str | None = None
+    model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=128)
@@ -120,6 +120,7 @@ class GenerationBody(_Body):
     stop: Annotated[_List[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
     stop_token_ids: _List[int] = Field([], max_length=1024)
     ignore_eos: bool = False
+    cache_salt: str = Field("", min_length=1)  # vLLM's field
     user: str | None = None  # OpenAI's id of the end user; not used
     _unused = UNUSED
 
@@ -241,7 +242,9 @@ class _ChatBody(GenerationBody):
 
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
-        return self.model_dump(exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos"})
+        return self.model_dump(
+            exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos", "cache_salt"}
+        )
 
     def conversation(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts.

@@ -245,22 +245,71 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
         "1 of another shape:",
         "  head.weight is [64, 160], needed [160, 64]",
         "3 of another kind:",
-        "  model.layers.0.attn.attn_sink is stored as I32, needed for float32",
-        "  model.layers.1.attn.attn_sink is stored as U8, needed for float32",
-        "  model.layers.0.ffn.gate.tid2eid is stored as F32, needed for int32",
+        "  model.layers.0.attn.attn_sink is stored as I32, needed are floating-point numbers",
+        "  model.layers.1.attn.attn_sink is stored as U8, needed are floating-point numbers",
+        "  model.layers.0.ffn.gate.tid2eid is stored as F32, needed are integers",
     ):
         assert line in str(error.value).splitlines(), line
 
 
 def test_long_reports_are_cut(tmp_path):
     stored = tensors(HF_TINY) | {f"x{i}": np.zeros(1, np.float32) for i in range(130)}
-    with pytest.raises(ValueError, match=r"130 extra:(\n  x\d+.*){100}\n  \.\.\. and 30 more$"):
+    with pytest.raises(ValueError, match=r"130 extra:(\n  x\d+.*){10}\n  \.\.\. and 120 more$"):
         load_checkpoint(write(tmp_path / "x", stored))
 
 
 def test_tensors_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"not DeepSeek-V4 weights in any known naming; the tensors are wte"):
         load_checkpoint(write(tmp_path / "x", {"wte": np.zeros(3, np.float32)}))
+
+
+# What tools write in place of a linear map's `weight`, by the ends of the names.
+QUANTIZED = {
+    "GPTQ or AWQ": {"qweight": np.int32, "qzeros": np.int32, "scales": np.float16, "g_idx": np.int32},
+    "compressed-tensors": {
+        "weight_packed": np.uint8,
+        "weight_scale": ml_dtypes.float8_e4m3fn,
+        "weight_shape": np.int64,
+    },
+    "compressed-tensors or ModelOpt": {"weight": ml_dtypes.float8_e4m3fn, "weight_scale": np.float32},
+    "NVFP4": {"weight": np.uint8, "weight_scale_2": np.float32, "weight_scale": ml_dtypes.float8_e4m3fn},
+    "FP8 with float32 scales": {"weight": ml_dtypes.float8_e4m3fn, "weight_scale_inv": np.float32},
+    "bitsandbytes": {"weight": np.uint8, "weight.absmax": np.float32},
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+@pytest.mark.parametrize("naming", ["hybrid", "release"])
+def test_other_quantizations_are_named_in_one_line(tmp_path, method, naming):
+    stored = renamed(naming)
+    for name in [name for name in stored if ".attn.w" in name or ".experts." in name]:
+        values = stored.pop(name)
+        for end, dtype in QUANTIZED[method].items():
+            stored[f"{name.removesuffix('weight')}{end}"] = np.zeros_like(values, dtype)
+    folder = write(tmp_path / "x", stored)
+    with pytest.raises(ValueError, match=rf"is quantized by another method: {method}\. Give") as error:
+        load_checkpoint(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+    config = json.loads((folder / "config.json").read_text())
+    declared = dict(quant_method="awq", bits=4)
+    (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=declared)))
+    with pytest.raises(ValueError, match="is quantized by another method: awq"):
+        load_checkpoint(folder)
+
+
+def test_a_method_that_config_json_names_alone(tmp_path, hybrid):
+    stored = tensors(HF_TINY)
+    folder = write(tmp_path / "x", stored)
+    config = json.loads((folder / "config.json").read_text())
+    declared = dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized")
+    (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=declared)))
+    # The tensors decide: these have been dequantized.
+    assert_same(hybrid, load_checkpoint(folder, dtype=jnp.float32))
+    stored["head.codes"] = stored.pop("head.weight")
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="by another method: compressed-tensors, nvfp4-pack-quantized"):
+        load_checkpoint(folder)
 
 
 def test_nan_and_infinite_weights_are_named(tmp_path):

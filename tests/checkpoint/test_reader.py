@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 from safetensors.numpy import save, save_file
 
-from dsv4_jax.checkpoint import read_checkpoint, read_file, weights_fingerprint
+from dsv4_jax.checkpoint import read_checkpoint, read_file, read_tokenizer, weights_fingerprint
+from dsv4_jax.config import DSV4Config
 from tests.paths import TINY
 
 
@@ -205,6 +206,57 @@ def test_fingerprints_differ_between_weights_and_not_between_copies(tmp_path):
     ]
     prints = {weights_fingerprint(write(tmp_path, f"{i}", other)) for i, other in enumerate(others)}
     assert len(prints | {found}) == 5
+
+
+def test_files_that_nothing_refers_to_are_named(tmp_path, caplog):
+    shards(tmp_path, [ONE, TWO])
+    read_checkpoint(tmp_path)
+    assert not caplog.text
+    save_file(ONE, tmp_path / "consolidated.safetensors")
+    assert read_checkpoint(tmp_path).keys() == {"a", "b"}
+    assert "consolidated.safetensors is not read, since no other file refers to it" in caplog.text
+    save_file(ONE, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds two checkpoints: model.safetensors, and the shards of model.saf"):
+        read_checkpoint(tmp_path)
+    assert read_checkpoint(tmp_path / "model.safetensors").keys() == {"a"}
+    (tmp_path / "model.safetensors.index.json").unlink()
+    caplog.clear()
+    assert read_checkpoint(tmp_path).keys() == {"a"}
+    assert "consolidated.safetensors, model-0.safetensors, model-1.safetensors is not read" in caplog.text
+
+
+def test_an_index_may_name_the_single_file(tmp_path, caplog):
+    save_file(ONE, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert read_checkpoint(tmp_path).keys() == {"a"} and not caplog.text
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("model.safetensors", read_checkpoint),
+        ("model.safetensors.index.json", read_checkpoint),
+        ("config.json", DSV4Config.from_hf),
+        ("tokenizer.json", read_tokenizer),
+    ],
+)
+def test_git_lfs_pointers_are_told_apart(tmp_path, name, read):
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer .*: git -C {tmp_path} lfs pull$"):
+        read(tmp_path)
+
+
+def test_the_snapshot_in_a_hubs_folder_is_hinted_at(tmp_path):
+    snapshot = tmp_path / "models--deepseek-ai--DeepSeek-V4-Flash" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    for folder in snapshot.parent, snapshot.parent.parent:
+        for read in read_checkpoint, DSV4Config.from_hf:
+            with pytest.raises(ValueError, match=rf"give the snapshot in it, {snapshot}$"):
+                read(folder)
 
 
 def write(tmp_path, name, tensors):

@@ -57,6 +57,17 @@ def test_checkpoints_without_a_tokenizer_and_with_a_broken_one(tmp_path):
             read_tokenizer(tmp_path)
 
 
+def test_a_pattern_that_does_not_compile_is_refused(tmp_path):
+    """The library panics, in an exception that `except Exception` lets pass."""
+    write_byte_tokenizer(tmp_path / "tokenizer.json", {})
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = dict(type="Split", pattern=dict(Regex="(" * 3), behavior="Isolated", invert=False)
+    for place in ({"pre_tokenizer": split}, {"normalizer": dict(type="Replace", pattern=dict(Regex="["), content="")}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | place))
+        with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
+            read_tokenizer(tmp_path)
+
+
 @given(st.text())
 def test_streamed_text_is_the_text_and_never_has_half_a_character(tokenizer, text):
     stream = TextStream(tokenizer)

@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import dsv4_jax
 from dsv4_jax.cli import bench_command as bench, main
+from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
@@ -24,6 +25,7 @@ COMMANDS = {
     "generate": GenerateCommand,
     "serve": ServeCommand,
     "score": ScoreCommand,
+    "convert": ConvertCommand,
     "plan": PlanCommand,
     "bench step": bench.StepBench,
     "bench layer": bench.LayerBench,
@@ -46,7 +48,8 @@ def test_help_explains_every_option_and_has_an_example(name, capsys):
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert f"For example:\n  dsv4-jax {name}" in out
-    assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name]))
+    positional = 2 * (name == "convert")
+    assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name])) - positional
     # An explanation stands between an option and its default.
     assert not re.findall(r"--[\w-]+(?: \S+)? \((?:default|required)", words(out))
 
@@ -55,13 +58,13 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("generate", "serve", "score", "plan", "bench"))
+    assert all(command in out for command in ("generate", "serve", "score", "convert", "plan", "bench"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "{generate, serve, chat, score, plan, bench}"),
+        ([], "{generate, serve, chat, score, convert, plan, bench}"),
         (["bench"], "{ops, step, layer, model, prefill, serve, all_reduce}"),
         (["bench", "ops", "sort"], "sort"),
         (["bench", "ops", "append", "--plot", "x.png"], "--plot"),
@@ -85,10 +88,11 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
     assert message in words(err)
 
 
-def start(*arguments):
-    """The program in a process of its own."""
+def start(*arguments, **variables):
+    """The program in a process of its own, with more environment variables."""
     command = [sys.executable, "-c", "import sys; from dsv4_jax.cli import main; sys.exit(main())", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | variables
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_version(run):
@@ -117,22 +121,50 @@ def test_it_ends_quietly_when_nobody_reads():
     process.stderr.close()
 
 
+def test_a_gpu_that_is_not_there_is_explained_in_a_sentence():
+    process = start("generate", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    out, err = process.communicate()
+    assert process.returncode == 2 and out == ""
+    assert "Error: JAX_PLATFORMS=cuda asks for devices that JAX does not find here." in err
+    assert "AssertionError" not in err
+
+
 def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for given, expected in [(None, str(tmp_path / "dsv4_jax" / "programs")), ("elsewhere", "elsewhere"), ("", "")]:
+    elsewhere = str(tmp_path / "elsewhere")
+    for given, expected in [(None, str(tmp_path / "dsv4_jax" / "programs")), (elsewhere, elsewhere), ("", "")]:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", given or "")
         if given is None:
             monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
         use_compilation_cache()
         assert os.environ["JAX_COMPILATION_CACHE_DIR"] == expected
         assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
-    # Where no folder can be made, programs are compiled every time.
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+
+
+@pytest.mark.parametrize("problem", ["a file", "another user", "writable"])
+def test_a_cache_that_others_may_write_is_not_used(monkeypatch, tmp_path, capsys, problem):
+    """Its files are code that JAX loads and runs."""
+    folder = tmp_path / "programs"
+    folder.mkdir(0o700)
+    for name in ("DSV4_JAX_PROGRAMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    if problem == "a file":
+        folder.rmdir()
+        folder.touch()
+    elif problem == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.chmod(0o775)
     use_compilation_cache()
-    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false" and not jax.config.jax_enable_compilation_cache
+    assert "DSV4_JAX_PROGRAMS" not in os.environ
+    reason = {"a file": "File exists", "another user": "it belongs to another user", "writable": "others may write"}
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"Compiled programs are not kept in {folder}: {reason[problem]}" in err
 
 
 def test_jax_is_told_of_the_cache_if_it_has_started(monkeypatch, tmp_path):

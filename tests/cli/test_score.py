@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.checkpoint import write_byte_tokenizer
+from dsv4_jax.cli import score_command
 from tests.paths import DATA
 
 
@@ -59,6 +60,19 @@ def test_without_layers_and_ending(run, golden, ids_file, tmp_path):
     chex.assert_trees_all_close(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
 
 
+def test_perplexity_alone_keeps_no_logits(run, refused, golden, ids_file, tmp_path, monkeypatch):
+    table = run("score", *PLAIN, "--ids", ids_file, "--chunk", "16", "--out", tmp_path / "scores.npz")
+    kept = []
+    collect = score_command._collect
+    monkeypatch.setattr(score_command, "_collect", lambda *args: kept.append(collect(*args)) or kept[0])
+    assert run("score", *PLAIN, "--ids", ids_file, "--chunk", "16") == table
+    (results,) = kept
+    assert results.keys() == {"log_likelihoods", "perplexity"}
+    chex.assert_trees_all_equal(results["log_likelihoods"], np.load(tmp_path / "scores.npz")["log_likelihoods"])
+    for option in (["--layers"], ["--drafts", "1"]):
+        assert "give --out FILE.npz" in refused("score", *PLAIN, "--ids", ids_file, *option)
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -78,7 +92,18 @@ def test_bad_ids_are_explained(refused, tmp_path, ids, message):
     assert not (tmp_path / "scores.npz").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"5,6,7\n", b"PK\x03\x04"])
+def npy(header):
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+HEADERS = (
+    "{'descr': '<i4', 'shape': (2,",
+    f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({2**58}, 2)}}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (2, 2)}",
+)
+
+
+@pytest.mark.parametrize("content", [b"", b"5,6,7\n", b"PK\x03\x04", *(npy(text) for text in HEADERS)])
 def test_files_that_hold_no_array_are_explained(refused, tmp_path, content):
     (tmp_path / "ids.npy").write_bytes(content)
     err = refused("score", *PLAIN, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz")

@@ -136,7 +136,7 @@ def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
         ServeCommand(**model, prefix_size="100B")._engine(folder, config, 64, "")
     (tmp_path / "file").touch()
     model["prefix_dir"] = tmp_path / "file" / "a"
-    with pytest.raises(ValueError, match="--prefix-dir '.*file/a' cannot be written: Not a directory"):
+    with pytest.raises(ValueError, match="--prefix-dir '.*file/a' cannot be used: Not a directory"):
         ServeCommand(**model)._engine(folder, config, 64, "")
 
 
@@ -193,7 +193,7 @@ def test_serves_until_it_is_told_to_stop(one_layer):
                         assert process.poll() is None
                     assert time.monotonic() < deadline
                     time.sleep(0.2)
-                body = dict(prompt="In the beginning", max_tokens=8, temperature=0)
+                body = dict(model="one_layer", prompt="In the beginning", max_tokens=8, temperature=0)
                 assert http.post("/v1/completions", json=body).status_code == 401
                 headers = {"Authorization": "Bearer secret"}
                 answer = http.post("/v1/completions", json=body, headers=headers).json()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache.request_rows import read_request, write_request
-from dsv4_jax.host import CacheFullError, PrefixCache, resume
+from dsv4_jax.host import CacheFullError, PrefixCache, PrefixFiles, resume
 from dsv4_jax.host.offload import capture
 from tests.host.managers import BLOCK, host_state, ids, make, step
 
@@ -90,6 +90,32 @@ class TestFinding:
         assert Cached(manager=make(num_blocks=5)).prefix._root == root
         assert Cached(**change).prefix._root != root
         assert Cached(manager=make(kv_format="per_entry")).prefix._root != root
+
+    def test_only_requests_of_the_same_salt_share(self, tmp_path):
+        cached = Cached(64, files=PrefixFiles(tmp_path, "10MB"))
+        prefix = cached.prefix
+
+        def run(salt, keep=False):
+            slot, hit, cached.cache = prefix.admit(cached.cache, ids(64), salt=salt)
+            assert prefix.fits(ids(64), 64, salt=salt)
+            for at in range(hit, 64, BLOCK):
+                cached.cache = step(cached.manager, cached.cache, slot, ids(64)[at : at + BLOCK])
+                prefix.observe(cached.cache, slot, ids(64), salt=salt)
+            cached.manager.release(slot)
+            return hit
+
+        assert [run(salt) for salt in ("", "a", "b", "a", "b", "")] == [48, 0, 0, 48, 48, 48]
+        prefix.save(cached.cache)
+        prefix.evict(99)
+        assert [run(salt) for salt in ("c", "a", "", "b")] == [0, 48, 48, 48]  # from disk
+
+    def test_a_salt_is_no_block_of_tokens(self):
+        """Else a salt could name another request's first block, and find what follows it."""
+        cached = Cached(64)
+        block = np.array(ids(BLOCK), np.int32).tobytes().decode("latin-1")
+        assert block.encode() == np.array(ids(BLOCK), np.int32).tobytes()
+        slot, hit, cached.cache = cached.prefix.admit(cached.cache, ids(64)[BLOCK:], salt=block)
+        assert hit == 0
 
     def test_while_the_first_request_still_runs(self):
         cached = Cached()

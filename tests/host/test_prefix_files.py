@@ -252,9 +252,52 @@ class TestFaults:
         assert not os.listdir(tmp_path) and files.metrics.dropped == 1
         assert "could not be written: [Errno 28] No space left on device" in caplog.text
 
+    @pytest.mark.parametrize("kind", ["pipe", "loop", "folder", "device"])
+    def test_what_lies_under_a_blocks_name_is_a_miss_and_stops_no_write(self, tmp_path, kind):
+        make = {
+            "pipe": os.mkfifo,
+            "loop": lambda path: os.symlink(path, path),
+            "folder": os.mkdir,
+            "device": lambda path: os.symlink("/dev/zero", path),
+        }
+        block, partial = LAYOUT.name(digest(1)), f".{LAYOUT.name(digest(2))}.{'a' * 16}"
+        for name in block, partial:
+            make[kind](tmp_path / name)
+            os.utime(tmp_path / name, (1, 1), follow_symlinks=False)
+        files = PrefixFiles(tmp_path, 3 * LAYOUT.nbytes)
+        assert files.read(LAYOUT, [digest(1)]) == (0, None)
+        files.touch(LAYOUT, [digest(1), digest(3)], used=1)
+        for i in range(3, 9):  # more than fit, so that old files are deleted
+            assert files.save(LAYOUT, [digest(i)], lambda i=i: value(i), used=i)
+        files.flush()
+        assert files.metrics.dropped == 0
+        assert files.read(LAYOUT, [digest(8)])[0] == 1 and files.read(LAYOUT, [digest(3)])[0] == 0
+        if kind != "folder":
+            assert not (tmp_path / partial).is_symlink() and not (tmp_path / partial).exists()
+            files.save(LAYOUT, [digest(1)], lambda: value(1), used=9)
+            files.flush()
+            assert files.read(LAYOUT, [digest(1)])[0] == 1
+
+    def test_only_the_user_may_read_and_write(self, tmp_path, monkeypatch):
+        before = os.umask(0)
+        try:
+            files = PrefixFiles(tmp_path / "new", SIZE)
+            files.save(LAYOUT, [digest(1)], lambda: value(1), used=1)
+            files.flush()
+        finally:
+            os.umask(before)
+        modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new", *(tmp_path / "new").iterdir())]
+        assert modes == [0o700, 0o600]
+        (tmp_path / "new").chmod(0o770)
+        with pytest.raises(ValueError, match="directory='.*new' cannot be used: others may write into it: chmod 700 "):
+            PrefixFiles(tmp_path / "new", SIZE)
+        monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        with pytest.raises(ValueError, match="directory='.*' cannot be used: it belongs to another user"):
+            PrefixFiles(tmp_path, SIZE)
+
     def test_refusals(self, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(ValueError, match="directory='.*file' cannot be written: File exists"):
+        with pytest.raises(ValueError, match="directory='.*file' cannot be used: File exists"):
             PrefixFiles(tmp_path / "file", SIZE)
         with pytest.raises(ValueError, match="max_bytes='12' must be a number with one of the units"):
             PrefixFiles(tmp_path, "12")

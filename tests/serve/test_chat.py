@@ -327,7 +327,7 @@ def test_a_late_system_message_keeps_its_place(scripted, release, path, role, op
 
     def prompt(messages):
         scripted.say("</think>ok")
-        body = {field: [*opening, *messages], limit: 50} | system
+        body = {"model": "tiny", field: [*opening, *messages], limit: 50} | system
         assert scripted.http.post(path, json=body).status_code == 200
         return release.decode(scripted.prompts[0], skip_special_tokens=False)
 
@@ -554,7 +554,7 @@ def test_a_last_answer_in_messages_is_continued(scripted, release, claude, think
 )
 def test_parts_that_are_not_supported_are_named(scripted, path, body, message):
     basis = dict(input="Hi") if path == "responses" else dict(messages=HI, max_tokens=9)
-    response = scripted.http.post(f"/v1/{path}", json=basis | body)
+    response = scripted.http.post(f"/v1/{path}", json=dict(model="tiny") | basis | body)
     assert response.status_code in (400, 404)
     assert message in response.json()["error"]["message"] and (response.json().get("type") == "error") == (
         path == "messages"

@@ -24,10 +24,10 @@ from tests.serve.test_chat import (  # noqa: F401
 
 
 BASES = {
-    "completions": dict(prompt="Hi", max_tokens=9),
-    "chat/completions": dict(messages=HI, max_tokens=9),
-    "responses": dict(input="Hi", max_output_tokens=9),
-    "messages": dict(messages=HI, max_tokens=9),
+    "completions": dict(model="tiny", prompt="Hi", max_tokens=9),
+    "chat/completions": dict(model="tiny", messages=HI, max_tokens=9),
+    "responses": dict(model="tiny", input="Hi", max_output_tokens=9),
+    "messages": dict(model="tiny", messages=HI, max_tokens=9),
 }
 # What Claude Code 2.1.197 sends with every request, but for the texts.
 CLAUDE_CODE = dict(
@@ -88,6 +88,46 @@ def test_fields_without_effect(scripted, path):  # noqa: F811
         assert status == 400 and name in answer["error"]["message"]
 
 
+def cached_tokens(answer):
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_a_salt_keeps_prefixes_apart(scripted, path):  # noqa: F811
+    """Timing and `cached_tokens` tell what others asked only within a salt."""
+    long = path + "a" * 600
+    body = {name: [dict(role="user", content=long)] if name == "messages" else long for name in BASES[path]}
+    body = {name: body[name] for name in ("messages", "prompt", "input") if name in body}
+    found = []
+    for salt in (None, "x", "y", "x", None):
+        scripted.say("</think>ok")
+        status, answer, _ = post(scripted, path, **body, cache_salt=salt)
+        assert status == 200, answer
+        found.append(cached_tokens(answer) > 500)
+    assert found == [False, False, False, True, True]
+    status, answer, _ = post(scripted, path, **body, cache_salt="")
+    assert status == 400 and "cache_salt: String should have at least 1 character" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [*BASES, "messages/count_tokens"])
+@pytest.mark.parametrize("model", [None, "gpt"])
+def test_a_request_names_its_model(server, path, model):
+    """OpenAI's and Anthropic's servers refuse a request without one, each in its own shape."""
+    body = BASES.get(path, BASES["messages"]) | dict(model=model)
+    if not model:
+        del body["model"]
+    for asked in (body, body | ({} if model else dict(model=None))):
+        response = server.http.post(f"/v1/{path}", json=asked)
+        answer = response.json()
+        assert response.status_code == (404 if model else 400)
+        message = "there is no model 'gpt'" if model else "model: this field is needed"
+        assert message in answer["error"]["message"]
+        kind = "not_found_error" if model else "invalid_request_error"
+        assert answer["error"]["type"] == kind and (answer.get("type") == "error") == path.startswith("messages")
+
+
 def test_the_page_lists_the_fields():
     """Every field that is accepted without effect, and no other."""
     page = (DATA.parents[1] / "docs" / "serve.md").read_text()
@@ -130,7 +170,7 @@ def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
     assert status == 400 and re.fullmatch(
         r"prompt is too long: 9\d{3} tokens > 8192 maximum", answer["error"]["message"]
     )
-    status, answer, _ = post(scripted, "messages/count_tokens", messages=long)
+    status, answer, _ = post(scripted, "messages/count_tokens", model="tiny", messages=long)
     assert status == 200 and answer["input_tokens"] > 9000
 
 

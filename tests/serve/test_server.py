@@ -252,7 +252,7 @@ def test_models_health_and_pages(server):
 
 
 def test_a_restarted_server_finds_prompts_on_disk(serve_again, tmp_path):
-    body = dict(prompt=PROMPT, max_tokens=8, temperature=0, seed=1)
+    body = dict(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0, seed=1)
     found = []
     for _ in range(2):
         with serve_again(files=PrefixFiles(tmp_path, "100MB")) as server:
@@ -335,7 +335,7 @@ def test_a_restarted_server_finds_prompts_on_disk(serve_again, tmp_path):
 def test_a_mistake_is_named(server, body, param, message, monkeypatch):
     monkeypatch.setattr(answers, "_MAX_LOGPROBS", 200_000)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    response = server.http.post(path, json=dict(max_tokens=1) | body)
+    response = server.http.post(path, json=dict(model="tiny", max_tokens=1) | body)
     if message is None:
         assert response.status_code == 200
     else:
@@ -369,7 +369,7 @@ def test_connections_that_send_no_whole_head_end(serve_again, monkeypatch):
         assert server.http.get("/health").status_code == 200
         time.sleep(0.5)
         assert server.http.get("/health").status_code == 200
-        late = (part for part in [b'{"prompt": [5],', b'"max_tokens": 1}'] if time.sleep(0.3) is None)
+        late = (part for part in [b'{"model": "tiny", "prompt": [5],', b'"max_tokens": 1}'] if time.sleep(0.3) is None)
         response = server.http.post("/v1/completions", content=late, headers={"Content-Type": "application/json"})
         assert response.status_code == 200
         monkeypatch.setattr("dsv4_jax.serve.server._SPARE_DESCRIPTORS", 2**40)
@@ -473,7 +473,7 @@ def test_other_mistakes_have_their_status(server):
 
 def test_a_client_that_goes_away_frees_its_blocks(server):
     cancelled = server.engine.metrics.cancelled
-    body = dict(prompt=PROMPT, max_tokens=190, ignore_eos=True)
+    body = dict(model="tiny", prompt=PROMPT, max_tokens=190, ignore_eos=True)
     with server.http.stream("POST", "/v1/completions", json=body | dict(stream=True, n=3)) as response:
         next(response.iter_lines())
         assert server.engine.unfinished == 3
@@ -485,8 +485,10 @@ def test_a_client_that_goes_away_frees_its_blocks(server):
 
 def test_a_full_queue_says_when_to_come_back(server, monkeypatch):
     monkeypatch.setattr(server.engine, "capacity", 1)
-    with server.http.stream("POST", "/v1/completions", json=dict(prompt=PROMPT, max_tokens=150, stream=True)):
-        response = server.http.post("/v1/completions", json=dict(prompt="a"))
+    with server.http.stream(
+        "POST", "/v1/completions", json=dict(model="tiny", prompt=PROMPT, max_tokens=150, stream=True)
+    ):
+        response = server.http.post("/v1/completions", json=dict(model="tiny", prompt="a"))
     assert response.status_code == 429 and response.headers["Retry-After"] == "1"
     assert response.json()["error"]["code"] == "queue_full"
     wait_until(lambda: is_free(server))
@@ -509,7 +511,7 @@ def test_a_step_that_raises_fails_its_requests_only(server, expected, monkeypatc
     answers = [None] * 6
 
     def ask(i):
-        body = dict(prompt=PROMPTS[i], max_tokens=TOKENS, seed=i, stream=i == 0, **WARM)
+        body = dict(model="tiny", prompt=PROMPTS[i], max_tokens=TOKENS, seed=i, stream=i == 0, **WARM)
         answers[i] = server.http.post("/v1/completions", json=body)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
@@ -532,7 +534,7 @@ def test_a_step_that_raises_fails_its_requests_only(server, expected, monkeypatc
 
 
 def test_key_time_limit_and_graceful_stop(serve_again):
-    body = dict(prompt=PROMPT, max_tokens=190, ignore_eos=True)
+    body = dict(model="tiny", prompt=PROMPT, max_tokens=190, ignore_eos=True)
     with serve_again(api_key="secret", request_seconds=1.5, grace_seconds=0.2) as server:
         for headers in (
             {},

@@ -187,7 +187,7 @@ def holding(value):
 def test_a_schema_is_enforced_in_all_or_refused(scripted, value, written, fault, strict):  # noqa: F811
     scripted.say(f'{{"a": {written}}}')
     form = dict(type="json_schema", json_schema=dict(name="n", schema=holding(value), strict=strict))
-    body = dict(messages=HI, max_tokens=200, temperature=0, response_format=form) | NO_THINKING
+    body = dict(model="tiny", messages=HI, max_tokens=200, temperature=0, response_format=form) | NO_THINKING
     response = scripted.http.post("/v1/chat/completions", json=body)
     if fault is None:
         choice = response.json()["choices"][0]
@@ -325,4 +325,4 @@ def test_no_schema_is_a_fault_of_the_server(scripted, schema):  # noqa: F811
     scripted.say("1")
     for path, body in bodies:
         asked = dict(input="Hi", max_output_tokens=20) if path == "responses" else dict(messages=HI, max_tokens=20)
-        assert scripted.http.post(f"/v1/{path}", json=asked | body).status_code in (200, 400)
+        assert scripted.http.post(f"/v1/{path}", json=dict(model="tiny") | asked | body).status_code in (200, 400)

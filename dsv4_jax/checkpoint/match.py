@@ -1,0 +1,96 @@
+"""Matches the tensors of a checkpoint with the table of a model's weights, and reports all that does not fit."""
+
+import difflib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsv4_jax.checkpoint import keys
+from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
+from dsv4_jax.checkpoint.other_quantization import find_other_quantization
+from dsv4_jax.checkpoint.reader import StoredTensor
+from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
+from dsv4_jax.config import DSV4Config
+
+
+_log = logging.getLogger(__name__)
+_MAX_LISTED = 10  # problems of each kind: a wrong config would list tens of thousands
+_MAX_COMPARED = 200  # candidates for the nearest name
+
+
+def match_weights(
+    path: Path, stored: Mapping[str, StoredTensor], config: DSV4Config
+) -> tuple[list[Weight], dict[str, StoredTensor | QuantizedTensor]]:
+    """Returns the table of the model's weights in the checkpoint's naming, and the tensors by name.
+
+    Args:
+        path: the checkpoint, for messages.
+        stored: its tensors by name. Those of draft layers are left out, and logged, if the configuration has none.
+        config: configuration of the model.
+
+    Raises:
+        ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
+            or another tool has quantized them.
+    """
+    if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
+        _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
+        stored = {name: x for name, x in stored.items() if not is_draft(name)}
+    # The block shares the model's embedding and head; a file may hold copies of them.
+    stored = {name: x for name, x in stored.items() if not is_draft_copy(name)}
+    tensors, wrong_scales = join_scales(stored)
+    try:
+        table = list(keys.weights(config, keys.detect_naming(config, stored)))
+        if config.tie_word_embeddings:
+            table = list(keys.tied(table, stored))
+        _refuse_mismatches(table, tensors, wrong_scales)
+    except ValueError:
+        if (method := find_other_quantization(path, stored)) is None:
+            raise
+        raise ValueError(
+            f"{path} is quantized by another method: {method}. Give the release's FP8 and FP4, or a checkpoint in "
+            "bfloat16 or float32"
+        ) from None
+    return table, tensors
+
+
+def _refuse_mismatches(
+    table: list[Weight],
+    stored: dict[str, StoredTensor | QuantizedTensor],
+    wrong_scales: dict[str, str],
+) -> None:
+    """Raises one ValueError with all differences between the needed and the stored tensors."""
+    needed = {source: weight for weight in table for source in weight.sources}
+    missing = [name for name in needed if name not in stored and name not in wrong_scales]
+    extra = [name for name in stored if name not in needed]
+    shapes, kinds = [], []
+    for name, weight in needed.items():
+        if name not in stored:
+            continue
+        tensor = stored[name]
+        if tensor.shape != weight.source_shape:
+            shapes.append(f"{name} is {list(tensor.shape)}, needed {list(weight.source_shape)}")
+        if tensor.dtype.startswith(("I", "U")) != weight.is_ids:
+            needs = "integers" if weight.is_ids else "floating-point numbers"
+            kinds.append(f"{name} is stored as {tensor.dtype}, needed are {needs}")
+    problems = {
+        "missing": _with_nearest(missing, extra),
+        "extra": _with_nearest(extra, missing),
+        "of another shape": shapes,
+        "of another kind": kinds,
+        "without the right scale": list(wrong_scales.values()),
+    }
+    found = [f"{len(lines)} {what}:{listing(lines)}" for what, lines in problems.items() if lines]
+    if found:
+        raise ValueError("the checkpoint does not fit the configuration.\n" + "\n".join(found))
+
+
+def _with_nearest(names: list[str], others: list[str]) -> list[str]:
+    """Adds the most similar other name to each name that will be listed."""
+    near = (difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8) for name in names[:_MAX_LISTED])
+    found = [f"{name} (near: {match[0]})" if match else name for name, match in zip(names, near, strict=False)]
+    return found + names[_MAX_LISTED:]
+
+
+def listing(lines: list[str]) -> str:
+    more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

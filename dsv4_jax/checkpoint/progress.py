@@ -1,0 +1,16 @@
+"""A progress bar of bytes."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+
+@contextlib.contextmanager
+def byte_bar(description: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar on standard error if `shown`; yields a function that takes the number of further bytes."""
+    columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
