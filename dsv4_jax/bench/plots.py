@@ -6,38 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.bench.decode_steps import MODELS
-from dsv4_jax.bench.kernel_kinds import KINDS, REST
 from dsv4_jax.bench.prefill import STACK
 from dsv4_jax.bench.serving import SLOTS
+from dsv4_jax.bench.tables import LAYER_KINDS, layer_share
 
 
 MAX_OPS = 12  # single ops in a plot of layers
-
-
-def plot_steps(report: dict[str, Any], path: Path) -> None:
-    """Draws a step's time and its lower bound against context, one line for each batch size.
-
-    If gaps between kernels take more than a tenth of a step, the time of its kernels is marked too.
-    """
-    layers = report.get("layers", "attention").capitalize()
-    title = f"{layers} layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
-    with _axes(path, title, "context (tokens a request)", "milliseconds a step") as axes:
-        rows_by_kind: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
-        for row in report["results"]:
-            rows_by_kind.setdefault((row["requests"], row["tokens"], row["drafts"]), []).append(row)
-        for (requests, tokens, drafts), rows in sorted(rows_by_kind.items()):
-            contexts = [row["context"] for row in rows]
-            label = f"batch {requests}" + f", {tokens} tokens" * (tokens > 1) + f", {drafts} drafts" * (drafts > 0)
-            (line,) = axes.plot(contexts, [row["milliseconds"] for row in rows], "o-", label=label)
-            axes.plot(contexts, [row["floor_milliseconds"] for row in rows], ":", color=line.get_color())
-            for row in rows:
-                if (gaps := row.get("gap_milliseconds", 0)) > 0.1 * row["milliseconds"]:
-                    place = row["context"], row["milliseconds"] - gaps
-                    axes.plot(*place, "o", mfc="white", color=line.get_color())
-                    text = f"its kernels alone:\nthe other {gaps:.2f} ms are gaps between them"
-                    axes.annotate(text, place, (14, -26), textcoords="offset points", fontsize=8)
-        axes.plot([], [], ":", color="gray", label="floor: weights and cache read once")
-        axes.set_xscale("log", base=2)
 
 
 def plot_layers(report: dict[str, Any], path: Path) -> None:
@@ -59,20 +33,18 @@ def plot_layers(report: dict[str, Any], path: Path) -> None:
 
 def _plot_kinds(axes, report):
     """Draws a bar for each case, divided into kinds of kernels."""
-    rows = report["results"]
-    axes.set(title=f"Whole layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer")
+    rows = [layer_share(row) for row in report["results"]]
+    axes.set(title=f"Layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer")
     labels = [_layer_label(row) for row in rows]
     left = [0.0] * len(rows)
-    for kind in (*KINDS, REST):
-        widths = [1e3 * row["kernel_milliseconds"].get(kind, 0.0) / row["layers"] for row in rows]
+    for kind in LAYER_KINDS:
+        widths = [row["kinds"].get(kind, 0.0) for row in rows]
         if any(widths):
             axes.barh(labels, widths, left=left, label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
-    totals = [1e3 * row["milliseconds"] / row["layers"] for row in rows]
-    gaps = [max(total - start, 0.0) for total, start in zip(totals, left, strict=True)]
+    gaps = [max(row["layer"] - start, 0.0) for row, start in zip(rows, left, strict=True)]
     axes.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
-    floors = [1e3 * row["floor_milliseconds"] / row["layers"] for row in rows]
-    places = range(len(rows))
+    floors, places = [row["layer_floor"] for row in rows], range(len(rows))
     axes.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
 
 
@@ -95,7 +67,7 @@ def _layer_label(row):
 
 def plot_prefill(report: dict[str, Any], path: Path) -> None:
     """Draws tokens a second of all layers, and their upper bound, against the tokens before a chunk."""
-    title = f"Attention layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
+    title = f"Layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
     with _axes(path, title, "tokens before the chunk", "tokens a second") as axes:
         rows = [row for row in report["results"] if row["layer_type"] == STACK]
         for chunk in sorted({row["chunk"] for row in rows}):
