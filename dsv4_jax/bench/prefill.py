@@ -49,11 +49,10 @@ def run(
     totals: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for spec, count in collections.Counter(spec.kind for spec in config.specs).items():
         for step in measure(config.with_layers([spec]).with_drafts(False), options, report):
-            times = {kind: step["kernel_milliseconds"][kind] for kind in LAYER_KINDS if step["kernel_milliseconds"]}
+            nbytes, times = step["floor_bytes"] - step["head_bytes"], step["kernel_milliseconds"]
+            times = {kind: times[kind] for kind in LAYER_KINDS if kind in times}
             row = dict(layer_type=spec.layer_type, layers=count, context=step["context"], chunk=step["tokens"])
-            row |= dict(
-                flops=step["operations"], bytes=step["floor_bytes"] - step["head_bytes"], kernel_milliseconds=times
-            )
+            row |= dict(flops=step["operations"], bytes=nbytes, kernel_milliseconds=times)
             milliseconds = sum(times.values()) or step["milliseconds"]
             row |= _rates(milliseconds, step["floor_milliseconds"], step["operations"], step["tokens"])
             totals.setdefault((row["context"], row["chunk"]), []).append(row)

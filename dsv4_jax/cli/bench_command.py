@@ -97,7 +97,7 @@ class LayerBench(_DecodeSteps):
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
       contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
-      plot: plot the time of each kind of kernel, and the slowest operations, to this file.
+      plot: plot the time of each kind of kernel to this file.
     """
 
     only: Only = ()
