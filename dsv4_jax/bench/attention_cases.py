@@ -55,7 +55,8 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         return q, sinks, chosen and int32(np.stack(chosen)), int32(rng.permutation(tokens)), positions
 
     def call(views, q, sinks, indices, slots, positions, *, implementation):
-        kv = ops.AttentionKV(*views, indices)
+        window, compressed = views
+        kv = ops.AttentionKV(window, compressed, indices)
         return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
 
     nbytes = tokens * (window_bytes + attended * row + 4 * heads * dim + 4 * attended * selects + 8)

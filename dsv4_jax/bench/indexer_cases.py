@@ -92,7 +92,8 @@ def _scores_case(schema, group, label, lengths, tokens, topk=False):
 
     def score(view, queries, slots, positions, *, implementation):
         score = score_rounded_xla if implementation == "xla" else score_rounded_kernel
-        return score(view, *queries[implementation], slots, positions)
+        q, weights = queries[implementation]
+        return score(view, q, weights, slots, positions)
 
     def score_and_select(view, queries, slots, positions, *, implementation):
         scores = score(view, queries, slots, positions, implementation=implementation)

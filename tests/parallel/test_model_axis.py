@@ -303,8 +303,8 @@ for n in 1, 8:
 """)
     for cache, aliased in re.findall(r"cache (\d+) aliased (\d+)", text):
         assert cache == aliased
-    # Of few tokens the hyper-connections' kernel adds up. What is left is the embedding's sum, which XLA's text has twice.
-    # Of more tokens there are two sums of the layer and those of the embedding and of the residual's first zeros.
+    # Of few tokens the hyper-connections' kernel adds up. The embedding's sum is left, which XLA's text has twice. Of
+    # more tokens there are two sums of the layer and those of the embedding and of the residual's first zeros.
     assert "1 requests: sums 2 by XLA 0" in text and "8 requests: sums 4 by XLA 0" in text
 
 
