@@ -144,7 +144,10 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         return new, int32(slots), int32(positions)
 
     def call(state, weights, new, slots, positions, *, implementation):
-        compressors = [ops.CompressorInputs(*arrays) for arrays in zip(*zip(*state), *zip(*new), weights, strict=True)]
+        compressors = [
+            ops.CompressorInputs(states, pool, kv, gate, own)
+            for (states, pool), (kv, gate), own in zip(state, new, weights, strict=True)
+        ]
         options = dict(max_query_tokens=tokens if tokens == 1 else None, implementation=implementation)
         return tuple(map(tuple, ops.flush(compressors, slots, positions, **options)))
 
@@ -166,9 +169,8 @@ def _compressor_views(schema, group, codec, rng, layers, requests):
     rows = jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape), s.dtype), codec.struct)
     view = ops.IndexerView if codec is group.key else ops.ClassicalView
     kv, gate = (normal(rng, shape, jnp.float32) for _ in range(2))
-    return ops.StateView(kv, gate, 0, rate, group.overlap), view(
-        rows, 0, random_table(rng, requests, max_blocks), rate, codec
-    )
+    table = random_table(rng, requests, max_blocks)
+    return ops.StateView(kv, gate, 0, rate, group.overlap), view(rows, 0, table, rate, codec)
 
 
 def _compressor_weights(schema, group, codec, rng):

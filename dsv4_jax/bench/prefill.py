@@ -51,10 +51,8 @@ def run(
         for step in measure(config.with_layers([spec]).with_drafts(False), options, report):
             nbytes, times = step["floor_bytes"] - step["head_bytes"], step["kernel_milliseconds"]
             times = {kind: times[kind] for kind in LAYER_KINDS if kind in times}
-            row: dict[str, Any] = dict(
-                layer_type=spec.layer_type, layers=count, context=step["context"], chunk=step["tokens"]
-            )
-            row |= dict(flops=step["operations"], bytes=nbytes, kernel_milliseconds=times)
+            row: dict[str, Any] = dict(layer_type=spec.layer_type, layers=count, context=step["context"])
+            row |= dict(chunk=step["tokens"], flops=step["operations"], bytes=nbytes, kernel_milliseconds=times)
             milliseconds = sum(times.values()) or step["milliseconds"]
             row |= _rates(milliseconds, step["floor_milliseconds"], step["operations"], step["tokens"])
             totals.setdefault((row["context"], row["chunk"]), []).append(row)
