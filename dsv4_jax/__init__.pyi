@@ -26,6 +26,7 @@ from .checkpoint import load_checkpoint as load_checkpoint, save_release as save
 from .config import DSV4Config as DSV4Config
 from .decode import (
     CompiledModel as CompiledModel,
+    LogitsProcessor as LogitsProcessor,
     SamplingParams as SamplingParams,
     decode_loop as decode_loop,
     decode_step as decode_step,

@@ -3,11 +3,12 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import statistics
 import zlib
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -33,6 +34,7 @@ from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 _log = logging.getLogger(__name__)
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
+PERIOD = 4_194_301  # a prime number of random words, so that rows of a matrix differ
 STD = 0.02  # of weights, as in the released models' initialization
 
 
@@ -98,23 +100,7 @@ def random_weights[Module: nnx.Module](
     names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
     frequencies = {}
 
-    def drawn(path, struct, where, seed):
-        """Returns random values for an array, or for one layer of it; `where` is the sharding."""
-        *_, kind, name = path.split(".")
-
-        def made(make, *args):
-            return _made(seed, make=make, args=args, where=where)
-
-        def shape(struct):
-            return struct.shape if where is None else where.shard_shape(struct.shape)
-
-        if isinstance(struct, QuantizedWeight):
-            codes, scale = made(_codes, shape(struct.codes), shape(struct.scale), struct.kind)
-            return dataclasses.replace(struct, codes=codes, scale=scale)
-        mean = float(kind.endswith("norm") or name in ("scale", "hc_scale"))
-        return made(_normal, shape(struct), struct.dtype, mean)
-
-    seeds = itertools.count()
+    draws = {}
     for path, view in views.items():
         variable = view.variable
         where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
@@ -124,21 +110,19 @@ def random_weights[Module: nnx.Module](
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
         elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
-            # A layer at a time: random bits take several times the memory of the result.
-            struct = variable.get_value()
-            if variable.get_metadata().get("axes", ())[:1] != ("layers",):
-                variable.set_value(drawn(path, struct, where, np.uint32(next(seeds))))
-            else:
-                layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), struct)
-                part = None if where is None else NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
-                for number in range(struct.shape[0]):
-                    value = drawn(path, layer, part, np.uint32(next(seeds)))
-                    ParameterView(variable, (number,)).set_value(value)
-            if expert_memory is not None and path.endswith("embed_tokens.weight"):
-                variable.set_value(expert_memory.place_on_host(variable.get_value()))
+            draws[path] = variable, _draw(path, variable.get_value(), where)
+    bits = _random_bits(mesh)
+    programs = _compile({draw for _, draw in draws.values()}, bits)
+    for number, (path, (variable, draw)) in enumerate(draws.items()):
+        arrays = programs[draw](bits, np.uint32(number))
+        value = variable.get_value()
+        is_quantized = isinstance(value, QuantizedWeight)
+        variable.set_value(dataclasses.replace(value, codes=arrays[0], scale=arrays[1]) if is_quantized else arrays)
+        if expert_memory is not None and path.endswith("embed_tokens.weight"):
+            variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(views, expert_memory)
+        _place_experts(views, expert_memory, bits)
     return module
 
 
@@ -175,7 +159,7 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(views, expert_memory):
+def _place_experts(views, expert_memory, bits):
     """Makes random codes of all experts, where they lie."""
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
     shapes = {}
@@ -191,7 +175,7 @@ def _place_experts(views, expert_memory):
     _log.info("%s", expert_memory.plan(names, list(shapes.values())))
     each = max(math.prod(shape[1:]) for shape in shapes.values())
     # Experts begin at different bytes of the same random ones.
-    random = jax.block_until_ready(_made(np.uint32(0), make=jax.random.bits, args=((2 * each,), jnp.uint8), where=None))
+    random = jax.block_until_ready(_drawn(bits, np.uint32(0), _Draw(_bytes, ((2 * each,),))))
     start = random.unsafe_buffer_pointer()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
@@ -201,7 +185,7 @@ def _place_experts(views, expert_memory):
             offset = 7 * names.index(name)
             starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
             pages.write(number, starts)
-        scale = _made(np.uint32(0), make=_scales, args=(value.scale.shape,), where=None)
+        scale = _drawn(bits, np.uint32(0), _Draw(_scales, (value.scale.shape,)))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
@@ -210,36 +194,90 @@ def _in_layer_order(name):
     return name.startswith("drafts"), [int(word) for word in name.split(".") if word.isdecimal()]
 
 
-@functools.partial(jax.jit, static_argnames=("make", "args", "where"))
-def _made(seed, *, make, args, where):
-    """Returns `make(key, *args)` with the key of a seed; with a sharding, each device's shard has a key of its own."""
-    key = jax.random.key(seed, impl="threefry2x32")  # takes no memory but the result's, which "rbg" does
-    if where is None:
-        return make(key, *args)
+def _random_bits(mesh):
+    """Returns the random words [PERIOD] uint32 that all weights are made of, on the device or on each of a mesh.
 
-    def local(key):
-        for axis in jax.tree.leaves(tuple(where.spec)):
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-        return make(key, *args)
-
-    return jax.shard_map(local, mesh=where.mesh, in_specs=jax.P(), out_specs=where.spec, check_vma=False)(key)
+    A generator's code for every shape would take longer to compile than the weights take to be made.
+    """
+    words = np.random.default_rng(0).integers(1 << 32, size=PERIOD, dtype=np.uint32)
+    return jax.device_put(words, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
-def _normal(key, shape, dtype, mean):
-    return mean + STD * jax.random.normal(key, shape, dtype)
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """How the arrays of a variable are drawn: `make(words, *args)`, with the sharding `where` or None.
+
+    `words` is a function that returns random words of a shape.
+    """
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+    where: NamedSharding | None = None
 
 
-def _scales(key, shape):
-    return 119 + jax.random.bits(key, shape, jnp.uint8) % 2
+def _draw(path, value, where):
+    """Returns the draw of a variable's value."""
+    *_, kind, name = path.split(".")
+
+    def shape(struct):
+        return struct.shape if where is None else where.shard_shape(struct.shape)
+
+    if isinstance(value, QuantizedWeight):
+        return _Draw(_codes, (shape(value.codes), shape(value.scale), value.kind), where)
+    mean = float(kind.endswith("norm") or name in ("scale", "hc_scale"))
+    return _Draw(_normal, (shape(value), value.dtype, mean), where)
 
 
-def _codes(key, shape, scales, kind):
+def _compile(draws: Collection[_Draw], bits: Array) -> dict[_Draw, jax.stages.Compiled]:
+    """Returns the program of each draw; XLA compiles one for each shape."""
+    with ThreadPoolExecutor(8, "compile-weights") as threads:
+        compiled = threads.map(lambda draw: _drawn.lower(bits, jnp.uint32(0), draw).compile(), draws)
+        return dict(zip(draws, compiled, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _drawn(bits, number, draw):
+    """Returns the arrays of a draw, of which each device makes its shard; other numbers give other values."""
+
+    def local(bits, number):
+        for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
+            number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
+        start = number * np.uint32(2654435761) % PERIOD  # far from those of the numbers beside it
+
+        def words(shape):
+            places = jax.lax.iota(jnp.uint32, math.prod(shape)) % PERIOD
+            return bits[(start + places) % PERIOD].reshape(shape)
+
+        return draw.make(words, *draw.args)
+
+    if draw.where is None:
+        return local(bits, number)
+    specs = (jax.P(), jax.P())
+    return jax.shard_map(local, mesh=draw.where.mesh, in_specs=specs, out_specs=draw.where.spec, check_vma=False)(
+        bits, number
+    )
+
+
+def _normal(words, shape, dtype, mean):
+    """Returns Gaussian values, from the inverse of their distribution."""
+    quantiles = (words(shape) >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1.0)  # between -1 and 1
+    return (mean + STD * math.sqrt(2) * jax.lax.erf_inv(quantiles)).astype(dtype)
+
+
+def _bytes(words, shape):
+    return words(shape).astype(jnp.uint8)
+
+
+def _scales(words, shape):
+    return 119 + _bytes(words, shape) % 2
+
+
+def _codes(words, shape, scales, kind):
     """Returns codes and scales of values about as large as those of `_normal`, without NaN."""
-    codes = jax.random.bits(key, shape, jnp.uint8)
-    scale = jax.random.bits(jax.random.fold_in(key, 0), scales, jnp.uint8)
+    codes = _bytes(words, shape)
     if kind == "FP8":
-        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + scale % 2
-    return codes, 119 + scale % 2
+        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
+    return codes, _scales(words, scales)
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -69,8 +69,6 @@ class ServeCommand(RandomModelOptions):
       drafts: number of tokens that may be drafted for a request in a step; 0 = no speculative decoding.
       drafter: prompt looks drafts up in the request's own text, for which each step waits for the one before; model
         runs the model's draft layers, which a checkpoint must have: a multi-token-prediction block or DSpark's layers.
-      num_scheduler_steps: number of decode steps that run on the device without the host while no request waits; their
-        tokens come together. Needs --drafts 0. Faster if the host is slower than a step, as with several GPUs.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
       structured_output: compile what answers of a given form need (JSON, required tool calls) at the start. Without,
@@ -100,7 +98,6 @@ class ServeCommand(RandomModelOptions):
     drafts: int = 0
     drafter: Literal["prompt", "model"] = "prompt"
     min_confidence: options.MinConfidence = 0.0
-    num_scheduler_steps: int = 1
     batch_invariant: bool = False
     structured_output: bool = True
     effort_prompts: Literal["april", "0731"] | None = None
@@ -142,13 +139,10 @@ class ServeCommand(RandomModelOptions):
         ]
         if missing:
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
-        steps = self.num_scheduler_steps
         positive = dict(max_requests=self.max_requests, token_budget=self.token_budget, context=self.context)
-        option_checks.check_at_least(1, **positive, num_scheduler_steps=steps)
+        option_checks.check_at_least(1, **positive)
         option_checks.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
         option_checks.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
-        if steps > 1 and (self.drafts or self.batch_invariant):
-            raise ValueError(f"--num-scheduler-steps {steps} needs --drafts 0, and no --batch-invariant")
         if self.drafter == "model" and not self.drafts:
             raise ValueError("--drafter model needs --drafts of at least 1")
         if self.memory is not None:
@@ -220,7 +214,6 @@ class ServeCommand(RandomModelOptions):
             min_confidence=self.min_confidence,
             prefix=prefix,
             batch_invariant=self.batch_invariant,
-            num_scheduler_steps=self.num_scheduler_steps,
             max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
             structured_output=self.structured_output,
         )

@@ -10,6 +10,7 @@ from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts, one_token_batch
+from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, last_token_indices, sample_tokens
 from dsv4_jax.decode.step_launch import compiled_step
@@ -26,12 +27,14 @@ class LoopOutput:
       top_logprobs: TopLogprobs [slots, steps, k] in their places; None if not asked for.
       accepted: [slots, steps] int32, number of drafts that each step of a request accepted, then -1; None without
         drafts.
+      processor: the LogitsProcessor with the states of all slots after their tokens; None without one.
     """
 
     tokens: Any
     logprobs: Any = None
     top_logprobs: TopLogprobs | None = None
     accepted: Any = None
+    processor: LogitsProcessor | None = None
 
 
 @compiled_step(static_argnames=("steps", "stop_tokens", "drafts", "top_logprobs"))
@@ -41,6 +44,7 @@ def decode_loop(
     batch: Batch,
     seeds: UInt32[Array, "slots"],
     sampling: SamplingParams | BatchedSamplingParams = GREEDY,
+    processor: LogitsProcessor | None = None,
     *,
     steps: int,
     stop_tokens: tuple[int, ...] = (),
@@ -59,6 +63,7 @@ def decode_loop(
       seeds: [slots] one seed per request.
       sampling: sampling parameters, one for all requests (static) or arrays [slots], whose `max_tokens` may end
         requests before `steps`.
+      processor: changes the logits before tokens are drawn, with a state for each slot; None = leave them.
       steps: the most tokens that a request gets (static).
       stop_tokens: token ids that end a request (static).
       drafts: number of tokens to draft per request and step, less than the cache's `max_query_tokens`, or DraftOptions
@@ -89,7 +94,7 @@ def decode_loop(
         draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros,
-        output=LoopOutput(none, logprobs, top, none if options.count else None),
+        output=LoopOutput(none, logprobs, top, none if options.count else None, processor),
         cache=cache,
     )
     advance = functools.partial(_advance, model, sampling, seeds, stop_tokens, options)
@@ -134,7 +139,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     batch, options = _with_drafts(state.last_tokens, state.draft_tokens, is_live), None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
-    step, cache = sample_tokens(model, state.cache, batch, indices, sampling, seeds, options, drafts=draft_options)
+    drawing = sampling, seeds, options, None, None, state.output.processor, draft_options
+    step, cache = sample_tokens(model, state.cache, batch, indices, *drawing)
     logprobs = None if state.output.logprobs is None else step.logprobs
     drawn = LoopOutput(step.tokens, logprobs, step.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
@@ -149,8 +155,9 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < max_tokens)
 
     to = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
-    kept = dataclasses.replace(state.output, accepted=None)
+    kept = dataclasses.replace(state.output, accepted=None, processor=None)
     output = jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), kept, drawn)
+    output = dataclasses.replace(output, processor=step.processor)
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)
         counts = state.output.accepted.at[slots, step_index].set(num_new - 1, mode="drop")

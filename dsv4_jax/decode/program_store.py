@@ -1,13 +1,10 @@
 """A store of compiled programs on disk, from which a new process takes a program without tracing or lowering it.
 
-JAX's own cache finds a program by its lowered text, for which a step has to be traced and lowered first. That takes
-longer than to run it. Here two kinds of files lie in one folder:
-
-    <hash of the call>      names an executable. The hash covers all that a program depends on: the function, types and
-                            shardings of its arguments, everything static about them (model, schema, options), the
-                            sources of this package, versions, devices, settings of JAX and XLA.
-    <hash of the program>   an executable, as `jax.experimental.serialize_executable` writes it. The hash covers the
-                            lowered text, so that a change of the sources that changes no program compiles none.
+JAX's own cache finds a program by its lowered text, for which a step has to be traced and lowered first. On a CPU that
+takes as long as running it. Here a file has an executable, as `jax.experimental.serialize_executable` writes it, and
+the structure of its results. The file's name is a hash of all that the program depends on: the function, types and
+shardings of its arguments, everything static about them (model, schema, options), the sources of this package,
+versions, devices, settings of JAX and XLA.
 
 Executables are pickled, and loading one runs code. So the folder must belong to the user and to nobody else. Files are
 written atomically and have a checksum; one that is missing, torn or of another version is replaced.
@@ -25,6 +22,7 @@ import pickle
 import platform
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,8 +41,7 @@ from dsv4_jax.ops.dispatch import default_implementation
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
 MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
 logger = logging.getLogger(__name__)
-_UNSTORABLE = "unstorable"  # in place of a name: the program cannot be serialized
-_NOTHING = pickle.dumps(("", ()))
+_JAX_CACHE = threading.Lock()  # of the setting, which belongs to the whole process
 # Packages whose classes the hash covers, by their sources or versions. A user's own model is not among them.
 _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
 
@@ -106,10 +103,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
         logger.debug("no program of %s is kept: %s", function.__qualname__, error)
         return None
     with _reported(f"cannot load {function.__qualname__}"):
-        name, outputs = pickle.loads(_read(folder / call.name) or _NOTHING)
-        if name == _UNSTORABLE:
-            return None
-        if (executable := call.load(name, outputs)) is not None:
+        if (executable := call.load()) is not None:
             return Program(executable, dict(trace=0.0, lower=0.0, compile=time.perf_counter() - begin))
     return compile_program(function, args, options, call.compile)
 
@@ -118,39 +112,35 @@ class _Call:
     """A call of a jitted function, and the name of the file that names its program."""
 
     def __init__(self, folder: Path, function: Any, args: tuple, options: Mapping[str, Any]):
-        self.folder, self.function, self.args, self.options = folder, function, args, options
-        self.structure, self.cache = jax.tree.structure((args, {})), jax.tree.structure(args[1])
+        self.function = function
+        self.structure = jax.tree.structure((args, {}))
+        self.cache = jax.tree.structure(args[1])
         leaves = jax.tree.leaves(args)
-        self.machine = [_environment(), [_describe_leaf(leaf) for leaf in leaves], default_implementation()]
         self.devices = _devices(leaves)
         static = [_definition(function), _describe(self.structure), _describe(dict(options))]
-        self.name = _hash(*static, *self.machine, _sources())
+        machine = [_environment(), [_describe_leaf(leaf) for leaf in leaves], default_implementation()]
+        self.path = folder / _hash(*static, *machine, _sources())
 
-    def load(self, name: str, outputs: tuple) -> jax.stages.Compiled | None:
-        """Returns the executable in a file, or None if there is none; `outputs` are the results before the cache."""
-        if not name or (payload := _read(self.folder / name)) is None:
+    def load(self) -> jax.stages.Compiled | None:
+        """Returns the executable in the file, or None if there is no whole one."""
+        data = _read(self.path)
+        if data is None:
             return None
+        payload, outputs = pickle.loads(data)
         out_tree = jax.tree.structure((*outputs, self.cache.unflatten(range(self.cache.num_leaves))))
         return deserialize_and_load(payload, self.structure, out_tree, execution_devices=self.devices)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Loads or compiles the lowered function, and keeps it."""
-        name, executable = _hash(lowered.as_text(), *self.machine), None
+        """Compiles the lowered function, and keeps it."""
+        with _without_jax_cache():
+            executable = lowered.compile()
         *results, cache = lowered.out_tree.children()
-        entry = name, tuple(result.unflatten([0] * result.num_leaves) for result in results)
-        with _reported(f"cannot load {self.function.__qualname__}"):
-            executable = self.load(*entry)
-        if executable is None:
-            # An executable from JAX's cache cannot be serialized again: on a CPU it lacks functions when it runs.
-            with _without_jax_cache():
-                executable = lowered.compile()
-            with _reported(f"cannot keep {self.function.__qualname__}"):
-                if cache != self.cache:
-                    raise ValueError("its last result is not the updated cache")
-                _write(self.folder / name, serialize(executable)[0])
-            entry = entry if (self.folder / name).exists() else (_UNSTORABLE, ())
-        _write(self.folder / self.name, pickle.dumps(entry))
-        _remove_oldest(self.folder)
+        with _reported(f"cannot keep {self.function.__qualname__}"):
+            if cache != self.cache:
+                raise ValueError("its last result is not the updated cache")
+            outputs = tuple(result.unflatten([0] * result.num_leaves) for result in results)
+            _write(self.path, pickle.dumps((serialize(executable)[0], outputs)))
+        _remove_oldest(self.path.parent)
         return executable
 
 
@@ -274,15 +264,22 @@ def _static_names(function: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _without_jax_cache() -> Iterator[None]:
-    """Compiles without JAX's cache on disk."""
-    enabled = jax.config.jax_enable_compilation_cache
-    try:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX looks at the setting once
+    """Turns JAX's cache on disk off for a CPU.
+
+    An executable from that cache cannot be serialized again: on a CPU it lacks functions when it runs.
+    """
+    if jax.default_backend() != "cpu":
         yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
+        return
+    with _JAX_CACHE:
+        enabled = jax.config.jax_enable_compilation_cache
+        try:
+            jax.config.update("jax_enable_compilation_cache", False)
+            compilation_cache.reset_cache()  # JAX looks at the setting once
+            yield
+        finally:
+            jax.config.update("jax_enable_compilation_cache", enabled)
+            compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

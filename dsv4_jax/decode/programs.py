@@ -1,9 +1,11 @@
 """A model in a form that costs the host little time per call of a compiled step."""
 
+import copy
 import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
@@ -57,6 +59,25 @@ class CompiledModel:
         model._programs, model.expert_memory = ProgramTable(), None
         return model
 
+    def with_weights(self, model: Model) -> "CompiledModel":
+        """Returns a model with the programs of this one and the arrays of another. Compiles nothing.
+
+        Arrays are taken as they are, without a copy, if they lie where those of this model do, and are moved otherwise.
+
+        Args:
+          model: a model of the same structure, such as an nnx.Module.
+
+        Raises:
+          ValueError: the models differ in more than the values of their arrays, or experts lie in `expert_memory`.
+        """
+        new = CompiledModel.of(model)
+        if self.expert_memory is not None or new.expert_memory is not None:
+            raise ValueError("weights cannot be replaced while experts lie in expert_memory: make another engine")
+        _check_structure(new, self)
+        result = copy.copy(self)
+        result.arrays = [_placed_like(x, old) for x, old in zip(new.arrays, self.arrays, strict=True)]
+        return result
+
     @property
     def module(self) -> Any:
         """The model with its original structure, concrete or traced."""
@@ -93,8 +114,43 @@ class CompiledModel:
         self.compilations += 0 if is_new else function._cache_size() - before
         return results
 
+    def prepare(self, function: Any, *args: Any, **options: Any) -> None:
+        """Loads or compiles the program that `run` would call, or at least traces the function; may run in threads."""
+        program, _, is_new = self._programs.find(function, (self, *args), options)
+        self.compilations += is_new
+        if program is None:
+            function.trace(self, *args, **options)
+
     forward = functools.partialmethod(run, forward)
     decode_step = functools.partialmethod(run, decode_step)
     logits_step = functools.partialmethod(run, logits_step)
     sample_step = functools.partialmethod(run, sample_step)
     decode_loop = functools.partialmethod(run, decode_loop)
+
+
+def _check_structure(new, old):
+    """Raises ValueError, which names an array, if two models differ in more than the values of their arrays."""
+    types_of_new, types_of_old = _array_types(new), _array_types(old)
+    for name in types_of_old | types_of_new:
+        new_type, old_type = (types.get(name, "missing") for types in (types_of_new, types_of_old))
+        if new_type != old_type:
+            raise ValueError(f"{name} is {new_type} in the new model and {old_type} in the engine's")
+    if new.structure != old.structure:
+        raise ValueError("the models have equal arrays, but not the same configuration or options of their modules")
+
+
+def _array_types(model):
+    """Returns {name of an array: its dtype and shape as text}."""
+    names = jax.tree.leaves_with_path(jax.tree.unflatten(model.structure, range(len(model.arrays))))
+    arrays = ((jax.tree_util.keystr(path, simple=True, separator="."), model.arrays[i]) for path, i in names)
+    return {name: f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}" for name, x in arrays}
+
+
+def _placed_like(x, old):
+    """Returns an array in the place of another, so that compiled programs take it."""
+    if not isinstance(old, jax.Array):
+        return x
+    if not isinstance(x, jax.Array) or (x.committed and not old.committed) or x.weak_type != old.weak_type:
+        x = jax.device_put(np.asarray(x))  # the host forgets where it was, and whether its type is weak
+    is_placed = x.committed == old.committed and x.sharding == old.sharding
+    return x if is_placed else jax.device_put(x, old.sharding if old.committed else None)

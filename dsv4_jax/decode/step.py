@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts, draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.logits_processor import LogitsProcessor, SlotRows
 from dsv4_jax.decode.sampling import (
     GREEDY,
     BatchedSamplingParams,
@@ -88,6 +89,7 @@ class StepOutput:
         None without drafts on the device.
       last_tokens: [slots] int32, the token drawn after the last accepted one, undefined for slots that drew none; None
         without drafts on the device.
+      processor: the LogitsProcessor with the states of all slots after their accepted tokens; None without one.
     """
 
     tokens: Any
@@ -95,9 +97,10 @@ class StepOutput:
     top_logprobs: TopLogprobs | None = None
     draft_tokens: Any = None
     last_tokens: Any = None
+    processor: LogitsProcessor | None = None
 
     def __getitem__(self, rows: slice) -> "StepOutput":
-        """Returns the output of some rows; `draft_tokens` and `last_tokens` stay those of all slots."""
+        """Returns the output of some rows; what belongs to slots stays that of all slots."""
         top = None if self.top_logprobs is None else self.top_logprobs[rows]
         return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
@@ -166,6 +169,7 @@ def sample_step(
     logprobs: LogprobOptions | None = None,
     earlier: EarlierTokens | None = None,
     token_mask: UInt32[Array, "n words"] | None = None,
+    processor: LogitsProcessor | None = None,
     *,
     drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
@@ -188,6 +192,8 @@ def sample_step(
       logprobs: which log-probabilities to find besides those of the drawn tokens; None = no others.
       earlier: tokens of the batch that only the device knows; None = the host knows all.
       token_mask: [n, ceil(vocab / 32)] the tokens that may be drawn, as in `sample`; None = all.
+      processor: changes the logits before `token_mask` and `sampling` apply, with a state for each slot; None = leave
+        them. Of each slot at most `max_query_tokens` tokens are drawn then.
       drafts: number of tokens to draft per request, less than the cache's `max_query_tokens`, or DraftOptions (static).
 
     Returns:
@@ -196,7 +202,8 @@ def sample_step(
     Raises:
       RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
-    return sample_tokens(model, cache, batch, logits_indices, sampling, seeds, logprobs, earlier, token_mask, drafts)
+    options = sampling, seeds, logprobs, earlier, token_mask, processor, drafts
+    return sample_tokens(model, cache, batch, logits_indices, *options)
 
 
 def sample_tokens(
@@ -209,6 +216,7 @@ def sample_tokens(
     logprobs: LogprobOptions | None = None,
     earlier: EarlierTokens | None = None,
     token_mask: UInt32[Array, "n words"] | None = None,
+    processor: LogitsProcessor | None = None,
     drafts: int | DraftOptions = 0,
 ) -> tuple[StepOutput, KVCache]:
     """Does what `sample_step` does, inside a traced function."""
@@ -224,7 +232,7 @@ def sample_tokens(
         hidden, streams, cache = forward_for_drafts(model, cache, batch)
     else:
         hidden, cache = run_model(model, cache, batch)
-    output = draw_tokens(model.logits(hidden[at]), batch, indices, sampling, seeds, logprobs, token_mask)
+    output = draw_tokens(model.logits(hidden[at]), batch, indices, sampling, seeds, logprobs, token_mask, processor)
     tokens = output.tokens
     cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, tokens))
     if not options.count:
@@ -244,17 +252,33 @@ def draw_tokens(
     seeds: UInt32[Array, "slots"],
     logprobs: LogprobOptions | None = None,
     token_mask: UInt32[Array, "n words"] | None = None,
+    processor: LogitsProcessor | None = None,
 ) -> StepOutput:
-    """Draws the tokens of `sample_step` from their logits; arguments as there."""
-    at = jnp.maximum(logits_indices, 0)
+    """Draws the tokens of `sample_step` from their logits; arguments as there.
+
+    Log-probabilities are those of the model's logits. That of a token which the processor forbids is NaN: it forbids
+    all of them, or its logits are not numbers.
+    """
+    at, num_slots = jnp.maximum(logits_indices, 0), seeds.shape[0]
     slots = jnp.maximum(batch.slots[at], 0)
     row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
-    tokens = sample(logits, row_sampling, seeds[slots], batch.positions[at] + 1, token_mask)
-    if logprobs is not None and logprobs.forced_tokens is not None:
-        tokens = jnp.where(logprobs.forced_tokens >= 0, logprobs.forced_tokens, tokens)
+    forced = None if logprobs is None else logprobs.forced_tokens
+    processed, by_slot = logits, None
+    if processor is not None:
+        is_drawn = None if forced is None else forced < 0
+        by_slot = SlotRows.of(processor, batch, logits_indices, is_drawn, num_slots)
+        processed = by_slot.process(logits)
+    tokens = sample(processed, row_sampling, seeds[slots], batch.positions[at] + 1, token_mask)
+    if forced is not None:
+        tokens = jnp.where(forced >= 0, forced, tokens)
     chosen, norm = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0], jax.nn.logsumexp(logits, axis=1)
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
-    return StepOutput(tokens, chosen - norm, top)
+    if by_slot is None:
+        return StepOutput(tokens, chosen - norm, top)
+    is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
+    last = last_accepted(batch, logits_indices, tokens, num_slots)
+    logprobs_if_allowed = jnp.where(is_allowed, chosen - norm, jnp.nan)
+    return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
 
 
 # The second half of a step whose masks come later than its launch; `logits_step` is the first.

@@ -21,7 +21,7 @@ from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_re
 from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import Scheduler
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.engine.updates import update, update_steps
+from dsv4_jax.engine.updates import update
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
 from dsv4_jax.summary import Summarized, Summary
@@ -80,8 +80,8 @@ class Engine(Summarized):
         check_no_requests(manager)
         if cache is not None:
             manager.check_cache(cache)
-        if prefix is not None and prefix.manager is not manager:
-            raise ValueError("prefix is the prefix cache of another manager")
+        if prefix is not None and manager.requests.evictor is not prefix:
+            raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
         config = EngineConfig(**options).resolve(manager, drafter)
         on_device = drafter == "model"
         self.manager, self.prefix, self.config = manager, prefix, config
@@ -172,6 +172,10 @@ class Engine(Summarized):
         top, prompt_logprobs, most = checked.top_logprobs, checked.prompt_logprobs, self.config.max_logprobs
         if max(top, prompt_logprobs) > most:
             raise ValueError(f"top_logprobs={top}, {prompt_logprobs=}: the engine has max_logprobs={most}")
+        if (state := checked.logits_state) is not None:
+            if (processor := self.config.logits_processor) is None:
+                raise ValueError("logits_state: the engine has no logits_processor")
+            checked = dataclasses.replace(checked, logits_state=processor.check_state(state, "logits_state"))
         if not isinstance(id, Hashable):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
@@ -226,6 +230,44 @@ class Engine(Summarized):
             self._experts.finish(self.cache.expert_counts)
         if self.prefix is not None and self.prefix.files is not None:
             self.prefix.save(self.cache)
+
+    def update_weights(
+        self, model: Model, *, running: Literal["recompute", "keep"] = "recompute", key: str | None = None
+    ) -> None:
+        """Replaces the model's weights between two steps. Compiles nothing.
+
+        Tokens that a request has stay, with their log-probabilities; the next `step` returns those of a step that was
+        launched already. All later tokens come from the new weights. No prompt hits a prefix of other weights.
+
+        The engine holds the arrays of the model, not copies of them: do not donate or delete them. It does not see what
+        happens to the module later, such as by `nnx.update`, until it is given to this method again.
+
+        Args:
+          model: the new weights in a model of the same structure: names, shapes and dtypes of all arrays, and options
+            of all modules. Arrays elsewhere are moved to where those of the engine's model lie.
+          running: what becomes of unfinished requests. "recompute": they are queued again and read their tokens with
+            the new weights, so that they go on as in a new engine. "keep": they go on at once, with new weights on what
+            earlier ones left in the cache.
+          key: name of the new weights for the prefix cache, as in `PrefixCache.reset`; required if that has files.
+
+        Raises:
+          ValueError: the model has another structure, its experts lie in an `ExpertMemory`, `running` is unknown, or
+            the prefix cache refuses `key`. Nothing was changed.
+        """
+        if running not in ("recompute", "keep"):
+            raise ValueError(f"{running=} must be 'recompute' or 'keep'")
+        new_model = self._runner.model.with_weights(model)
+        if self.prefix is not None:
+            self.prefix.check_key(key)
+        with self._restart_on_error():
+            launched, self._launched = self._launched, None
+            if launched is not None and not launched.is_in_vain:
+                self._read(launched)
+            if running == "recompute":
+                self._scheduler.recompute()
+            if self.prefix is not None:
+                self.prefix.reset(key=key)
+            self._runner.model = new_model
 
     def stream(self, request: Request) -> Iterator[int]:
         """Yields a request's token ids, first those it has, then new ones, for which it runs steps of all requests.
@@ -313,6 +355,7 @@ class Engine(Summarized):
             yield
         except BaseException:
             self._launched = None
+            self._runner.forget_logits_states()
             self._scheduler.restart()
             self._metrics.restarts += 1
             raise
@@ -323,12 +366,9 @@ class Engine(Summarized):
         return launched
 
     def _launch_first(self, decode: bool) -> LaunchedStep | None:
-        """Launches a step while none runs. Returns None if there is nothing to run, or if several steps ran."""
+        """Launches a step while none runs. Returns None if there is nothing to run."""
         scheduler = self._scheduler
         scheduler.admit()
-        counts = scheduler.schedule_steps() if decode else {}
-        if counts and self._execute_steps(counts):
-            return None
         schedule = scheduler.schedule(decode=decode)
         return self._runner.draw(self._launch(schedule)) if schedule.requests else None
 
@@ -354,16 +394,6 @@ class Engine(Summarized):
         self._metrics.mixed_steps += launched.prefill
         follower = None if self._launched is None else self._launched.schedule
         update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots, follower)
-
-    def _execute_steps(self, counts: dict[Request, int]) -> bool:
-        """Runs several decode steps of the running requests. Returns False, without effect, if that is not possible."""
-        try:
-            output, self._scheduler.cache = self._runner.run_steps(self._scheduler.cache, counts)
-        except CacheFullError:
-            return False
-        self._metrics.steps += max(counts.values())
-        update_steps(self._scheduler, counts, output)
-        return True
 
     def _next_order(self):
         """Returns the next number that is not the id of a request, since it may become one."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts
+from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.host import KVCacheManager
 
@@ -24,14 +25,13 @@ class EngineConfig:
         chunk, alone or as a draft. This option prevents it and makes decode steps slower.
       max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts.
         With more than 20, the host waits for each step on a GPU.
-      num_scheduler_steps: number of decode steps that a call of `step` runs on the device without the host, while all
-        requests decode and none waits. Their tokens come together. Excludes drafts and `batch_invariant`.
       overlap: whether a call of `step` launches the next step before it reads the tokens of its own, so that the device
         does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter on the host, which
-        needs the tokens; with `min_confidence`, by which the number of drafts varies; and with `num_scheduler_steps`
-        above 1.
+        needs the tokens, and with `min_confidence`, by which the number of drafts varies.
       structured_output: whether `warm_up` also compiles the programs of steps with grammars. If not, the first step
         that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
+      logits_processor: changes the logits of all requests before their tokens are drawn, and before grammars and
+        sampling apply; None = none. A request may bring a state of its own (`RequestParams.logits_state`).
     """
 
     token_budget: int = 256
@@ -39,9 +39,9 @@ class EngineConfig:
     min_confidence: float = 0.0
     batch_invariant: bool = False
     max_logprobs: int = 0
-    num_scheduler_steps: int = 1
     overlap: bool = True
     structured_output: bool = False
+    logits_processor: LogitsProcessor | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
         """Checks the values and fills in `draft_tokens` and `overlap`; raises as `Engine` says.
@@ -72,12 +72,13 @@ class EngineConfig:
                 f"token_budget={self.token_budget} must be at least {decode_size}: {1 + draft_tokens} for each of "
                 f"{slots} requests"
             )
+        if (processor := self.logits_processor) is not None:
+            if not isinstance(processor, LogitsProcessor):
+                raise TypeError(f"logits_processor must be a LogitsProcessor, not a {type(processor).__name__}")
+            processor.check(schema.config.vocab_size)
         check_whole("max_logprobs", self.max_logprobs, 0, schema.config.vocab_size)
-        steps, batch_invariant = check_whole("num_scheduler_steps", self.num_scheduler_steps, 1), self.batch_invariant
-        if steps > 1 and (drafter is not None or batch_invariant):
-            raise ValueError(f"num_scheduler_steps={steps} must be 1 with a drafter, or {batch_invariant=}")
         is_ready = drafter is None or (on_device and not self.min_confidence)
-        return dataclasses.replace(config, overlap=self.overlap and is_ready and steps == 1)
+        return dataclasses.replace(config, overlap=self.overlap and is_ready)
 
     def decode_size(self, slots: int) -> int:
         """Returns the number of tokens of a decode step of `slots` requests: their last tokens and drafts."""

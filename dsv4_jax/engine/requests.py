@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class RequestParams:
         whatever the prefix cache holds, with no more tokens per step than it can draw.
       grammar: a `dsv4_jax.engine.grammar.Grammar` that its new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
+      logits_state: its state for the engine's `logits_processor`, before its first new token; None = the processor's.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -51,6 +52,7 @@ class RequestParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     grammar: "Grammar | None" = None
+    logits_state: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
         check_whole("max_new_tokens", self.max_new_tokens, 1)

@@ -1,23 +1,25 @@
 """Runs an engine's steps on the device, in programs of fixed shapes."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import DraftOptions
-from dsv4_jax.decode.loop import LoopOutput
+from dsv4_jax.decode.logits_processor import LogitsProcessor, begin_slot
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
-from dsv4_jax.decode.step import EarlierTokens, draw_step
+from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_step
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.forward import find_layout, first_indices, indices, prepare_forward
 
 
@@ -25,30 +27,38 @@ class StepRunner:
     """Runs batches in two programs: one for decode steps (last tokens and their drafts), one for all others.
 
     The first has `decode_size` tokens, which is also the most that any step draws, the second `token_budget`; both
-    sizes are per shard of a mesh's axis "data". With `batch_invariant` decode steps run in the second one too. With
-    `num_scheduler_steps` a third program runs several decode steps.
+    sizes are per shard of a mesh's axis "data". With `batch_invariant` decode steps run in the second one too.
 
     Attributes:
       decode_size: number of tokens of a decode step.
+      model: the CompiledModel whose steps it runs.
     """
 
     def __init__(
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
         """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
-        self._model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
+        self.model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations
         slots, count = manager.schema.max_requests, device_drafts.count
         rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.requests.put(none, "tokens")
+        self._unused_tokens = manager.requests.put(np.zeros((manager.schema.max_context,), np.int32))
+        self._processor: LogitsProcessor | None = None  # with the states of all slots
+        self.forget_logits_states()
         self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
 
     @property
     def compilations(self) -> int:
         """Number of programs compiled since this runner was made."""
-        return self._model.compilations - self._compilations_before
+        return self.model.compilations - self._compilations_before
+
+    def forget_logits_states(self) -> None:
+        """Has the states of the logits processor made anew, as after an error that may have lost them."""
+        self._processor = None
+        self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
     def __call__(
         self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None, *, has_grammars: bool = False
@@ -59,6 +69,10 @@ class StepRunner:
         with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
         drafts of the device the masks are known: the engine launches no step ahead of requests with grammars.
         """
+        return self._run(cache, self._prepare(schedule, after, has_grammars))
+
+    def _prepare(self, schedule, after=None, has_grammars=False):
+        """Prepares a batch. Returns its step before the launch: the function and its arguments after the cache."""
         config, table, numbers = self._config, self._manager.requests, schedule.numbers
         slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
         sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
@@ -76,35 +90,67 @@ class StepRunner:
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
         rows, drawing = put["logits_indices"], (sampling, put["seeds"], options)
         launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
-        wants_top = bool(arrays.get("wants_top", False))
+        launched = dataclasses.replace(launched, wants_top=bool(arrays.get("wants_top", False)))
+        self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
-            logits, cache = self._model.logits_step(cache, batch, rows, earlier)
-            draw = functools.partial(self._draw, logits, batch, rows, *drawing)
-            return dataclasses.replace(launched, draw=draw, wants_top=wants_top), cache
-        masks = (self._token_masks(launched),) if has_grammars else ()
-        args = rows, *drawing, earlier, *masks
-        output, cache = self._model.sample_step(cache, batch, *args, drafts=self._device_drafts)
-        return self._with_output(launched, output, wants_top), cache
+            draw = functools.partial(self._draw, batch=batch, rows=rows, drawing=drawing)
+            return _PreparedStep(launched, logits_step, (batch, rows, earlier), {}, draw)
+        args = (self._token_masks(launched),) if has_grammars else ()
+        if config.logits_processor is not None:
+            args = *(args or (None,)), self._processor
+        args = batch, rows, *drawing, earlier, *args
+        return _PreparedStep(launched, sample_step, args, {"drafts": self._device_drafts})
+
+    def _run(self, cache, step):
+        """Launches a prepared step."""
+        output, cache = self.model.run(step.function, cache, *step.args, **step.options)
+        if step.draw is not None:
+            return dataclasses.replace(step.launched, draw=functools.partial(step.draw, output)), cache
+        self._processor = output.processor
+        return self._with_output(step.launched, output), cache
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
         if launched.draw is None:
             return launched
         output = launched.draw(self._token_masks(launched))
-        return self._with_output(dataclasses.replace(launched, draw=None), output, launched.wants_top)
+        return self._with_output(dataclasses.replace(launched, draw=None), output)
 
-    def _draw(self, *args):
+    def _draw(self, logits, masks, *, batch, rows, drawing):
         before = draw_step._cache_size()
-        output = draw_step(*args)
+        processor = () if self._processor is None else (self._processor,)
+        output = draw_step(logits, batch, rows, *drawing, masks, *processor)
+        self._processor = output.processor
         self._compilations_before -= draw_step._cache_size() - before
         return output
 
-    def _with_output(self, launched, output, wants_top):
+    def _begin_slots(self, requests):
+        """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
+        table, processor = self._manager.requests, self._config.logits_processor
+        if processor is None:
+            return
+        if self._processor is None:
+            states = [processor.state] * len(self._begun)
+            self._processor = table.put(processor.stacked(states), "slots")
+        slots = np.array([request.slot for request in requests], int)
+        admitted = table.states.numbers["admitted"][slots]
+        for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
+            request = requests[i]
+            state = processor.state if request.params.logits_state is None else request.params.logits_state
+            tokens, count = self._unused_tokens, request.num_generated
+            if count:
+                tokens = np.zeros(tokens.shape, np.int32)
+                tokens[:count] = request.generated
+            where = table.put((np.int32(slots[i]), jax.tree.map(np.asarray, state), tokens, np.int32(count)))
+            self._processor = begin_slot(self._processor, *where)
+            self._begun[slots[i]] = admitted[i]
+
+    def _with_output(self, launched, output):
         """Returns the step with its output, which begins its way to the host."""
         tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
-        output = dataclasses.replace(output, last_tokens=None)
-        if not wants_top:
+        output = dataclasses.replace(output, last_tokens=None, processor=None)
+        if not launched.wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
         return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
 
@@ -134,23 +180,6 @@ class StepRunner:
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
         return dict(forced=forced, wants_top=np.array(wants_top))
 
-    def run_steps(self, cache: KVCache, counts: Mapping[Request, int]) -> tuple[LoopOutput, KVCache]:
-        """Runs up to `num_scheduler_steps` decode steps at once, `counts[request]` of each request; see `__call__`.
-
-        Returns the output [slots, num_scheduler_steps] on the host and the cache. Raises CacheFullError, without
-        effect, if not enough blocks are free for so many steps.
-        """
-        steps, table = self._config.num_scheduler_steps, self._manager.requests
-        tokens = {request.slot: request.tokens[-1:] for request in counts}
-        batch = self._manager.prepare_forward(tokens, reserve=steps - 1)
-        arrays = self._sampling(list(counts))
-        seeds, limits = arrays.pop("seeds"), np.zeros((self._manager.schema.max_requests,), np.int32)
-        for request, count in counts.items():
-            limits[request.slot] = count
-        args = table.put((seeds, BatchedSamplingParams(**arrays, max_tokens=limits)), "tokens")
-        output, cache = self._model.decode_loop(cache, batch, *args, steps=steps, top_logprobs=0)
-        return table.get(output), cache
-
     def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
         """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
@@ -170,17 +199,15 @@ class StepRunner:
         config, manager, sizes = self._config, self._manager, {}
         max_context = manager.schema.max_context
         counts = min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1
-        for count, has_grammars in itertools.product(counts, {False, config.structured_output}):
-            request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
-            request.slot = slot = manager.admit(num_tokens=count)
+        kinds = list(itertools.product(counts, {False, config.structured_output}))
+        self._compile(cache, kinds)
+        for count, has_grammars in kinds:
+            request = _request_of_zeros(manager, count)
+            slot = request.slot
             launched, cache = self(cache, Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
             self.draw(launched)
             sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
             if count == 1 and not has_grammars:
-                if 1 < config.num_scheduler_steps < max_context:
-                    with contextlib.suppress(CacheFullError):  # in so small a cache steps always run alone
-                        _, cache = self.run_steps(cache, {request: 1})
-                        sizes["several"] = config.num_scheduler_steps
                 offloaded, cache = offload(manager, cache, slot)
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
@@ -191,6 +218,44 @@ class StepRunner:
                     manager.release(child)
             manager.release(slot)
         return sizes, cache
+
+    def _compile(self, cache, kinds):
+        """Compiles the programs of steps of so many tokens, with and without grammars, in a thread each.
+
+        Tracing holds Python's lock, but not lowering by worker processes, and not compiling.
+        """
+        steps = []
+        for count, has_grammars in kinds:
+            request = _request_of_zeros(self._manager, count)
+            steps.append(self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars))
+            self._manager.release(request.slot)
+        with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
+            list(threads.map(lambda step: self.model.prepare(step.function, cache, *step.args, **step.options), steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class _PreparedStep:
+    """A step before its launch.
+
+    Attributes:
+      launched: the step without its output.
+      function: the compiled function of a model, a cache and `args`.
+      args, options: its arguments.
+      draw: function of the step's logits and masks that draws its tokens, or None if `function` draws them.
+    """
+
+    launched: LaunchedStep
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    draw: Callable[..., Any] | None = None
+
+
+def _request_of_zeros(manager, count):
+    """Returns a request of `count` tokens in a slot of its own."""
+    request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
+    request.slot = manager.admit(num_tokens=count)
+    return request
 
 
 @functools.lru_cache(maxsize=8)  # most steps run the requests of the step before

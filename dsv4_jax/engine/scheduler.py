@@ -65,7 +65,7 @@ class Scheduler:
         self.requests.update({request.id: request for request in requests})
 
     def fork(self, request: Request, children: list[Request]) -> None:
-        """Queues copies of a request. Those for which there is room run at once.
+        """Queues copies of a request. Those for which there is room run at once, with blocks for the tokens they have.
 
         Full blocks are shared. The bytes of children without room wait in host memory, as after preemption. If a step
         that was launched already runs the request's last token, the children run it again, to draw with their seeds. If
@@ -81,8 +81,12 @@ class Scheduler:
             try:
                 if room:
                     slots, self.cache = self.manager.fork(self.cache, slot, room, length=length)
+                    for child_slot in slots:
+                        self.manager.allocate(child_slot, len(request.tokens) - length)
             except CacheFullError:
                 offloaded = offloaded or capture(self.manager, self.cache, slot, length=length)
+                while slots:
+                    self.manager.release(slots.pop())
         for child, slot in zip(children, slots, strict=False):
             child.slot = slot
         for child in children[len(slots) :]:
@@ -103,7 +107,7 @@ class Scheduler:
         setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
 
     def restart(self) -> None:
-        """Recovers from an error: frees all slots and queues the unfinished requests, which read their tokens again."""
+        """Frees all slots and queues the unfinished requests, which read their tokens again, as after an error."""
         self.manager.release_all()
         for request in self.requests.values():
             request.slot = -1
@@ -119,6 +123,12 @@ class Scheduler:
             cache = self.manager.init_cache()
             cache = cache if self.cache.expert_counts is None else cache.with_expert_counts()
             self.cache = jax.device_put(cache, self._shardings)
+
+    def recompute(self) -> None:
+        """Queues all requests, which read their tokens again: what earlier weights left in the cache is not used."""
+        for request in self.requests.values():
+            request.offloaded = None
+        self.restart()
 
     def admit(self) -> None:
         """Gives slots to waiting requests in order, up to the first one that does not fit, and counts the others."""
@@ -204,8 +214,10 @@ class Scheduler:
         for request in readers:
             start, known, shard = self.manager.length(request.slot), request.num_tokens, table.shard(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
-            end = int(min(start + limit, self._chunk_end(start, known - (not decode))))
+            end = int(min(start + limit, known - (not decode)))
             if end > start:
+                if self.prefix is not None:
+                    end = self.prefix.chunk_end(request.slot, request.tokens, end)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
                 rows[shard] -= max(num_scored + samples - 1, 0)
@@ -214,27 +226,6 @@ class Scheduler:
         requests, tokens, *fields = zip(*found, strict=True) if found else ((),) * 5
         fields = dict(zip(("start", "num_scored", "samples"), fields, strict=True))
         return Schedule.of(requests, tokens, is_prefill=True, **fields)
-
-    def schedule_steps(self) -> dict[Request, int]:
-        """Returns the number of decode steps that each running request can take without the host; {} for a single step.
-
-        Several steps need that no request waits and all decode. A request takes no step beyond its limit, or beyond the
-        end of a block that the prefix cache keeps.
-        """
-        most = self.config.num_scheduler_steps
-        if most == 1:
-            return {}
-        counts = {}
-        for request in self.running:
-            length, schema = self.manager.length(request.slot), self.manager.schema
-            unread = len(request.tokens) - length
-            is_plain = not request.params.top_logprobs and request.matcher is None
-            if self.waiting or unread != 1 or not is_plain or length + most > schema.max_context:
-                return {}
-            to_boundary = most if self.prefix is None else schema.block_tokens - length % schema.block_tokens
-            counts[request] = min(most, request.remaining, to_boundary)
-        self.current = tuple(counts)
-        return counts if max(counts.values(), default=0) > 1 else {}
 
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
@@ -309,17 +300,6 @@ class Scheduler:
         except Exception as error:  # a drafter is the caller's code, and concerns this request only
             self.finish(request, "error", error)
             return NO_DRAFTS
-
-    def _chunk_end(self, start, end):
-        """Limits the end of a chunk to the next block boundary whose snapshot the prefix cache keeps."""
-        if self.prefix is None:
-            return end
-        block = self.manager.schema.block_tokens
-        if self.prefix.every is None:
-            last = end // block * block
-            return last if last > start else end
-        stride = self.prefix.every * block
-        return min(end, (start // stride + 1) * stride)
 
     def _preempt(self, request):
         """Moves a request's bytes to host memory; admission brings them back."""

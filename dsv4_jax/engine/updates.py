@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from dsv4_jax.decode.loop import LoopOutput
 from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.drafters import accept
 from dsv4_jax.engine.requests import Request
@@ -94,21 +93,3 @@ def _fail_not_finite(scheduler, schedule, first_rows, output):
             last = schedule.ends[i] - schedule.num_rows[i] + is_finite[rows].argmin()
             error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
             scheduler.finish(request, "error", error)
-
-
-def update_steps(scheduler: Scheduler, counts: Mapping[Request, int], output: LoopOutput) -> None:
-    """Gives requests the tokens of several decode steps, one step after another, until they are done.
-
-    Args:
-      scheduler: the scheduler of the requests. Its manager counts the first step already.
-      counts: number of steps of each request.
-      output: the tokens [slots, steps], on the host.
-    """
-    for step in range(max(counts.values())):
-        requests = [request for request, count in counts.items() if count > step and request.finish_reason is None]
-        for request in requests if step else ():
-            scheduler.manager.advance(request.slot, 1)
-        fields = dict(start=[r.num_tokens - 1 for r in requests], is_prefill=[not r.num_generated for r in requests])
-        schedule = Schedule.of(requests, [request.tokens[-1:] for request in requests], **fields)
-        here = StepOutput(output.tokens[:, step], output.logprobs[:, step])
-        update(scheduler, schedule, schedule.numbers["slot"], here)

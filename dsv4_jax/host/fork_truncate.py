@@ -11,7 +11,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import copy_request, write_request
 from dsv4_jax.host.canary import check_snapshot
-from dsv4_jax.host.request_table import RequestState, RequestTable
+from dsv4_jax.host.request_table import RequestTable
 from dsv4_jax.host.step_order import record_write
 
 
@@ -62,7 +62,15 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
         if copies:
             keep, drop = keep[:full] + copies[slot], written + drop
         table.allocator.release(drop)
-        state = RequestState(start, min_length, keep, len(keep), False, state.cached_blocks[:full], state.admitted)
+        state = dataclasses.replace(
+            state,
+            length=start,
+            min_length=min_length,
+            blocks=keep,
+            published_blocks=len(keep),
+            is_new=False,
+            cached_blocks=state.cached_blocks[:full],
+        )
         if copies:
             new = _copy_request(table, cache, slot, {slot: state}, written[0], copies)
         else:

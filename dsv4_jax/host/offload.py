@@ -30,6 +30,7 @@ class OffloadedRequest(Summarized):
       rows: rows of the request's slot, as NumPy arrays.
       blocks: {pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
       identity: properties that the resuming cache must share (see `host.identity`).
+      weights: version of the weights that its first rows come from, as in `RequestState`.
     """
 
     length: int
@@ -37,6 +38,7 @@ class OffloadedRequest(Summarized):
     rows: RequestRows
     blocks: dict[str, Any]
     identity: dict[str, str]
+    weights: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +77,8 @@ def capture(
         for first, ids in table.block_chunks(blocks)
     ]
     whole = jax.tree.map(lambda *pieces: np.concatenate(pieces, axis=1)[:, : len(blocks)], *chunks)
-    return OffloadedRequest(state.length, state.min_length, rows, whole, identity(manager.schema, key))
+    properties = identity(manager.schema, key)
+    return OffloadedRequest(state.length, state.min_length, rows, whole, properties, state.weights)
 
 
 def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[OffloadedRequest, KVCache]:
@@ -142,7 +145,7 @@ def resume(
         new = write_request(new, *where)
         # This ring may be shorter, with fewer spare rows.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
-        state = RequestState(length, min_length, blocks, published_blocks=len(blocks), is_new=False)
+        state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
     return slot, new
 

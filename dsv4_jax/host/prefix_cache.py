@@ -66,16 +66,23 @@ class PrefixCache(Summarized):
     device beside the cache. The policy `every` chooses them, and the least recently used ones are dropped when they
     exceed a byte budget. A request that hits has the same live bytes as one that ran cold.
 
+    A step leaves the rows of its last tokens only, so there is at most one snapshot for each chunk of a prompt, and
+    prompts hit at ends of chunks. `chunk_end` chooses these.
+
     The prefix cache registers itself as the manager's `BlockEvictor`: blocks that only it holds are evicted when a
-    request needs them.
+    request needs them. A second one of the manager takes the place of the first, which cannot be used any more.
+
+    Prefixes belong to the weights that computed them. Call `reset` when the model gets others. Requests that were
+    admitted before, their forks and copies are not cached any more, since their rows come from the earlier weights.
 
     With `files`, blocks and snapshots that are evicted go to disk, and a prompt finds them there, also in a later
     process. `get_cache` must then return the current cache, as an engine's does; without it only `save` writes blocks.
 
     Attributes:
       manager: the manager whose blocks are shared.
-      every: interval of boundaries with a snapshot. None keeps snapshots of each request's last boundary and of
-        boundaries that were hit.
+      key: name of the model's weights.
+      every: interval of the boundaries that may have a snapshot, in blocks. None keeps snapshots of each request's last
+        boundary, of boundaries that were hit, and of those at which prompts part.
       max_bytes: budget of all snapshots in bytes.
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
@@ -99,32 +106,31 @@ class PrefixCache(Summarized):
 
         Args:
           manager, every, max_bytes, debug: see the class.
-          key: name of the model's weights. With `files`, other weights must have another name, see
+          key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
           seed: seed of the hashes; whoever does not know it cannot construct prompts that collide.
           files: where evicted blocks and snapshots go; None = they are lost.
 
         Raises:
-          ValueError: `every` is not positive, `max_bytes` or the size of `files` holds no snapshot, the manager has a
-            prefix cache already, or there are `files` and the mesh has several processes.
+          ValueError: `every` is not positive, `max_bytes` or the size of `files` holds no snapshot, or the mesh has
+            several processes and there are `files`.
         """
         if every is not None and every < 1:
             raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
-        abstract = jax.eval_shape(
+        struct = jax.eval_shape(
             lambda cache: read_request(cache, 0, 0, 0, boundary=True), KVCache.abstract(manager.schema)
         )
-        self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+        self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
         if max_bytes < self.bytes_per_snapshot:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
-        if manager.requests.evictor is not None:
-            raise ValueError("the manager has a prefix cache already")
         self.manager, self.every, self.max_bytes, self.debug, self.files = manager, every, max_bytes, debug, files
-        self._table = manager.requests
-        self._stored = None if files is None else StoredPrefixes(files, self._table, abstract, key=key)
+        self._table, self._snapshot_struct, self._seed = manager.requests, struct, seed
         self.get_cache: Callable[[], KVCache] | None = None
-        self._root = _digest(fingerprint(manager.schema, key), repr(seed).encode())
-        if self._stored is not None:
-            self._root = _digest(self._root, self._stored.identity)
+        stored = self._files_of(key)
+        if self._table.evictor is not None:
+            self._table.evictor.clear()
+            self._table.weights += 1
+        self._set_key(key, stored)
         self._tree = PrefixTree(self._table.allocator)
         self._snapshots: set[CachedBlock] = set()  # nodes with a snapshot
         self._metrics = PrefixMetrics()
@@ -164,6 +170,7 @@ class PrefixCache(Summarized):
           CacheFullError: every slot is taken.
           CacheCorruptionError: with `debug`, cached bytes have changed.
         """
+        self._check_current()
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
         paths, found = self._find(ids)
@@ -186,10 +193,39 @@ class PrefixCache(Summarized):
             self._tree.touch(path[-1])
         return slot, hit, new
 
+    def chunk_end(self, slot: int, tokens: np.ndarray, end: int) -> int:
+        """Returns where the next chunk of a request's prompt should end for the sake of later prompts.
+
+        * A chunk ends at the prompt's last boundary, where the next turn of a chat continues. The few tokens after it
+          take another step.
+        * A chunk in which the prompt parts from an earlier one ends there if there is no snapshot. So the third prompt
+          with a common beginning hits it, wherever it ends.
+        * Other chunks end at their last boundary if `every` is set and they become shorter by at most an eighth.
+
+        Args:
+          slot: slot of the request.
+          tokens: [n] int32 all token ids of the prompt.
+          end: the last position at which the chunk may end.
+
+        Raises:
+          ValueError: the slot is not admitted.
+        """
+        state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
+        stride = block_tokens * (self.every or 1)
+        nodes = self._nodes(tokens[: end + 1], self._table.shard(slot), state.cached_blocks)
+        parting, last = len(nodes) * block_tokens // stride * stride, len(tokens) // stride * stride
+        boundary = min(end // stride * stride, last)
+        if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
+            return parting
+        spare = end - state.length - 1 if boundary == last else (end - state.length) // 8 * (self.every is not None)
+        return boundary if end - boundary <= spare else end
+
     def observe(
         self, cache: KVCache, slot: int, tokens: TokenIds, *, length: int | None = None, snapshot: Any = None
     ) -> None:
         """Caches a request's full blocks, and a snapshot of its last boundary if the policy asks for it.
+
+        Nothing is cached of a request that began with other weights.
 
         A snapshot is taken only if the request stands at a block boundary or can still be rewound to it. So call this
         after steps that end there, and after rejected drafts were rewound.
@@ -206,12 +242,13 @@ class PrefixCache(Summarized):
           ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache belongs to another
             manager.
         """
+        self._check_current()
         self.manager.check_cache(cache, slot)
         state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
         full = (state.length if length is None else min(length, state.length)) // block_tokens
         if len(tokens) < full * block_tokens:
             raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
-        if not full:
+        if not full or state.weights != self._table.weights:
             return
         with self._table.transaction():
             path = state.cached_blocks
@@ -238,7 +275,7 @@ class PrefixCache(Summarized):
           slot: slot of the request.
 
         Returns:
-          The rows; None if they are gone, or if the policy keeps no snapshot there.
+          The rows; None if they are gone, if the policy keeps no snapshot there, or if the request is not cached.
 
         Raises:
           ValueError: the slot is not admitted.
@@ -287,6 +324,33 @@ class PrefixCache(Summarized):
         for node in nodes:
             check_snapshot(self.manager.schema, node, reader)
 
+    def check_key(self, key: str | None) -> None:
+        """Raises ValueError if `reset` would refuse the name of new weights."""
+        if key is None and self.files is not None:
+            raise ValueError("key=None: prefixes on disk need the name of the new weights, which no others have")
+        if key is not None and key == self.key:
+            raise ValueError(f"{key=} is the name of the weights so far: other weights need another name")
+
+    def reset(self, *, key: str | None = None) -> None:
+        """Forgets all blocks and snapshots, since the model has other weights from now on. With files, writes them.
+
+        Running requests keep their blocks, but nothing of them is cached any more.
+
+        Args:
+          key: name of the new weights. With `files` it is required, and finds the prefixes that earlier processes
+            computed with these weights. None = a name that no other weights had.
+
+        Raises:
+          ValueError: the name is that of the weights so far, it is missing although there are files, or another prefix
+            cache has taken the place of this one. Nothing was changed.
+        """
+        self._check_current()
+        self.check_key(key)
+        stored = None if key is None else self._files_of(key)
+        self.clear()
+        self._table.weights += 1
+        self._set_key(key, stored)
+
     def evict(self, n_blocks: int) -> int:
         """Frees up to `n_blocks` blocks that no request holds, the least recently used first.
 
@@ -333,6 +397,15 @@ class PrefixCache(Summarized):
         """Gives up `n_blocks` blocks of a shard; at least that many must be evictable."""
         self._evict(n_blocks, lambda: self._tree.oldest(shard))
 
+    def clear(self) -> None:
+        """Forgets all blocks and snapshots. Requests keep the blocks that they hold; files get those they do not."""
+        self.evict(self.evictable)
+        with self._table.transaction():
+            self._metrics.evicted_blocks += len(self._tree.nodes)
+            for node in list(self._snapshots):
+                self._drop_snapshot(node)
+            self._tree.clear()
+
     def recount(self) -> None:
         """Rebuilds all counters from the live nodes and the allocator's reference counts."""
         self._tree.recount()
@@ -340,10 +413,29 @@ class PrefixCache(Summarized):
 
     # --- internals ---
 
-    def _digests(self, ids):
-        """Yields the digests of a prompt's full blocks that leave a token to run."""
-        digest, block_tokens = self._root, self.manager.schema.block_tokens
-        for end in range(block_tokens, len(ids), block_tokens):
+    def _files_of(self, key):
+        """Returns the part of the files that belongs to weights of this name, or None without files."""
+        if self.files is None:
+            return None
+        return StoredPrefixes(self.files, self._table, self._snapshot_struct, key=key)
+
+    def _set_key(self, key, stored):
+        """Makes all digests depend on the name of the weights; None = on their version in this process."""
+        root = _digest(fingerprint(self.manager.schema, key or ""), repr(self._seed).encode())
+        if stored is not None:
+            root = _digest(root, stored.identity)
+        if key is None:
+            root = _digest(root, repr(self._table.weights).encode())
+        self.key, self._stored, self._root = key, stored, root
+
+    def _check_current(self):
+        if self._table.evictor is not self:
+            raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
+
+    def _digests(self, ids, path=()):
+        """Yields the digests of a prompt's full blocks after those of `path` that leave a token to run."""
+        digest, block_tokens = path[-1].digest if path else self._root, self.manager.schema.block_tokens
+        for end in range((len(path) + 1) * block_tokens, len(ids), block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             yield digest
 
@@ -355,10 +447,10 @@ class PrefixCache(Summarized):
                 path.pop()
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
-    def _nodes(self, ids, shard):
-        """Returns the nodes of a prompt's first blocks in memory. Blocks can be shared within a shard only."""
-        nodes = []
-        for digest in self._digests(ids):
+    def _nodes(self, ids, shard, path=()):
+        """Returns `path` and the nodes of a prompt's blocks after it that are in memory and in the same shard."""
+        nodes = list(path)
+        for digest in self._digests(ids, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
             nodes.append(node)
@@ -393,7 +485,8 @@ class PrefixCache(Summarized):
                     path.append(self._cache_block(path[-1] if path else None, digest, block))
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
-                state = RequestState(hit, hit, blocks, published_blocks=len(blocks), is_new=False, cached_blocks=path)
+                version = dict(weights=table.weights, is_new=False)
+                state = RequestState(hit, hit, blocks, published_blocks=len(blocks), cached_blocks=path, **version)
                 record_write(table, cache, new, {slot: state})
         return path, new
 
@@ -428,7 +521,8 @@ class PrefixCache(Summarized):
         """Reads the rows behind the first `full` blocks of a request, if the policy wants and the rings hold them."""
         length = full * self.manager.schema.block_tokens
         # The rings hold the boundary's rows as long as the request can be rewound to it.
-        if not full or state.min_length > length or full % (self.every or 1):
+        is_stale = state.weights != self._table.weights
+        if not full or is_stale or state.min_length > length or full % (self.every or 1):
             return None
         where = self._table.put((np.int32(slot), np.int32(length)))
         return read_request(cache, *where, where[1], boundary=True)
@@ -443,7 +537,7 @@ class PrefixCache(Summarized):
         self._snapshots.add(node)
         if self.every is None:
             last = next((n for n in before if n.snapshot is not None), None)
-            if last is not None and not last.hits:
+            if last is not None and not last.hits and last.children < 2:
                 self._drop_snapshot(last)
 
     def _drop_snapshot(self, node):

@@ -90,6 +90,14 @@ class PrefixTree:
         self._count(node.parent, children=-1)
         self._allocator.release([node.block])
 
+    def clear(self) -> None:
+        """Removes all nodes and drops the references to their blocks, which requests may hold too."""
+        nodes = list(self.nodes.values())
+        for node in nodes:
+            node.alive = False
+        self.recount()
+        self._allocator.release([node.block for node in nodes])
+
     def touch(self, node: CachedBlock) -> None:
         """Marks a node as the most recently used."""
         if leaf := self._is_leaf(node):

@@ -108,7 +108,8 @@ def _parse(blob, manager, key):
         raise ValueError(
             f"min_length is {text!r}, it must be from {least} to {len(tokens)}: its rings reach no further"
         )
-    return tokens, OffloadedRequest(len(tokens), int(text), rows, blocks, identity(schema, key))
+    properties = identity(schema, key)
+    return tokens, OffloadedRequest(len(tokens), int(text), rows, blocks, properties, manager.requests.weights)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MAX_BLOCKS_PER_TRANSFER = 16
 # The numbers of a request, kept in one array for all slots, so that a step changes those of all its requests at once.
 NUMBERS = np.dtype(
     [(name, np.int64) for name in ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed")]
-    + [("is_new", np.bool_)]
+    + [("weights", np.int64), ("is_new", np.bool_)]
 )
 
 
@@ -44,6 +44,7 @@ class RequestState:
       cached_blocks: the `CachedBlock`s of its full blocks in a `PrefixCache`, in order.
       admitted: time of its admission, by the table's clock, which begins at 1.
       changed: time of the last batch or copy that wrote its rows; see `host.step_order`.
+      weights: version of the weights that its first rows come from, see `RequestTable.weights`.
     """
 
     length: int = 0
@@ -54,12 +55,13 @@ class RequestState:
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
     admitted: int = dataclasses.field(default=0, compare=False)
     changed: int = dataclasses.field(default=0, compare=False)
+    weights: int = 0
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The row of `NUMBERS`."""
         numbers = self.length, self.min_length, len(self.blocks), self.published_blocks, self.admitted, self.changed
-        return *numbers, self.is_new
+        return *numbers, self.weights, self.is_new
 
     def with_numbers(self, row: np.void) -> "RequestState":
         """Returns the state with the numbers of a row of `NUMBERS`; its lists stay."""
@@ -153,6 +155,10 @@ class BlockEvictor(Protocol):
         """Rebuilds the evictor's counters from its blocks and the allocator's reference counts."""
         ...
 
+    def clear(self) -> None:
+        """Gives up all blocks."""
+        ...
+
 
 def count_shards(mesh: Mesh | None) -> int:
     """Returns the number of shards of slots and blocks on a mesh."""
@@ -177,6 +183,7 @@ class RequestTable:
       allocator: owner of the blocks.
       evictor: another holder of blocks, which gives some up before a request is refused; None = no such holder.
       states: the state of each admitted request by slot.
+      weights: version of the model's weights; a prefix cache raises it when the model gets others.
       newest_lengths: weak reference to `lengths` of the newest known cache, or None; see `host.step_order`.
     """
 
@@ -190,7 +197,7 @@ class RequestTable:
         self.evictor: BlockEvictor | None = None
         self.states = RequestStates(np.zeros((schema.max_requests,), NUMBERS))
         self._kept: dict[tuple, tuple[np.ndarray, Any]] = {}
-        self._time = 0
+        self._time = self.weights = 0
         self.newest_lengths: weakref.ref[jax.Array] | None = None
 
     def state(self, slot: int) -> RequestState:
@@ -219,7 +226,7 @@ class RequestTable:
 
     def admit(self, slot: int) -> None:
         """Gives a free slot to a new request without tokens."""
-        self.commit({slot: RequestState(admitted=self.tick())})
+        self.commit({slot: RequestState(admitted=self.tick(), weights=self.weights)})
 
     def remove(self, slots: Iterable[int]) -> None:
         """Forgets requests, inside a `transaction` that releases their blocks."""

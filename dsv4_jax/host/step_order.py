@@ -211,7 +211,7 @@ def _held(contents, slot, state):
     """The part of the request that the cache holds, with the blocks that are reserved now."""
     held = contents.numbers[slot]
     if held["admitted"] != state.admitted:
-        return RequestState(blocks=state.blocks, admitted=state.admitted)
+        return RequestState(blocks=state.blocks, admitted=state.admitted, weights=state.weights)
     return state.with_numbers(held)
 
 

@@ -26,10 +26,6 @@ from tests.paths import DATA
         (["--api-key", ""], "the API key must be one or more printable ASCII characters without spaces"),
         (["--port", "70000"], "--port 70000 must be from 0 to 65535"),
         (["--drafts", "-1"], "--drafts -1 must be at least 0"),
-        (
-            ["--num-scheduler-steps", "4", "--drafts", "2"],
-            "--num-scheduler-steps 4 needs --drafts 0, and no --batch-invariant",
-        ),
         (["--mesh", "2"], "mesh '2' must be AXIS=DEVICES"),
         (["--mesh", "model=4"], "model=4 does not divide o_groups=2, vocab_size=258"),
         (["--mesh", "data=2", "--max-requests", "3"], "mesh axis data=2 does not divide --max-requests 3"),
@@ -62,7 +58,6 @@ def test_mistakes_are_told_at_once():
         "--checkpoint nowhere": "cannot read the configuration nowhere",
         "--drafts -1": "--drafts -1 must be at least 0",
         "--max-requests 0": "--max-requests 0 must be at least 1",
-        "--num-scheduler-steps 4 --drafts 2": "needs --drafts 0",
         "--drafter model --drafts 0": "--drafter model needs --drafts of at least 1",
         "--min-confidence 0.5": "--min-confidence 0.5 needs drafts of layers that estimate their confidence",
         "--min-confidence 2": "--min-confidence 2.0 must be from 0 to 1",

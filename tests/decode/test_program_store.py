@@ -65,13 +65,11 @@ def test_a_program_is_found_again(folder):
         assert traced()
 
 
-def test_equal_programs_of_changed_sources_are_compiled_once(folder, monkeypatch):
+def test_programs_of_changed_sources_are_compiled_again(folder, monkeypatch):
     assert traced()
-    (executable,) = (path for path in folder.iterdir() if path.stat().st_size > 1000)
-    written = executable.stat().st_ino
     monkeypatch.setattr(program_store, "_sources", lambda: "other sources")
     assert traced() and not traced()
-    assert executable.stat().st_ino == written and len(list(folder.iterdir())) == 3
+    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", ["torn", "garbage", "foreign", "empty", "link"])
@@ -141,7 +139,7 @@ def test_a_model_counts_what_it_compiles_or_loads(folder):
         for _ in range(2):
             (y, _), cache = model.run(_toy_step_of_model, cache, batch, bias=jnp.ones(2), scale=2)
         assert float(y) == 12.0 and model.compilations == expected
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 1
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="scale")

@@ -287,6 +287,16 @@ class Fault(Exception):
     """An error nobody expects."""
 
 
+def test_copies_of_a_prompt_that_is_being_read_have_blocks_for_it_or_wait(small, wide, alone):
+    """Blocks for one and a half of them: no step runs out of blocks."""
+    engine = make(small, wide(9))
+    request = add(engine, 5)
+    engine.step()
+    children = engine.fork(request, [5, 5])
+    drain(engine)
+    assert [r.generated for r in (request, *children)] == [alone[5]] * 3 and engine.metrics.restarts == 0
+
+
 def faulty(monkeypatch, targets, at, late):
     """Makes call number `at` to any of the (owner, name) raise, before or after it did its work; counts calls."""
     calls = [0]

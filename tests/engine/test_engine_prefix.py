@@ -11,7 +11,9 @@ import pytest
 from dsv4_jax.cache import PoolGroup
 from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import Engine, PromptLookup
-from dsv4_jax.host import CacheCorruptionError, PrefixCache
+from dsv4_jax.host import CacheCorruptionError, KVCacheManager, PrefixCache
+from tests.decode.bigram import MODEL
+from tests.host.managers import CONFIG
 
 
 WARM = SamplingParams(temperature=1.0)
@@ -36,7 +38,8 @@ def converse(engine):
 
 
 def make(small, manager, **options):
-    return Engine(small[0], manager, token_budget=40, drafter=PromptLookup(), **options)
+    """An engine with one program: hits change which tokens are read in chunks, and so the last bit in two programs."""
+    return Engine(small[0], manager, token_budget=40, drafter=PromptLookup(), batch_invariant=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def cold(small, wide):
 
 @pytest.mark.parametrize(
     ("free", "every", "snapshots"),
-    [(36, 1, 99), (36, 2, 99), (36, None, 99), (36, 1, 3), (19, 1, 99), (19, None, 2)],
+    [(36, 1, 99), (36, 2, 99), (36, None, 99), (36, 1, 3), (19, 1, 99), (19, None, 3)],
     ids=["all boundaries", "every second", "last only", "three snapshots", "few blocks", "few of both"],
 )
 def test_hits_change_no_token_and_no_logit(small, wide, cold, free, every, snapshots):
@@ -90,3 +93,75 @@ def test_a_changed_byte_fails_the_request_that_would_read_it(small, wide):
 def test_a_prefix_cache_of_another_manager_is_refused(small, wide):
     with pytest.raises(ValueError, match="prefix cache of another manager"):
         make(small, wide(), prefix=PrefixCache(wide(), key="tiny"))
+
+
+class Reader:
+    """An engine of a model that computes nothing, which reads prompts in blocks of 64 tokens."""
+
+    def __init__(self, *, budget=512, cached=True, **options):
+        manager = KVCacheManager(CONFIG, num_blocks=128, max_requests=4, max_context=4096, block_tokens=64)
+        prefix = PrefixCache(manager, key="bigram", **options) if cached else None
+        self.engine = Engine(MODEL, manager, token_budget=budget, prefix=prefix)
+
+    def read(self, prompt, max_new_tokens=1):
+        """Answers a prompt alone. Returns the request and the number of steps until its first token."""
+        request, steps = self.engine.add(prompt, max_new_tokens=max_new_tokens), 0
+        while not request.num_generated:
+            self.engine.step()
+            steps += 1
+        while self.engine.busy:
+            self.engine.step()
+        return request, steps
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(CONFIG.vocab_size, size=n).tolist()
+
+
+@pytest.mark.parametrize("every", [1, 2, None])
+@pytest.mark.parametrize(
+    ("length", "budget", "more"),
+    [(2048, 512, 0), (2048, 2048, 0), (2049, 512, 0), (2000, 512, 1), (2000, 520, 1), (60, 512, 0), (2048, 64, 0)],
+)
+def test_a_prefix_cache_adds_at_most_the_step_behind_the_last_boundary(length, budget, more, every):
+    prompt = tokens(length)
+    request, steps = Reader(budget=budget, every=every).read(prompt)
+    want, steps_without = Reader(budget=budget, cached=False).read(prompt)
+    assert steps == steps_without + more and request.generated == want.generated
+
+
+@pytest.mark.parametrize("every", [1, None])
+@pytest.mark.parametrize("length", [1000, 1024, 1030, 50])
+@pytest.mark.parametrize(("answer", "budget"), [(3, 512), (90, 512), (3, 90)])
+def test_the_next_turn_hits_at_the_last_boundary(length, answer, budget, every):
+    """It lies in the answer if that reached one, else in the prompt; an answer that a client drops costs no hit."""
+    reader, prompt = Reader(budget=budget, every=every), tokens(length)
+    request, _ = reader.read(prompt, answer)
+    # The last token was drawn and has not run.
+    known = request.tokens.tolist()[:-1]
+    assert reader.read(known + tokens(100, 1))[0].cached_tokens == len(known) // 64 * 64
+    if every == 1:
+        assert reader.read(prompt + tokens(100, 2))[0].cached_tokens == length // 64 * 64
+
+
+@pytest.mark.parametrize("every", [1, 3, None])
+def test_the_third_prompt_with_a_common_beginning_hits_it(every):
+    """The second one finds out where the two part, within a chunk."""
+    reader, system = Reader(budget=2048, every=every), tokens(1000)
+    hits = [reader.read(system + tokens(500, i))[0].cached_tokens for i in range(1, 5)]
+    stride = 64 * (every or 1)
+    assert hits == [0, 0, 1000 // stride * stride, 1000 // stride * stride]
+
+
+def test_a_chunk_beside_running_requests_gives_up_an_eighth_at_most():
+    """A budget of two blocks less one token is not halved."""
+    reader = Reader(budget=128)
+    runs = reader.engine.add([1], max_new_tokens=400)
+    reader.engine.step()
+    request, steps = reader.engine.add(tokens(2050), max_new_tokens=1), 0
+    while not request.num_generated:
+        reader.engine.step()
+        steps += 1
+    # 17 chunks, the tokens behind the last boundary, and the step of one token that ran ahead.
+    assert steps <= 19 and runs.num_generated > steps - 2
+    assert reader.read(request.prompt)[0].cached_tokens == 2048

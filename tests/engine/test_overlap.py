@@ -60,9 +60,8 @@ def test_a_copy_starts_before_a_token_of_a_step_ahead_only(small, roomy):
         roomy.requests.state(slot).shortened(1, slot)
 
 
-def test_drafts_on_the_host_and_several_steps_do_not_overlap():
-    for options in (dict(drafter=PromptLookup()), dict(num_scheduler_steps=2)):
-        assert not Engine(BIGRAM, make_bigram_manager(), token_budget=24, **options).config.overlap
+def test_drafts_on_the_host_do_not_overlap():
+    assert not Engine(BIGRAM, make_bigram_manager(), token_budget=24, drafter=PromptLookup()).config.overlap
 
 
 @pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])

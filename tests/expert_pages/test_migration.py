@@ -164,18 +164,6 @@ def by_hand(model, between_steps):
     yield output.tokens[slot], jax.tree.map(np.asarray, cache)
 
 
-def test_experts_move_between_the_loops_of_an_engine(folder, plain):
-    options = dict(token_budget=64, num_scheduler_steps=4)
-    model = load(folder, on_device=5)
-    move_always(model)
-    (wanted, before), (got, metrics) = run(plain, **options), run(model, **options)
-    chex.assert_trees_all_equal(got, wanted)
-    assert metrics.steps == before.steps and metrics.experts.swaps > 1
-    # Each of two layers counts every token but a request's last, which no step runs.
-    ran = sum(len(prompt) + len(tokens) - 1 for prompt, (tokens, _) in zip(PROMPTS, got[0], strict=True))
-    assert metrics.experts.hits + metrics.experts.misses == 2 * CONFIG.num_experts_per_tok * ran
-
-
 def test_steps_by_hand_count_and_move_experts(folder, plain):
     steps = list(by_hand(plain, lambda cache: None))
     counts = [cache.expert_counts for _, cache in steps]

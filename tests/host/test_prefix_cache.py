@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache.request_rows import read_request, write_request
-from dsv4_jax.host import CacheFullError, PrefixCache
+from dsv4_jax.host import CacheFullError, PrefixCache, resume
+from dsv4_jax.host.offload import capture
 from tests.host.managers import BLOCK, host_state, ids, make, step
 
 
@@ -125,6 +126,32 @@ class TestFinding:
             cached.manager.truncate(cache, child, 5)
 
 
+class TestReset:
+    @pytest.mark.parametrize("key", [None, "other"])
+    def test_nothing_of_other_weights_is_hit(self, key):
+        cached = Cached(64)
+        manager, prefix = cached.manager, cached.prefix
+        slot, _ = cached.admit(ids(50))
+        prefix.reset(key=key)
+        assert manager.free_blocks == 12 - 3 and prefix.metrics.blocks == prefix.metrics.snapshots == 0
+        copy, cached.cache = resume(manager, cached.cache, capture(manager, cached.cache, slot))
+        start, cached.cache = manager.truncate(cached.cache, copy, 40)
+        assert start == 0  # the snapshots are gone
+        for here, length in ((slot, 48), (copy, 0)):
+            cached.step(here, ids(64 - length, length), ids(64))
+            manager.release(here)
+        assert prefix.metrics.blocks == 0 and cached.hit(ids(65)) == 0
+        cached.run(ids(64))
+        assert cached.hit(ids(65)) == 64
+        assert prefix.reset() is None and cached.hit(ids(65)) == 0
+
+    def test_the_name_of_the_weights_so_far_is_refused(self):
+        cached = Cached(64)
+        with pytest.raises(ValueError, match="key='model' is the name of the weights so far"):
+            cached.prefix.reset(key="model")
+        assert cached.hit(ids(65)) == 64
+
+
 class TestSnapshots:
     def test_every_second_border(self):
         cached = Cached(80, every=2)
@@ -227,10 +254,22 @@ class TestMetricsAndRefusals:
         with pytest.raises(ValueError, match=message):
             Cached(**options)
 
-    def test_one_for_a_manager(self):
-        cached = Cached()
-        with pytest.raises(ValueError, match="has a prefix cache already"):
-            Cached(manager=cached.manager)
+    def test_a_second_one_takes_the_place_of_the_first(self):
+        """Also while requests run: they keep their blocks, and nothing of them is cached any more."""
+        old = Cached(64)
+        slot, _ = old.admit(ids(50))
+        new = Cached(manager=old.manager, key="other")
+        assert old.manager.free_blocks == 12 - 3 and old.prefix.metrics.blocks == old.prefix.metrics.snapshots == 0
+        (child,), new.cache = new.manager.fork(old.cache, slot, 1)
+        for here in (slot, child):
+            new.step(here, ids(16, 48), ids(64))
+            new.manager.release(here)
+        assert new.prefix.metrics.blocks == 0 and new.manager.free_blocks == 12
+        new.run(ids(64))
+        assert new.hit(ids(65)) == 64
+        for call in (lambda: old.prefix.admit(new.cache, ids(50)), lambda: old.prefix.observe(new.cache, 0, ids(50))):
+            with pytest.raises(ValueError, match="another PrefixCache of the manager has taken the place of this one"):
+                call()
 
     def test_refusals_change_nothing(self):
         cached = Cached(64)

@@ -1,0 +1,173 @@
+"""Logits processors: a user's own functions that change logits before tokens are drawn."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.cache import Batch
+from dsv4_jax.parallel.local_ids import to_local_ids
+from dsv4_jax.parallel.sharded_step import sharded_update
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitsProcessor:
+    """Changes the logits of a request before each of its tokens is drawn, as penalties and bans do.
+
+    Both functions are traced into the step, for one request at a time (`jax.vmap`). They must be pure. A program is
+    compiled for each pair of functions, so make a processor once, not with a new `lambda` for each call.
+
+    Attributes:
+      process: function (logits [vocab] float32, state) -> logits [vocab] float32. A token with -inf is never drawn.
+      state: a pytree of arrays: the state of a request before its first new token. Steps and loops take the states of
+        all slots, [slots, ...], see `stacked`.
+      update: function (state, token [] int32) -> state, called with each new token; None = the state stays as it is.
+    """
+
+    process: Callable[[Any, Any], Any] = dataclasses.field(metadata=dict(static=True))
+    state: Any = ()
+    update: Callable[[Any, Any], Any] | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    def stacked(self, states: Sequence[Any]) -> "LogitsProcessor":
+        """Returns the processor with the states of all slots, one for each, as steps and loops take it.
+
+        Raises:
+          ValueError: a state does not have the structure, shapes and dtypes of `state`.
+        """
+        checked = [self.check_state(state, f"states[{i}]") for i, state in enumerate(states)]
+        return dataclasses.replace(self, state=jax.tree.map(lambda *xs: np.stack(xs), *checked))
+
+    def check_state(self, state: Any, name: str) -> Any:
+        """Returns a request's state as NumPy arrays.
+
+        Args:
+          state: the state.
+          name: its name in errors.
+
+        Raises:
+          ValueError: it does not have the structure, shapes and dtypes of `state`.
+        """
+        have, want = map(_types, (state, self.state))
+        if have != want:
+            raise ValueError(f"{name} has {have[1]} in {have[0]}, the processor's state has {want[1]} in {want[0]}")
+        return jax.tree.map(np.asarray, state)
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError unless the functions return what they should for `vocab_size` tokens.
+
+        Errors of the functions themselves are raised as they are.
+        """
+        logits, token = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), self.state)
+        result = jax.eval_shape(self.process, logits, state)
+        if _types(result) != _types(logits):
+            raise ValueError(f"process must return float32[{vocab_size}], the logits, not {_types(result)[1]}")
+        if self.update is not None and (new := _types(jax.eval_shape(self.update, state, token))) != _types(state):
+            raise ValueError(f"update returned {new[1]} in {new[0]} for a state of {_types(state)[1]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotRows:
+    """The rows of a step's output by slot, on which a processor works: the newest token of each, then its drafts.
+
+    Attributes:
+      processor: the LogitsProcessor with the states of all slots.
+      rows: [slots, r] int32, a slot's rows in order; -1 = none.
+      tokens: [slots, r] int32, the tokens that the rows follow.
+    """
+
+    processor: LogitsProcessor
+    rows: Any
+    tokens: Any
+
+    @classmethod
+    def of(
+        cls, processor: LogitsProcessor, batch: Batch, indices: Int[Array, "n"], is_drawn: Any, num_slots: int
+    ) -> "SlotRows":
+        """Finds the rows of a batch.
+
+        Args:
+          processor, batch, indices: as for `sample_step`.
+          is_drawn: [n] bool, whether a token is drawn in a row, rather than known; None = in all of them.
+          num_slots: number of slots.
+        """
+        _check_stacked(processor, num_slots)
+        count, at = indices.shape[0], jnp.maximum(indices, 0)
+        most = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
+        is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
+        slots, index = jnp.where(is_row, batch.slots[at], num_slots), jnp.arange(count, dtype=jnp.int32)
+        begins = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
+        rows = jnp.full((num_slots, most), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
+        return cls(processor, rows, batch.token_ids[at[jnp.maximum(rows, 0)]])
+
+    def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
+        """Returns the logits of all rows as the processor leaves them, each with the drafts before it in the state."""
+        new, state = logits, self.processor.state
+        for i in range(self.rows.shape[1]):
+            rows = self.rows[:, i]
+            if i:
+                state = self._updated(state, self.tokens[:, i], rows >= 0)
+            processed = jax.vmap(self.processor.process)(logits[jnp.maximum(rows, 0)], state)
+            new = new.at[jnp.where(rows >= 0, rows, len(logits))].set(processed, mode="drop")
+        return new
+
+    def update(self, tokens: Int[Array, "n"], last: Int[Array, "slots"]) -> LogitsProcessor:
+        """Returns the processor with the states after the drawn tokens, up to row `last` of each slot (-1 = none)."""
+        state = self.processor.state
+        for i in range(self.rows.shape[1]):
+            rows = self.rows[:, i]
+            state = self._updated(state, tokens[jnp.maximum(rows, 0)], (rows >= 0) & (rows <= last))
+        return dataclasses.replace(self.processor, state=state)
+
+    def _updated(self, state, tokens, is_new):
+        """Returns the states [slots, ...] after a token of each slot where `is_new`."""
+        if self.processor.update is None:
+            return state
+        new = jax.vmap(self.processor.update)(state, tokens)
+        return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), state, new)
+
+
+@functools.partial(jax.jit, donate_argnames="processor")
+@sharded_update
+def begin_slot(
+    processor: LogitsProcessor, slot: Int[Array, ""], state: Any, tokens: Int[Array, "n"], count: Int[Array, ""]
+) -> LogitsProcessor:
+    """Sets the state of a slot for a request that begins or continues there.
+
+    Args:
+      processor: the states of all slots; donated.
+      slot: scalar, the slot.
+      state: the request's state before its first new token.
+      tokens: [n] its new tokens.
+      count: scalar, number of these that count.
+    """
+    if processor.update is not None:
+        state = jax.lax.fori_loop(0, count, lambda i, state: processor.update(state, tokens[i]), state)
+
+    def write(states, new):
+        local = to_local_ids(slot, "slots", len(states))
+        return states.at[jnp.where(local >= 0, local, len(states))].set(new, mode="drop")
+
+    return dataclasses.replace(processor, state=jax.tree.map(write, processor.state, state))
+
+
+def _check_stacked(processor: LogitsProcessor, num_slots: int) -> None:
+    """Raises ValueError unless the processor has a state for each slot."""
+    for path, x in jax.tree.leaves_with_path(processor.state):
+        if jnp.shape(x)[:1] != (num_slots,):
+            raise ValueError(
+                f"processor.state{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, it must be [{num_slots}, ...] "
+                "with a state for each slot: use processor.stacked([state] * slots)"
+            )
+
+
+def _types(tree):
+    """Returns the structure of a tree as text, and the types of its arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return str(structure), [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in leaves]
