@@ -19,7 +19,7 @@ from dsv4_jax.bench.cases import measured_config, tree_bytes
 from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, expert_memory
 from dsv4_jax.bench.step_work import step_work
-from dsv4_jax.bench.tables import LiveTable, draft_lines, kind_columns, layer_share, tokens_per_second
+from dsv4_jax.bench.tables import ACCEPTANCES, LiveTable, kind_columns, layer_share, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.checkpoint.random_weights import random_model, select_experts
 from dsv4_jax.config import DSV4Config
@@ -61,6 +61,12 @@ COLUMNS = {
     **kind_columns("kinds", 1),
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
+}
+# Columns of steps with drafts: the cost of verifying them, that of making them, and tokens a second.
+DRAFT_COLUMNS = {
+    "x one token": "{times_one_token:.2f}",
+    "drafts ms": "{draft_milliseconds:.3f}",
+    **{f"{rate:.0%} accepted": f"{{tokens_per_second[{rate}]:.0f}}" for rate in ACCEPTANCES},
 }
 
 
@@ -232,10 +238,10 @@ def _run(config, options, report, *, loop=True):
     """Prints and yields the results of a model, or of as many of its layers as fit, if no number was chosen."""
     if not options.layers and options.expert_memory is None:
         config = config.first_layers(_max_layers(config, options))
-    lines = LiveTable(COLUMNS, batch=5, tokens=6)
+    drafting = DRAFT_COLUMNS if options.drafts else {}
+    lines = LiveTable(COLUMNS | drafting, batch=5, tokens=6)
     rows_by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in measure(config, options, report, loop=loop):
-        lines.add(layer_share(row))
         rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
         rows.append(row)
         if row["tokens"] > 1:
@@ -243,8 +249,8 @@ def _run(config, options, report, *, loop=True):
         if row["drafts"]:
             row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]
             row["tokens_per_second"] = tokens_per_second(row)
+        lines.add(layer_share(row))
         yield row
-    print(draft_lines(rows_by_place) if options.drafts else "", flush=True)
 
 
 def measure(

@@ -71,24 +71,3 @@ def tokens_per_second(row: Row) -> dict[str, float]:
     """Returns the tokens a second of all requests of a case with drafts, for each acceptance rate."""
     steps = 1e3 * row["requests"] / row["milliseconds"]
     return {str(share): steps * sum(share**i for i in range(1 + row["drafts"])) for share in ACCEPTANCES}
-
-
-def draft_lines(rows_by_place: dict[tuple[Any, ...], list[Row]]) -> str:
-    """Returns lines with the cost of verifying and drafting, and tokens a second.
-
-    A place is (batch size, context, skew); its rows have one token, verify drafts, and draft as well.
-    """
-    rates = ", ".join(map("{:.0%}".format, ACCEPTANCES))
-    lines = [f"\nTokens a second if {rates} of the drafts are accepted, each after accepted ones."]
-    for (requests, context, _), (one, verify, whole) in rows_by_place.items():
-        rates = ", ".join(f"{rate:,.0f}" for rate in whole["tokens_per_second"].values())
-        verified, drafted = (
-            f"{row['times_one_token']:.2f} x (floor {row['floor_bytes'] / one['floor_bytes']:.2f} x)"
-            for row in (verify, whole)
-        )
-        lines.append(
-            f"batch {requests}, context {context}: {whole['tokens']} tokens take {verified} a step with one, with "
-            f"{whole['drafts']} drafts {drafted}; drafts alone {whole['draft_milliseconds']:.3f} ms; tokens a second: "
-            f"{rates}"
-        )
-    return "\n".join(lines)
