@@ -1,4 +1,4 @@
-"""XLA flags for decoding; measurements are in docs/notes/decode_steps.md."""
+"""XLA flags for decoding; measurements are in docs/notes/decode_steps.md and docs/numerics.md."""
 
 import os
 import sys
@@ -6,7 +6,9 @@ import sys
 
 # XLA counts a donated cache three times, concludes that memory is short, and rematerializes projections. Compiled for
 # an H100, a step with 8 requests of a million tokens had 252 products instead of 172.
-FLAGS = {"xla_disable_hlo_passes": "rematerialization"}
+#
+# On a CPU, products that depend on its kind (AMX, AVX-512) would give another text on another CPU.
+FLAGS = {"xla_disable_hlo_passes": "rematerialization", "xla_cpu_enable_platform_dependent_math": "false"}
 
 
 def set_xla_flags() -> None:

@@ -129,7 +129,7 @@ def _against_peers(key: Key, ours: float, run: Row, clock: str) -> Row:
 
 
 def steps(runs: list[Row], keys: list[Key]) -> Table:
-    """Decode steps of `dsv4-jax bench step`."""
+    """Decode steps of attention layers alone."""
     numbers = {
         "requests": "{requests}",
         "context": "{context:,}",
@@ -178,11 +178,13 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
     def row(row: Row) -> Row:
         share = 1e3 / row["layers"]
         kinds = {kind: share * time for kind, time in row["kernel_milliseconds"].items()}
+        outside = sum(kinds.get(kind, 0.0) for kind in ("embedding", "lm_head", "sampling"))
+        head = row.get("head_bytes", 0) / row["floor_bytes"]
         kind = row.get("layer_type", "first").removesuffix("_attention").replace("_", " ")
         whole = dict(
             layer_count=f"{row['layers']}, {kind}",
-            layer=share * row["milliseconds"],
-            floor=share * row["floor_milliseconds"],
+            layer=share * row["milliseconds"] - outside,
+            floor=share * row["floor_milliseconds"] * (1 - head),
             gaps=share * row["gap_milliseconds"],
             experts=kinds["experts"] + kinds.get("shared_expert", 0.0),
             indexed=kinds["indexer"] + kinds["topk"],

@@ -66,7 +66,7 @@ def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, tim
         varied, number = lax.optimization_barrier((inputs, number))
         results = []
         for x in varied:
-            result = case.call(state, *x, implementation=implementation)
+            result = case.run(state, *x, implementation=implementation)
             if case.updates:
                 state = result
             else:
@@ -74,7 +74,7 @@ def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, tim
         return state, results, number * number
 
     def results_of(state):
-        return [] if case.updates else [case.call(state, *x, implementation=implementation) for x in inputs]
+        return [] if case.updates else [case.run(state, *x, implementation=implementation) for x in inputs]
 
     results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(results_of, state))
 

@@ -19,7 +19,14 @@ OURS = " ".join(f"--{name}={value}" for name, value in FLAGS.items())
         ("", OURS),
         ("--xla_dump_to=x", f"--xla_dump_to=x {OURS}"),
         (OURS, OURS),
-        ("--xla_disable_hlo_passes=dce", "--xla_disable_hlo_passes=dce"),
+        (
+            "--xla_disable_hlo_passes=dce",
+            "--xla_disable_hlo_passes=dce --xla_cpu_enable_platform_dependent_math=false",
+        ),
+        (
+            "--xla_cpu_enable_platform_dependent_math=true",
+            "--xla_cpu_enable_platform_dependent_math=true --xla_disable_hlo_passes=rematerialization",
+        ),
     ],
 )
 def test_flags_are_added_and_given_ones_stay(monkeypatch, before, after):

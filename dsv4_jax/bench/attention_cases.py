@@ -1,13 +1,13 @@
 """The cases of `dsv4-jax bench ops attention`."""
 
-import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, close, entries_view, int32, layer_count, normal, tree_bytes, window_view
+from dsv4_jax.bench.cases import Case, close, entries_view, int32, normal, tree_bytes, window_view
 from dsv4_jax.cache import CacheSchema
 
 
@@ -44,30 +44,25 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
     heads, dim, window = config.num_attention_heads, config.head_dim, config.sliding_window
     window_bytes, row = window * tree_bytes(schema.window_codec.struct), tree_bytes(group.entry.struct)
 
-    def make(rng, calls):
-        layers = layer_count(calls, tokens * window_bytes + (shared or tokens * entries) * row)
+    def state(rng, layers):
         compressed = entries_view(schema, group, rng, layers, tokens, entries, shared=shared)
-        views = window_view(schema, rng, layers, tokens), compressed
-        sinks = normal(rng, (heads,), jnp.float32)
+        return window_view(schema, rng, layers, tokens), compressed
+
+    def inputs(rng):
+        q, sinks = normal(rng, (tokens, heads, dim), jnp.bfloat16), normal(rng, (heads,), jnp.float32)
+        chosen = [rng.choice(entries, attended, replace=False) for _ in range(tokens)] if selects else None
         positions = int32(np.full(tokens, entries * group.compress_rate - 1))
-        inputs = []
-        for call in range(calls):
-            q, slots = normal(rng, (tokens, heads, dim), jnp.bfloat16), int32(rng.permutation(tokens))
-            indices = None
-            if selects:
-                indices = int32(np.stack([rng.choice(entries, attended, replace=False) for _ in range(tokens)]))
-            inputs.append((int32(call % layers), q, sinks, indices, slots, positions))
-        return views, inputs
+        return q, sinks, chosen and int32(np.stack(chosen)), int32(rng.permutation(tokens)), positions
+
+    def call(views, q, sinks, indices, slots, positions, *, implementation):
+        window, compressed = views
+        kv = ops.AttentionKV(window, compressed, indices)
+        return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
 
     nbytes = tokens * (window_bytes + attended * row + 4 * heads * dim + 4 * attended * selects + 8)
     label = f"{group.name.upper()} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
     label += f", {heads} heads" if heads != 64 else ""
     flops = 4 * tokens * heads * dim * (window + attended)
-    limits = dict(flops=flops, reads=True, agree=_AGREE, xla_calls=_XLA_CALLS)
-    return Case("sparse_attention", label, nbytes, make, _attend, **limits)
-
-
-def _attend(views, layer, q, sinks, indices, slots, positions, *, implementation):
-    window, compressed = (dataclasses.replace(view, layer=layer) for view in views)
-    kv = ops.AttentionKV(window, compressed, indices)
-    return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
+    limits: dict[str, Any] = dict(flops=flops, reads=True, agree=_AGREE, xla_calls=_XLA_CALLS)
+    layer_bytes = tokens * window_bytes + (shared or tokens * entries) * row
+    return Case("sparse_attention", label, nbytes, inputs, call, state, layer_bytes=layer_bytes, **limits)

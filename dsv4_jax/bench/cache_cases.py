@@ -1,15 +1,15 @@
 """The cases of `dsv4-jax bench ops append`, `gather` and `flush`."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, entries_view, int32, layer_count, normal, random_table, tree_bytes, window_view
+from dsv4_jax.bench.cases import Case, entries_view, int32, normal, random_table, tree_bytes, window_view
 from dsv4_jax.cache import CacheSchema
 
 
@@ -40,48 +40,36 @@ def _append_case(schema, tokens):
     slots = max(256, -(-tokens // window))
     run = 1 if tokens <= slots else window
 
-    def make(rng, calls):
-        layers = min(calls, config.num_hidden_layers)
-        view = window_view(schema, rng, layers, slots)
-        inputs = []
-        for call in range(calls):
-            owners = rng.permutation(slots)[: tokens // run].repeat(run)
-            first = rng.integers(0, config.max_position_embeddings - run, tokens // run)
-            positions = (first[:, None] + np.arange(run)).reshape(-1)
-            kv = normal(rng, (tokens, dim), jnp.bfloat16)
-            inputs.append((int32(call % layers), kv, int32(owners), int32(positions)))
-        return view, inputs
+    def inputs(rng):
+        owners = rng.permutation(slots)[: tokens // run].repeat(run)
+        first = rng.integers(0, config.max_position_embeddings - run, tokens // run)
+        positions = (first[:, None] + np.arange(run)).reshape(-1)
+        return normal(rng, (tokens, dim), jnp.bfloat16), int32(owners), int32(positions)
 
-    nbytes = tokens * (2 * dim + tree_bytes(schema.window_codec.struct) + 8)
-    return Case("append_swa", f"T={tokens}", nbytes, make, _append, updates=True)
-
-
-def _append(view, layer, kv, slots, positions, *, implementation):
-    view = dataclasses.replace(view, layer=layer)
-    view = ops.append_swa(view, kv, slots, positions, implementation=implementation)
-    return dataclasses.replace(view, layer=0)
+    row = tree_bytes(schema.window_codec.struct)
+    state = functools.partial(window_view, schema, slots=slots)
+    options: dict[str, Any] = dict(state=state, layer_bytes=slots * window * row, updates=True)
+    return Case("append_swa", f"T={tokens}", tokens * (2 * dim + row + 8), inputs, ops.append_swa, **options)
 
 
 def _norm_rope_case(append, config, tokens, heads):
     dim, inv_freq = config.head_dim, jnp.asarray(config.inv_freq(0))
 
-    def make(rng, calls):
-        view, inputs = append.make(rng, calls)
-        weight = normal(rng, (dim,), jnp.float32)
-        q = [normal(rng, (tokens, heads, dim), jnp.bfloat16) for _ in inputs]
-        inputs = [(layer, q, *rest, weight, inv_freq) for q, (layer, *rest) in zip(q, inputs, strict=True)]
-        return (jnp.zeros_like(q[0]), view), inputs
+    def state(rng, layers):
+        return jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state(rng, layers)
 
-    def call(state, layer, q, kv, slots, positions, weight, inv_freq, *, implementation):
-        view = dataclasses.replace(state[1], layer=layer)
-        arrays = q, kv, weight, slots, positions, inv_freq
-        options = dict(eps=config.rms_norm_eps, implementation=implementation)
-        q, view = ops.norm_rope_append(view, *arrays, **options)
-        return q, dataclasses.replace(view, layer=0)
+    def inputs(rng):
+        kv, slots, positions = append.inputs(rng)
+        q, weight = normal(rng, (tokens, heads, dim), jnp.bfloat16), normal(rng, (dim,), jnp.float32)
+        return q, kv, weight, slots, positions, inv_freq
+
+    def call(state, *arrays, implementation):
+        return ops.norm_rope_append(state[1], *arrays, eps=config.rms_norm_eps, implementation=implementation)
 
     nbytes = append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes
     label = f"{heads} head{'s' * (heads > 1)}, {append.shape}"
-    return Case("norm_rope + append", label, nbytes, make, call, updates=True, agree=_nearly_all_equal)
+    options: dict[str, Any] = dict(layer_bytes=append.layer_bytes, updates=True, agree=_nearly_all_equal)
+    return Case("norm_rope + append", label, nbytes, inputs, call, state, **options)
 
 
 def _nearly_all_equal(got, expected):
@@ -120,18 +108,14 @@ def _gather_case(op, codec, tokens, rows, view, rows_in_view, inputs):
     """A gather of so many rows for each token, from a view that holds `rows_in_view` for each."""
     row = tree_bytes(codec.struct)
 
-    def make(rng, calls):
-        layers = layer_count(calls, tokens * rows_in_view * row)
-        state = view(rng=rng, layers=layers)
-        return state, [(int32(call % layers), *map(int32, inputs(rng, tokens))) for call in range(calls)]
-
-    def call(view, layer, *inputs, implementation):
-        return op(dataclasses.replace(view, layer=layer), *inputs, implementation=implementation)
+    def arrays(rng):
+        return tuple(map(int32, inputs(rng, tokens)))
 
     # A row comes in, and a dense one and a flag go out; an index list has its indices, all rows a position.
     by_index = op is ops.gather_compressed_kv
     nbytes = tokens * (rows * (row + 2 * codec.dim + (5 if by_index else 1)) + (4 if by_index else 8))
-    return Case(op.__name__, f"{tokens} x {rows}", nbytes, make, call)
+    options: dict[str, Any] = dict(layer_bytes=tokens * rows_in_view * row)
+    return Case(op.__name__, f"{tokens} x {rows}", nbytes, arrays, op, view, **options)
 
 
 def flush_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
@@ -144,56 +128,58 @@ def flush_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 def _flush_case(schema, group, label, requests, tokens, closes):
     rate, codecs = group.compress_rate, (group.entry, group.key) if group.key_compressor else (group.entry,)
 
-    def make(rng, calls):
-        compressors = [_compressor(schema, group, codec, rng, calls, requests) for codec in codecs]
-        state = tuple((states, pool) for states, pool, _ in compressors)
-        inputs = []
-        for call in range(calls):
-            window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
-            offset = rate - 1 if closes else rng.integers(0, rate - 1, requests)
-            first = (window * rate + offset) if tokens == 1 else np.zeros(requests, int)
-            slots = rng.permutation(requests).repeat(tokens)
-            positions = (first[:, None] + np.arange(tokens)).reshape(-1)
-            new = tuple(
-                (*normal(rng, (2, slots.size, states.kv.shape[-1]), jnp.float32), weights)
-                for states, _, weights in compressors
-            )
-            layer = call % state[0][0].kv.shape[0]
-            inputs.append((int32(layer), int32(slots), int32(positions), new))
-        return state, inputs
+    def state(rng, layers):
+        return tuple(_compressor_views(schema, group, codec, rng, layers, requests) for codec in codecs)
+
+    def weights(rng):
+        return (tuple(_compressor_weights(schema, group, codec, rng) for codec in codecs),)
+
+    def inputs(rng):
+        window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
+        offset = rate - 1 if closes else rng.integers(0, rate - 1, requests)
+        first = (window * rate + offset) if tokens == 1 else np.zeros(requests, int)
+        slots = rng.permutation(requests).repeat(tokens)
+        positions = (first[:, None] + np.arange(tokens)).reshape(-1)
+        new = [tuple(normal(rng, (2, slots.size, _width(group, codec)), jnp.float32)) for codec in codecs]
+        return new, int32(slots), int32(positions)
+
+    def call(state, weights, new, slots, positions, *, implementation):
+        compressors = [
+            ops.CompressorInputs(states, pool, kv, gate, own)
+            for (states, pool), (kv, gate), own in zip(state, new, weights, strict=True)
+        ]
+        options = dict(max_query_tokens=tokens if tokens == 1 else None, implementation=implementation)
+        return tuple(map(tuple, ops.flush(compressors, slots, positions, **options)))
 
     nbytes = requests * (8 * tokens + sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs))
-    call = functools.partial(_flush, max_query_tokens=tokens if tokens == 1 else None)
-    return Case("flush", f"{group.name.upper()} {label}", nbytes, make, call, updates=True)
+    layer_bytes = requests * group.pooled_rows * _width(group, codecs[-1]) * 8
+    options: dict[str, Any] = dict(state=state, weights=weights, layer_bytes=layer_bytes, updates=True)
+    return Case("flush", f"{group.name.upper()} {label}", nbytes, inputs, call, **options)
 
 
-def _flush(state, layer, slots, positions, new, *, max_query_tokens, implementation):
-    compressors = [
-        ops.CompressorInputs(*(dataclasses.replace(view, layer=layer) for view in part), *inputs)
-        for part, inputs in zip(state, new, strict=True)
-    ]
-    options = dict(max_query_tokens=max_query_tokens, implementation=implementation)
-    done = ops.flush(compressors, slots, positions, **options)
-    return tuple(tuple(dataclasses.replace(view, layer=0) for view in pair) for pair in done)
+def _width(group, codec):
+    return codec.dim * (1 + group.overlap)
 
 
-def _compressor(schema, group, codec, rng, calls, requests):
-    """Returns (states, pool, weights) for entries or keys; a request owns blocks for `_FLUSH_CONTEXT` tokens."""
-    rate, width = group.compress_rate, codec.dim * (1 + group.overlap)
-    layers = layer_count(calls, requests * group.pooled_rows * width * 8)
-    kv, gate = (normal(rng, (layers, requests, group.pooled_rows, width), jnp.float32) for _ in range(2))
+def _compressor_views(schema, group, codec, rng, layers, requests):
+    """Returns (states, pool) for entries or keys; a request owns blocks for `_FLUSH_CONTEXT` tokens."""
+    rate, shape = group.compress_rate, (layers, requests, group.pooled_rows, _width(group, codec))
     max_blocks = _FLUSH_CONTEXT // schema.block_tokens
-    table = random_table(rng, requests, max_blocks)
     leading = layers, requests * max_blocks, schema.entries_per_block(group.name)
     rows = jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape), s.dtype), codec.struct)
     view = ops.IndexerView if codec is group.key else ops.ClassicalView
-    weights = ops.CompressorWeights(
-        position_bias=jnp.asarray(rng.standard_normal((rate, width)), jnp.float32),
-        norm_weight=jnp.asarray(rng.standard_normal(codec.dim), jnp.float32),
+    kv, gate = (normal(rng, shape, jnp.float32) for _ in range(2))
+    table = random_table(rng, requests, max_blocks)
+    return ops.StateView(kv, gate, 0, rate, group.overlap), view(rows, 0, table, rate, codec)
+
+
+def _compressor_weights(schema, group, codec, rng):
+    return ops.CompressorWeights(
+        position_bias=normal(rng, (group.compress_rate, _width(group, codec)), jnp.float32),
+        norm_weight=normal(rng, (codec.dim,), jnp.float32),
         inv_freq=jnp.asarray(schema.config.inv_freq(group.layers[0]), jnp.float32),
         eps=schema.config.rms_norm_eps,
     )
-    return ops.StateView(kv, gate, 0, rate, group.overlap), view(rows, 0, table, rate, codec), weights
 
 
 def _flush_bytes(group, codec, tokens, closes):
@@ -201,7 +187,7 @@ def _flush_bytes(group, codec, tokens, closes):
 
     Projections are read, and state rows written, at most a full ring. Each entry reads the ring and writes a row.
     """
-    ring, width = group.pooled_rows, codec.dim * (1 + group.overlap)
+    ring, width = group.pooled_rows, _width(group, codec)
     entries, read = tokens // group.compress_rate, 0
     if tokens == 1:
         entries, read = int(closes), closes * (ring - 1) * codec.dim * 8

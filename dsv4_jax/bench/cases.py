@@ -26,8 +26,11 @@ class Case:
       op: public name of the op.
       shape: label of the shape.
       nbytes: number of bytes that a call has to read and write, by the op's definition.
-      make: (rng, calls) -> (state, one tuple of inputs for each call).
-      call: (state, *inputs, implementation) -> result.
+      inputs: rng -> the arrays of one call.
+      call: (state, *weights, *inputs, implementation) -> result.
+      state: (rng, layers) -> views of so many layers, or other arrays that all calls share.
+      weights: rng -> the arrays of one layer.
+      layer_bytes: number of bytes of a layer's state or weights.
       updates: whether the result is the next call's state; the state is then donated.
       flops: number of operations of a call on the tensor cores.
       reads: whether nearly all bytes are read, so that the rate of a read is the limit, not that of a copy.
@@ -38,17 +41,49 @@ class Case:
     op: str
     shape: str
     nbytes: int
-    make: Callable[[np.random.Generator, int], tuple[Any, list[tuple]]]
+    inputs: Callable[[np.random.Generator], tuple]
     call: Callable
+    state: Callable[[np.random.Generator, int], Any] = lambda rng, layers: None
+    weights: Callable[[np.random.Generator], tuple] = lambda rng: ()
+    layer_bytes: int = 1 << 28
     updates: bool = False
     flops: int = 0
     reads: bool = False
     agree: Callable[[Any, Any], Any] | None = None
     xla_calls: int | None = None
 
+    def make(self, rng: np.random.Generator, calls: int) -> tuple[Any, list[tuple]]:
+        """Returns the state, and the layer, weights and inputs of each call.
 
-def small_config(config: DSV4Config) -> DSV4Config:
-    """Returns the packaged model's configuration, with draft layers of the kind that `config` has."""
+        Calls rotate through so many layers that none finds its data in the L2 cache.
+        """
+        layers = min(calls, 1 + (1 << 28) // self.layer_bytes)  # several times the 50 MB of the cache
+        state = self.state(rng, layers)
+        weights = [self.weights(rng) for _ in range(layers)]
+        return state, [(int32(i % layers), *weights[i % layers], *self.inputs(rng)) for i in range(calls)]
+
+    def run(self, state: Any, layer: Any, *arrays: Any, implementation: str) -> Any:
+        """Calls the op with the state's views at a layer; views of the result are those of layer 0, as the state's."""
+        return _at_layer(self.call(_at_layer(state, layer), *arrays, implementation=implementation), 0)
+
+
+def _at_layer(tree, layer):
+    """Returns a tree whose views are those of a layer."""
+
+    def is_view(x):
+        return hasattr(x, "layer")
+
+    return jax.tree.map(lambda x: dataclasses.replace(x, layer=layer) if is_view(x) else x, tree, is_leaf=is_view)
+
+
+def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
+    """Returns the configuration to measure: without a GPU that of the packaged model, "tiny" in the report's field.
+
+    It has draft layers of the kind that `config` has.
+    """
+    if jax.default_backend() == "gpu":
+        return config
+    report[field] = "tiny"
     return read_config(packaged_checkpoint()).with_drafts_of(config)
 
 
@@ -60,11 +95,6 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
         return jnp.all(jnp.abs(got - expected) <= relative * jnp.abs(expected) + absolute)
 
     return agree
-
-
-def layer_count(calls: int, nbytes: int) -> int:
-    """Returns the number of layers that calls rotate through, so that none finds its data in the L2 cache."""
-    return min(calls, 1 + (1 << 28) // nbytes)  # several times the 50 MB of the cache
 
 
 def tree_bytes(tree: Any) -> int:

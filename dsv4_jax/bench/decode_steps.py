@@ -1,6 +1,6 @@
-"""`dsv4-jax bench step`, `layer` and `model`: the time of decode steps, and of their kernels."""
+"""`dsv4-jax bench layer` and `model`: the time of steps, and of their kernels; `prefill` measures with it, too."""
 
-import contextlib
+import bisect
 import dataclasses
 import statistics
 import time
@@ -15,19 +15,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dsv4_jax.bench import timing
-from dsv4_jax.bench.attention_stack import DRAWS, AttentionStack, StackDecoder, floor_bytes
-from dsv4_jax.bench.cases import small_config, tree_bytes
+from dsv4_jax.bench.cases import measured_config, tree_bytes
 from dsv4_jax.bench.kernel_kinds import kernel_report
-from dsv4_jax.bench.model_stack import abstract_stack, random_stack
-from dsv4_jax.bench.tables import LiveTable, draft_lines, step_cells, tokens_per_second
+from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, expert_memory
+from dsv4_jax.bench.step_work import step_work
+from dsv4_jax.bench.tables import ACCEPTANCES, LiveTable, kind_columns, layer_share, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.checkpoint.random_weights import select_experts
+from dsv4_jax.checkpoint.random_weights import random_model, select_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
 
@@ -42,178 +40,241 @@ MAX_MEMORY = 0.88
 # By a report's "shapes". Without a GPU, "tiny" replaces the requested model.
 MODELS = dict(flash="V4-Flash", pro="V4-Pro", flash_0731="V4-Flash-0731", pro_0813="V4-Pro-0813", tiny="a tiny model")
 MAX_DRAFTS = 8
-# Layers of one kind that `bench layer` runs on a GPU, so that none finds its weights in the L2 cache.
-LAYERS_OF_A_KIND = 8
+# Layers of one kind that `bench layer` runs, on a GPU so many that none finds its weights in the L2 cache.
+LAYERS_OF_A_KIND = dict(gpu=8, cpu=1)
 # Default batch sizes and contexts, with a GPU and without.
-DEFAULTS = dict(
-    step=dict(gpu=((1, 8, 32), (4096, 65536, 1048576)), cpu=((1, 4), (512, 4096))),
-    model=dict(gpu=((1, 8, 32, 128), (4096, 65536)), cpu=((1, 4), (512, 4096))),
-)
+DEFAULTS = dict(gpu=((1, 8, 32, 128), (4096, 65536)), cpu=((1, 4), (512, 4096)))
+CHUNK_STEPS = 4  # steps with chunks of prompts whose mean time is reported
+COLUMNS = {
+    "batch": "{requests}",
+    "context": "{context}",
+    "tokens": "{tokens}",
+    "drafts": "{drafts}",
+    "skew": "{skew}",
+    "step ms": "{milliseconds:.3f}",
+    "% of floor": "{percent_of_floor:.1f}",
+    "loop ms": "{loop_milliseconds:.3f}",
+    "call ms": "{dispatch_milliseconds:.3f}",
+    "head ms": "{outside:.3f}",
+    "layer us": "{layer:.1f}",
+    "floor us": "{layer_floor:.1f}",
+    **kind_columns("kinds", 1),
+    "gaps": "{gaps:.1f}",
+    "launches": "{launches:.0f}",
+}
+# Columns of steps with drafts: the cost of verifying them, that of making them, and tokens a second.
+DRAFT_COLUMNS = {
+    "x one token": "{times_one_token:.2f}",
+    "drafts ms": "{draft_milliseconds:.3f}",
+    **{f"{rate:.0%} accepted": f"{{tokens_per_second[{rate}]:.0f}}" for rate in ACCEPTANCES},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of a measurement, named and described as those of `dsv4-jax bench model`.
 
-    None for batches or contexts stands for those of `DEFAULTS`. `whole` says whether layers include experts and
-    hyper-connections. The devices are those of `mesh`, None for the default one, and `expert_memory` is bytes of the
-    GPU, "auto" for what is left, or None for all experts.
+    None for batches or contexts stands for those of `DEFAULTS`. The devices are those of `mesh`, None for the default
+    one, and `expert_memory` is bytes of the GPU, "auto" for what is left, or None for all experts. With `chunks`, steps
+    read so many tokens of one prompt each, behind `contexts` tokens.
     """
 
     batches: tuple[int, ...] | None = None
     contexts: tuple[int, ...] | None = None
+    chunks: tuple[int, ...] = ()
     layers: int = 0
     trace: Path | None = None
     drafts: int = 0
-    whole: bool = False
     mesh: Mesh | None = None
     expert_parallel: bool = False
     context_parallel: bool = False
     expert_memory: int | Literal["auto"] | None = None
     skew: tuple[float, ...] = (0.0,)
+    kv_format: KVFormat | str = "v4"
 
-    def cases(self, config: DSV4Config, device: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the batch sizes and contexts on a "gpu" or "cpu"; raises ValueError if an option is wrong."""
-        sizes, longest = {} if self.mesh is None else self.mesh.shape, config.max_position_embeddings
-        batches, contexts = DEFAULTS["model" if self.whole else "step"][device]
-        batches = tuple(n for n in batches if n % sizes.get("data", 1) == 0) if self.batches is None else self.batches
+    def with_defaults(self, device: str, kv_format: KVFormat) -> "StepOptions":
+        """Returns the options with the default batch sizes and contexts of a "gpu" or "cpu" where none are given."""
+        batches, contexts = DEFAULTS[device]
+        shards = 1 if self.mesh is None else self.mesh.shape.get("data", 1)
+        chosen = tuple(n for n in batches if n % shards == 0) if self.batches is None else self.batches
         contexts = contexts if self.contexts is None else self.contexts
-        for requests in batches:
-            check_divisible(sizes, batches=requests)
+        return dataclasses.replace(self, batches=chosen, contexts=contexts, kv_format=kv_format)
+
+    def check(self, config: DSV4Config) -> None:
+        """Raises ValueError if an option is wrong for a model."""
+        if self.mesh is not None:
+            check_shardable(config, self.mesh.shape, self.expert_parallel)
+        for requests in self.batches or ():
+            check_divisible({} if self.mesh is None else self.mesh.shape, batches=requests)
             if requests < 1:
                 raise ValueError(f"--batches {requests} must be at least 1")
-        for context in contexts:
-            if not MARGIN < context <= longest:
-                raise ValueError(f"--contexts {context} must be from {MARGIN + 1} to {longest} tokens")
-        if not batches or not contexts:
-            raise ValueError("--batches and --contexts need at least one number each")
+        least = 0 if self.chunks else MARGIN + 1
+        longest = config.max_position_embeddings - max(self.chunks, default=0)
+        for context in self.contexts or ():
+            if not least <= context <= longest:
+                raise ValueError(f"--contexts {context} must be from {least} to {longest} tokens")
+        if not self.batches or not self.contexts:
+            raise ValueError(f"--{'contexts' if self.batches else 'batches'} needs at least one number")
+        if min(self.chunks, default=2) < 2:
+            raise ValueError(f"--chunks {min(self.chunks)} must be at least 2 tokens")
         limit = None if config.drafts is None else config.drafts.max_drafts
         if self.drafts > (most := limit or MAX_DRAFTS):
             raise ValueError(f"--drafts {self.drafts} must be at most {most}")
         if not 0 <= self.layers <= config.num_hidden_layers:
             raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")
-        return batches, contexts
+
+    @property
+    def step_sizes(self) -> list[tuple[int, int]]:
+        """Returns the tokens and drafts of a request in each kind of step."""
+        drafts = self.drafts
+        kinds = [(1, 0), (1 + drafts, 0), (1 + drafts, drafts)] if drafts else [(1, 0)]
+        return [(chunk, 0) for chunk in self.chunks] or kinds
+
+    def manager_options(self, requests: int, context: int) -> dict[str, Any]:
+        """Returns the arguments of a manager for so many requests of a context, and a chunk behind it."""
+        context += max(self.chunks, default=0)
+        blocks = requests * -(-context // BLOCK_TOKENS)
+        devices = self.mesh.size if self.mesh and self.context_parallel else 1
+        sizes = dict(num_blocks=-(-blocks // devices) * devices, max_requests=requests, max_context=context)
+        sizes |= dict(max_query_tokens=1 + self.drafts, context_parallel=self.context_parallel)
+        return sizes | dict(kv_format=self.kv_format)
+
+    def largest_cache(self, config: DSV4Config) -> CacheSchema:
+        """Returns the schema of the largest cache."""
+        assert self.batches and self.contexts
+        return CacheSchema(config, **self.manager_options(max(self.batches), max(self.contexts)))
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """One batch size at one context, the number of tokens that a request holds at the end of a measurement.
+    """One batch size at one context.
 
-    Its `skew` is that of the stack's routers.
+    That is the number of tokens that a request holds at the end of a measurement, or before a chunk of a prompt. `skew`
+    is that of the model's routers.
     """
 
-    decoder: StackDecoder
+    steps: RandomSteps
     context: int
     skew: float = 0.0
 
+    @property
+    def count(self) -> int:
+        """The number of steps that are measured."""
+        return CHUNK_STEPS if self.steps.is_prefill else STEPS
+
+    def begin(self, count: int) -> None:
+        """Starts requests and runs some steps."""
+        self.steps.start_requests(self.context - (0 if self.steps.is_prefill else MARGIN))
+        for _ in range(count):
+            jax.block_until_ready(self.steps.step(self.steps.batch()))
+
     def start(self, report: dict[str, Any]) -> None:
         """Compiles and runs a step, and adds its compilation time and the age of the process to the report."""
-        self.decoder.start_requests(self.context - MARGIN)
-        jax.block_until_ready(self.decoder.step(self.decoder.batch()))
-        report.setdefault("start", dict(process=round(timing.process_seconds(), 2), **self.decoder.compile_seconds))
+        self.begin(1)
+        assert self.steps.program is not None
+        report.setdefault("start", dict(process=timing.process_seconds()) | self.steps.program.seconds)
 
     def time(self, loop: bool) -> dict[str, float]:
         """Measures the milliseconds of a step, of its dispatch and, with `loop`, of a step of the on-device loop.
 
         The loop has one token a request, so that of steps with more is not measured.
         """
-        decoder = self.decoder
-        decoder.start_requests(self.context - MARGIN)
-        for _ in range(WARM_UP):
-            jax.block_until_ready(decoder.step(decoder.batch()))
-        times = dict(milliseconds=_steps_in_a_row(decoder), dispatch_milliseconds=_dispatch(decoder))
-        if loop and decoder.tokens == 1:
-            for _ in range(2):  # the first compiles
-                batch = decoder.batch(reserve=STEPS - 1)
-                begin = time.perf_counter()
-                jax.block_until_ready(decoder.loop(batch, STEPS))
-                times["loop_milliseconds"] = (time.perf_counter() - begin) / STEPS
+        self.begin(WARM_UP)
+        times = dict(milliseconds=_steps_in_a_row(self.steps, self.count))
+        times["dispatch_milliseconds"] = _dispatch(self.steps, self.count // 2)
+        if loop and self.steps.tokens == 1:
+            times["loop_milliseconds"] = loop_seconds(self.steps, STEPS)
         return {name: 1e3 * seconds for name, seconds in times.items()}
 
-    def profile(self, times: dict[str, float], copy: float, trace: Path | None) -> dict[str, Any]:
+    def profile(self, times: dict[str, float], report: dict[str, Any], trace: Path | None) -> dict[str, Any]:
         """Returns the case's result, on a GPU with the times of its kernels; `times` is the result of `time`.
 
-        The floor is the time to read its bytes at the rate of a copy, `copy` bytes a second.
+        The floor is the time to read its bytes at the report's rate of a copy. For a chunk of a prompt, it is that of
+        the layers alone, and the time of their products if that is longer.
         """
-        decoder, nbytes = self.decoder, floor_bytes(self.decoder, self.context)
-        floor = 1e3 * nbytes / copy
-        result: dict[str, Any] = dict(requests=decoder.requests, context=self.context, skew=self.skew)
-        result |= dict(tokens=decoder.tokens, drafts=decoder.drafts, **times, floor_bytes=nbytes)
-        result |= dict(floor_milliseconds=floor, percent_of_floor=100 * floor / times["milliseconds"])
-        result |= dict(cache_bytes=_cache_bytes(decoder.manager.schema, decoder.manager.mesh), kernel_milliseconds={})
+        steps = self.steps
+        schema = steps.manager.schema
+        operations, nbytes, head = step_work(steps, self.context + (steps.tokens if steps.is_prefill else 0))
+        floor = nbytes / report["copy_bytes_per_second"]
+        if steps.is_prefill:  # of the layers alone
+            products = operations / report["matmul_operations_per_second"]
+            floor = max((nbytes - head) / report["copy_bytes_per_second"], products)
+        result: dict[str, Any] = dict(layers=schema.config.num_hidden_layers, requests=steps.requests)
+        result |= dict(context=self.context, skew=self.skew, tokens=steps.tokens, drafts=steps.drafts, **times)
+        result |= dict(operations=operations, floor_bytes=nbytes, head_bytes=head, floor_milliseconds=1e3 * floor)
+        result |= dict(percent_of_floor=1e5 * floor / times["milliseconds"], kernel_milliseconds={})
+        result["cache_bytes"] = tree_bytes(KVCache.abstract(schema, steps.manager.mesh))
         if jax.default_backend() == "gpu":
-            decoder.start_requests(self.context - MARGIN)
-            with jax.profiler.trace(str(trace)) if trace else contextlib.nullcontext():
-                result |= _kernels(decoder)
+            self.begin(1)
+            result |= _kernels(steps, self.count, trace)
             result["gap_milliseconds"] = times["milliseconds"] - sum(result["kernel_milliseconds"].values())
-        return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+        return result
 
 
 def run(
-    config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any]
+    config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any], *, each_kind: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Measures every batch size at every context that fits, then profiles and prints them, and yields the results.
 
     With drafts, each case is measured three times: with one token a request, with the tokens of a step that verifies
     drafts, and when such a step also drafts new tokens. Without a GPU, the packaged model replaces `config`. The rate
-    of a copy, the clock, and the seconds until the first step are added to the report. Raises ValueError if an option
-    is out of range.
+    of a copy, the clock, and the seconds until the first step are added to the report. With `each_kind`, layers of one
+    kind are measured, for each kind of the model; results also have their `layer_type`, and the on-device loop is
+    measured on a mesh only. Raises ValueError if an option is out of range.
     """
-    config, small = _choose_model(config, report)
-    options.cases(config, "cpu" if small else "gpu")
-    layers = options.layers
-    if options.whole and not layers and not small and options.expert_memory is None:
-        layers = _max_layers(config, kv_format, options)
-    yield from _measure(config.first_layers(layers or config.num_hidden_layers), kv_format, options, report)
-
-
-def run_kinds(
-    config: DSV4Config, kv_format: KVFormat, options: StepOptions, report: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Measures layers of one kind, for each kind of the model, like `run`. Results also have their `layer_type`.
-
-    The on-device loop is measured on a mesh only.
-    """
-    config, small = _choose_model(config, report)
+    config = measured_config(config, report)
+    options = options.with_defaults(jax.default_backend(), kv_format)
+    options.check(config)
+    if not each_kind:
+        yield from _run(config.first_layers(options.layers or config.num_hidden_layers), options, report)
+        return
     for spec in dict.fromkeys(spec.kind for spec in config.specs):
-        layers = config.with_layers([spec] * (1 if small else LAYERS_OF_A_KIND))
-        for row in _measure(layers, kv_format, options, report, loop=options.mesh is not None):
+        layers = config.with_layers([spec] * LAYERS_OF_A_KIND[jax.default_backend()])
+        for row in _run(layers, options, report, loop=options.mesh is not None):
             yield dict(layer_type=spec.layer_type) | row
 
 
-def _choose_model(config, report):
-    """Returns the configuration to measure, and whether it is a tiny model's because there is no GPU."""
-    report["clock"] = "wall clock of steps, kernel time from CUPTI"
-    if jax.default_backend() == "gpu":
-        return config, False
-    report["shapes"] = "tiny"
-    return small_config(config), True
+def _run(config, options, report, *, loop=True):
+    """Prints and yields the results of a model, or of as many of its layers as fit, if no number was chosen."""
+    if not options.layers and options.expert_memory is None:
+        config = config.first_layers(_max_layers(config, options))
+    drafting = DRAFT_COLUMNS if options.drafts else {}
+    lines = LiveTable(COLUMNS | drafting, batch=5, tokens=6)
+    rows_by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in measure(config, options, report, loop=loop):
+        rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
+        rows.append(row)
+        if row["tokens"] > 1:
+            row["times_one_token"] = row["milliseconds"] / rows[0]["milliseconds"]
+        if row["drafts"]:
+            row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]
+            row["tokens_per_second"] = tokens_per_second(row)
+        lines.add(layer_share(row))
+        yield row
 
 
-def _measure(config, kv_format, options, report, loop=True):
-    """Yields the results of all layers of `config`.
+def measure(
+    config: DSV4Config, options: StepOptions, report: dict[str, Any], *, loop: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yields the results of a model; see `run`. The options are complete, and `loop` is that of `StepCase.time`.
 
-    All steps are timed before the first profile, because launches take up to twice as long after one. The rate of a
-    copy comes from a profile, too.
+    All steps are timed before the first profile, because launches take up to twice as long after one. The rates come
+    from profiles, too.
     """
+    report["clock"] = "wall clock of steps, kernel time from CUPTI"
     config = config.with_drafts(options.drafts > 0)
-    if options.mesh is not None:
-        check_shardable(config, options.mesh.shape, options.expert_parallel)
-    if options.whole:
-        experts = _expert_memory(config, kv_format, options)
-        placing: dict[str, Any] = dict(expert_parallel=options.expert_parallel, expert_memory=experts)
-        layers = random_stack(config, options.mesh, **placing, skew=max(options.skew))
-        if experts is not None:
-            report["host_bytes"] = experts.host_bytes
-    else:
-        layers = AttentionStack(config, nnx.Rngs(0))
-        if options.mesh is not None:
-            layers = jax.device_put(layers, shardings(layers, options.mesh))
+    assert options.batches is not None
+    most = max(options.batches) * max(1 + options.drafts, *options.chunks, 0)
+    experts = expert_memory(options.expert_memory, options.largest_cache(config), most)
+    placing: dict[str, Any] = dict(expert_parallel=options.expert_parallel, expert_memory=experts)
+    model = random_model(config, options.mesh, **placing, skew=max(options.skew))
+    if experts is not None:
+        report["host_bytes"] = experts.host_bytes
     cases: list[StepCase] = []
-    for skew in options.skew if options.whole else (0.0,):
+    for skew in options.skew:
         if len(options.skew) > 1:
-            select_experts(layers, config, skew)
-        cases += _cases(config, CompiledModel(layers), kv_format, options, skew)
+            select_experts(model, config, skew)
+        cases += _cases(config, CompiledModel(model, experts), options, skew)
     if not cases:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -221,147 +282,115 @@ def _measure(config, kv_format, options, report, loop=True):
         cases[0].start(report)
         if jax.default_backend() == "gpu":
             cases[0].time(loop=False)  # a process launches its first steps slower
-        requests = cases[0].decoder.requests  # whose loops are measured, too
-        times = [case.time(loop and case.decoder.requests == requests) for case in _in_turn(cases, progress, bar)]
+        requests = cases[0].steps.requests  # whose loops are measured, too
+        times = [case.time(loop and case.steps.requests == requests) for case in _in_turn(cases, progress, bar)]
         copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
-        gigabytes = tree_bytes(nnx.state(layers)) / 1e9
-        unit, lines = "Microseconds a layer" if options.whole else "Milliseconds a step", LiveTable(batch=5, tokens=6)
+        if options.chunks:
+            report["matmul_operations_per_second"] = timing.matmul_rate()
         kinds = ", ".join(dict.fromkeys(config.layer_types))
         print(
-            f"{report['device']}, jax {report['jax']}. {'Whole' if options.whole else 'Attention'} layers of "
-            f"{MODELS[report['shapes']]}: {config.num_hidden_layers} ({kinds}), {gigabytes:.2f} GB. "
-            f"{unit}; floor: weights and cache read once at {copy / 1e9:,.0f} GB/s.\n",
+            f"{report['device']}, jax {report['jax']}. Layers of {MODELS[report['shapes']]}: "
+            f"{config.num_hidden_layers} ({kinds}), {tree_bytes(nnx.state(model)) / 1e9:.2f} GB. Weights and cache are "
+            f"read at {copy / 1e9:,.0f} GB/s at most.\n",
             flush=True,
         )
-        rows_by_place: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for case, known in zip(_in_turn(cases, progress, bar), times, strict=True):
-            row = dict(layers=config.num_hidden_layers)
-            row |= case.profile(known, copy, options.trace if case is cases[-1] else None)
-            lines.add(step_cells(row, config.num_hidden_layers if options.whole else None))
-            rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
-            rows.append(row)
-            if row["tokens"] > 1:
-                row["times_one_token"] = round(row["milliseconds"] / rows[0]["milliseconds"], 4)
-            if row["drafts"]:
-                row["draft_milliseconds"] = round(row["milliseconds"] - rows[1]["milliseconds"], 4)
-                row["tokens_per_second"] = tokens_per_second(row)
-            yield row
-    print(draft_lines(rows_by_place) if options.drafts else "", flush=True)
+            yield case.profile(known, report, options.trace if case is cases[-1] else None)
 
 
-def _cases(config, stack, kv_format, options, skew) -> list[StepCase]:
+def _cases(config, model, options, skew) -> list[StepCase]:
     """Returns the cases that fit the device's memory; prints those that do not."""
-    batches, contexts = options.cases(config, "gpu" if jax.default_backend() == "gpu" else "cpu")
-    drafts, weights = options.drafts, tree_bytes(stack.arrays)
-    # Tokens and drafts of a request in a step.
-    steps = [(1, 0), (1 + drafts, 0), (1 + drafts, drafts)] if drafts else [(1, 0)]
-    cases = []
-    for requests in batches:
-        sizes = {context: _sizes(requests, context, kv_format, options) for context in contexts}
+    cases, weights = [], tree_bytes(model.arrays)
+    for requests in options.batches:
+        sizes = {context: options.manager_options(requests, context) for context in options.contexts}
         # Experts in pages leave room for every cache.
         paged = options.expert_memory is not None
-        fitting = sorted(c for c in sizes if paged or _fits(config, weights, sizes[c], options.mesh))
-        for context in sorted(set(contexts) - set(fitting)):
+        fitting = sorted(c for c in sizes if paged or _fits(weights, CacheSchema(config, **sizes[c]), options.mesh))
+        for context in sorted(sizes.keys() - set(fitting)):
             print(f"{requests} requests of {context} tokens do not fit this device's memory")
-        for step in steps if fitting else ():
+        for size in options.step_sizes if fitting else ():
             manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(fitting)])
-            decoder = StackDecoder(stack, manager, requests, *step)
-            cases += [StepCase(decoder, context, skew) for context in fitting]
+            steps = RandomSteps(model, manager, requests, *size)
+            cases += [StepCase(steps, context, skew) for context in fitting]
     return cases
 
 
 def _in_turn(cases: list[StepCase], progress: Progress, bar: Any) -> Iterator[StepCase]:
-    """Yields the cases; frees a decoder's cache after its last one."""
-    last = {case.decoder: case for case in cases}
+    """Yields the cases; frees a cache after its last one."""
+    last = {case.steps: case for case in cases}
     for case in cases:
         yield case
         progress.advance(bar)
-        if case is last[case.decoder]:
-            case.decoder.free_cache()
+        if case is last[case.steps]:
+            case.steps.free_cache()
 
 
-def _max_layers(config, kv_format, options):
+def _max_layers(config, options):
     """Returns the number of layers whose weights fit the device's memory together with the largest cache."""
-    limit = MAX_MEMORY * jax.devices()[0].memory_stats()["bytes_limit"]
-    batches, contexts = options.cases(config, "gpu")
-    sizes = _sizes(max(batches), max(contexts), kv_format, options)
-    stack = abstract_stack(config, options.mesh)
-    layer_bytes = [tree_bytes(nnx.state(layer)) for layer in stack.layers]
-    others = tree_bytes(nnx.state(stack)) - sum(layer_bytes)  # the layers that draft
 
-    def fits(count):
-        cache = _cache_bytes(CacheSchema(config.first_layers(count), **sizes), options.mesh)
-        return sum(layer_bytes[:count]) + others + cache <= limit
+    def exceeds(count):
+        few = config.first_layers(count).with_drafts(options.drafts > 0)
+        model = abstract_model(few, options.mesh, expert_parallel=options.expert_parallel)
+        return not _fits(tree_bytes(nnx.state(model)), options.largest_cache(few), options.mesh)
 
-    return max([1, *(count for count in range(1, config.num_hidden_layers + 1) if fits(count))])
+    return max(1, bisect.bisect_left(range(1, config.num_hidden_layers + 1), True, key=exceeds))
 
 
-def _expert_memory(config, kv_format, options):
-    """Returns where the experts will lie, with room for the largest cache; None if all stay on the devices."""
-    if options.expert_memory is None:
-        return None
-    if options.expert_memory != "auto":
-        return ExpertMemory(options.expert_memory)
-    batches, contexts = options.cases(config, "gpu")
-    schema = CacheSchema(config, **_sizes(max(batches), max(contexts), kv_format, options))
-    tokens = max(batches) * (1 + options.drafts)
-    return ExpertMemory(reserved_bytes=program_bytes(tokens, config) + _cache_bytes(schema, None))
-
-
-def _cache_bytes(schema, mesh):
-    """Returns the bytes of a cache on one device."""
-    return tree_bytes(KVCache.abstract(schema, mesh))
-
-
-def _fits(config, weights, sizes, mesh):
+def _fits(weights, schema, mesh):
     """Returns whether weights and cache fit into the device's memory; True if its size is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    need = weights + _cache_bytes(CacheSchema(config, **sizes), mesh)
-    return limit is None or need < 0.9 * limit
+    return limit is None or weights + tree_bytes(KVCache.abstract(schema, mesh)) <= MAX_MEMORY * limit
 
 
-def _sizes(requests: int, context: int, kv_format: KVFormat, options: StepOptions) -> dict[str, Any]:
-    blocks = requests * -(-context // BLOCK_TOKENS)
-    devices = options.mesh.size if options.mesh and options.context_parallel else 1
-    sizes = dict(num_blocks=-(-blocks // devices) * devices, max_requests=requests, max_context=context)
-    sizes |= dict(max_query_tokens=1 + options.drafts, context_parallel=options.context_parallel)
-    return sizes | dict(kv_format=kv_format)
-
-
-def _steps_in_a_row(decoder: StackDecoder) -> float:
+def _steps_in_a_row(steps: RandomSteps, count: int) -> float:
     """Measures seconds a step, with the host running ahead of the device as in a decode loop.
 
     Begins at the end of a step behind which the next one is launched, because the device is idle during the first
     launch, which can take longer than a step.
     """
-    first, y = (decoder.step(decoder.batch()) for _ in range(2))
+    first, last = (steps.step(steps.batch()) for _ in range(2))
     jax.block_until_ready(first)
     begin = time.perf_counter()
-    for _ in range(STEPS - 1):
-        y = decoder.step(decoder.batch())
-    jax.block_until_ready(y)
-    return (time.perf_counter() - begin) / STEPS
+    for _ in range(count - 1):
+        last = steps.step(steps.batch())
+    jax.block_until_ready(last)
+    return (time.perf_counter() - begin) / count
 
 
-def _dispatch(decoder: StackDecoder) -> float:
+def _dispatch(steps: RandomSteps, count: int) -> float:
     """Measures the median seconds until a call returns, before its result is computed."""
     seconds = []
-    for _ in range(STEPS // 2):
-        batch = decoder.batch()
+    for _ in range(count):
+        batch = steps.batch()
         begin = time.perf_counter()
-        y = decoder.step(batch)
+        output = steps.step(batch)
         seconds.append(time.perf_counter() - begin)
-        jax.block_until_ready(y)
+        jax.block_until_ready(output)
     return statistics.median(seconds)
 
 
-def _kernels(decoder: StackDecoder) -> dict[str, Any]:
-    """Returns the times of the kernels of a step on one GPU."""
-    devices = 1 if decoder.manager.mesh is None else decoder.manager.mesh.size
-    jax.block_until_ready(decoder.step(decoder.batch()))
+def loop_seconds(steps: RandomSteps, count: int) -> float:
+    """Measures seconds a step of the on-device loop of `count` steps, the second time that it runs."""
+    seconds = 0.0
+    for _ in range(2):  # the first compiles
+        batch = steps.batch(reserve=count - 1)
+        begin = time.perf_counter()
+        jax.block_until_ready(steps.loop(batch, count))
+        seconds = time.perf_counter() - begin
+    return seconds / count
+
+
+def _kernels(steps: RandomSteps, count: int, trace: Path | None) -> dict[str, Any]:
+    """Returns the times of the kernels of a step on one GPU, from `count` steps; writes a profile to `trace`."""
+    devices = 1 if steps.manager.mesh is None else steps.manager.mesh.size
 
     def run():
-        for _ in range(STEPS):
-            jax.block_until_ready(decoder.step(decoder.batch()))
+        for _ in range(count):
+            jax.block_until_ready(steps.step(steps.batch()))
 
-    return kernel_report(timing.kernels(run), decoder.step_text, STEPS * devices)
+    launches = timing.kernels(run)
+    if trace is not None:
+        with jax.profiler.trace(str(trace)):
+            run()
+    assert steps.program is not None
+    return kernel_report(launches, steps.program.call.as_text() or "", count * devices)

@@ -1,15 +1,15 @@
 """The cases of `dsv4-jax bench ops indexer`."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, int32, layer_count, normal, random_rows, tree_bytes
+from dsv4_jax.bench.cases import Case, int32, normal, random_rows, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.ops.indexer_scores import round_index_query_operands, score_rounded_kernel, score_rounded_xla
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
@@ -56,11 +56,9 @@ def _query_case(schema, group, tokens):
     config, key = schema.config, group.key
     inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
 
-    def make(rng, calls):
+    def inputs(rng):
         shape = tokens, config.index_n_heads, config.index_head_dim
-        positions = jnp.arange(tokens, dtype=jnp.int32)
-        q, weights = (functools.partial(normal, rng, *x) for x in ((shape, jnp.bfloat16), (shape[:2], jnp.float32)))
-        return inv_freq, [(q(), weights(), positions) for _ in range(calls)]
+        return normal(rng, shape, jnp.bfloat16), normal(rng, shape[:2], jnp.float32), int32(np.arange(tokens))
 
     def call(inv_freq, q, weights, positions, *, implementation):
         if implementation == "xla":
@@ -70,7 +68,7 @@ def _query_case(schema, group, tokens):
     # A value read as bfloat16 is written as E4M3 where keys have E8M0 scales; a head's weight is then read and written.
     each = 3 * config.index_head_dim + 8 if key.layout.scale == "e8m0" else 4 * config.index_head_dim
     nbytes = tokens * config.index_n_heads * each
-    return Case("index query", f"T={tokens}", nbytes, make, call)
+    return Case("index query", f"T={tokens}", nbytes, inputs, call, lambda rng, layers: inv_freq)
 
 
 def _scores_case(schema, group, label, lengths, tokens, topk=False):
@@ -78,29 +76,27 @@ def _scores_case(schema, group, label, lengths, tokens, topk=False):
     heads, dim, key_bytes = config.index_n_heads, config.index_head_dim, tree_bytes(key.struct)
     rows, count, entries = len(lengths) * tokens, sum(lengths), schema.entries_per_block(group.name)
 
-    def make(rng, calls):
-        layers = layer_count(calls, count * key_bytes)
+    def state(rng, layers):
         blocks = [-(-n // entries) for n in lengths]
         table = np.full((len(lengths), max(blocks)), -1)
         table[np.arange(max(blocks)) < np.array(blocks)[:, None]] = rng.permutation(sum(blocks))
-        view = ops.IndexerView(random_rows(key, rng, layers, sum(blocks), entries), 0, int32(table), rate, key)
-        slots = int32(np.repeat(np.arange(len(lengths)), tokens))
-        positions = int32(np.concatenate([np.arange(rate * n - tokens, rate * n) for n in lengths]))
-        operands = jax.jit(functools.partial(round_index_query_operands, key, positions=None, inv_freq=None))
-        inputs = []
-        for call in range(calls):
-            q, weights = normal(rng, (rows, heads, dim), jnp.bfloat16), normal(rng, (rows, heads), jnp.float32)
-            queries = dict(xla=(key.round_query(q), weights), mosaic_gpu=operands(q, weights))
-            inputs.append((int32(call % layers), queries, slots, positions))
-        return view, inputs
+        return ops.IndexerView(random_rows(key, rng, layers, sum(blocks), entries), 0, int32(table), rate, key)
 
-    def score(view, layer, queries, slots, positions, *, implementation):
+    operands = jax.jit(functools.partial(round_index_query_operands, key, positions=None, inv_freq=None))
+
+    def inputs(rng):
+        q, weights = normal(rng, (rows, heads, dim), jnp.bfloat16), normal(rng, (rows, heads), jnp.float32)
+        queries = dict(xla=(key.round_query(q), weights), mosaic_gpu=operands(q, weights))
+        slots = int32(np.repeat(np.arange(len(lengths)), tokens))
+        return queries, slots, int32(np.concatenate([np.arange(rate * n - tokens, rate * n) for n in lengths]))
+
+    def score(view, queries, slots, positions, *, implementation):
         score = score_rounded_xla if implementation == "xla" else score_rounded_kernel
         q, weights = queries[implementation]
-        return score(dataclasses.replace(view, layer=layer), q, weights, slots, positions)
+        return score(view, q, weights, slots, positions)
 
-    def score_and_select(view, layer, queries, slots, positions, *, implementation):
-        scores = score(view, layer, queries, slots, positions, implementation=implementation)
+    def score_and_select(view, queries, slots, positions, *, implementation):
+        scores = score(view, queries, slots, positions, implementation=implementation)
         visible = ops.valid_lengths(positions, rate)
         return ops.indexer_topk(scores, visible, config.index_topk, implementation=implementation)
 
@@ -108,11 +104,12 @@ def _scores_case(schema, group, label, lengths, tokens, topk=False):
     query_bytes = 1 if key.layout.scale == "e8m0" else 2
     nbytes = count * key_bytes + rows * (query_bytes * heads * dim + 4 * heads + 8)
     flops = 2 * heads * dim * scored
-    slow = dict(flops=flops, xla_calls=1 if rows * max(lengths) > 1 << 20 else None)
+    limits: dict[str, Any] = dict(flops=flops, xla_calls=1 if rows * max(lengths) > 1 << 20 else None, reads=True)
+    limits |= dict(state=state, layer_bytes=count * key_bytes)
     if topk:
         nbytes += rows * 4 * config.index_topk
-        return Case("scores + top-k", label, nbytes, make, score_and_select, reads=True, agree=_same_selection, **slow)
-    return Case("indexer_scores", label, nbytes + 4 * scored, make, score, reads=True, agree=_same_scores, **slow)
+        return Case("scores + top-k", label, nbytes, inputs, score_and_select, agree=_same_selection, **limits)
+    return Case("indexer_scores", label, nbytes + 4 * scored, inputs, score, agree=_same_scores, **limits)
 
 
 def _same_scores(got, want):
@@ -131,15 +128,13 @@ def _same_selection(got, want):
 def _topk_case(k, shape, visible, kind=""):
     """indexer_topk of random scores [requests, keys], or of equal ones, of which the first `visible` count."""
 
-    def make(rng, calls):
-        lengths = jnp.full(shape[:1], visible, jnp.int32)
-        if "equal" in kind:
-            return None, [(jnp.full(shape, rng.standard_normal(), jnp.float32), lengths) for _ in range(calls)]
-        return None, [(normal(rng, shape, jnp.float32), lengths) for _ in range(calls)]
+    def inputs(rng):
+        scores = normal(rng, shape[:0] if "equal" in kind else shape, jnp.float32)
+        return jnp.broadcast_to(scores, shape), jnp.full(shape[:1], visible, jnp.int32)
 
     def call(_, scores, lengths, *, implementation):
         return ops.indexer_topk(scores, lengths, k, implementation=implementation)
 
     requests, keys = shape
     nbytes = requests * (4 * visible + 4 + 4 * k)
-    return Case("indexer_topk", f"{requests} x {keys}{kind}", nbytes, make, call, reads=True)
+    return Case("indexer_topk", f"{requests} x {keys}{kind}", nbytes, inputs, call, reads=True)

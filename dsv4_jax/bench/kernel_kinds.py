@@ -16,10 +16,14 @@ from dsv4_jax.nn import SCOPES
 REST = "rest"
 ALL_REDUCE = "all_reduce"
 # Kinds of kernels, in the order in which they are printed; other scopes count as the rest.
-KINDS = tuple(scope for scope in SCOPES if scope not in ("embedding", "norm", "lm_head", "sampling")) + (ALL_REDUCE,)
+KINDS = tuple(scope for scope in SCOPES if scope != "norm") + (ALL_REDUCE,)
+OUTSIDE = "embedding", "lm_head", "sampling"  # kinds of kernels that are of no layer
 LONGEST = 24  # kernels listed by name
 
-_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .* (fusion|custom-call)\(.*op_name="([^"]*)"', re.MULTILINE)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .* (fusion|custom-call)\(.*op_name="([^"]*)"')
+_CALLED = re.compile(r"(?:body|to_apply|calls|computations?)=\{?((?:%[\w.-]+(?:, )?)+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _PALLAS = re.compile(r"(.*)_mosaic_gpu_kernel(?:_\d+)?")
 # Kernels of libraries are not named after an instruction.
 _LIBRARIES = {
@@ -58,12 +62,30 @@ def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
 
 
 def kinds_by_name(text: str) -> dict[str, list[str]]:
-    """Returns {kernel name: kind of each instruction that runs it, in the order of the schedule}."""
+    """Returns {kernel name: kind of each launch in a call of the program, in order}, loops of known length unrolled."""
+    computations: dict[str, list[str]] = {}
+    entry: list[str] = []
+    lines: list[str] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations.setdefault(header[2], [])
+            entry = lines if header[1] else entry
+        lines.append(line)
     found: dict[str, list[str]] = {}
-    for instruction, opcode, path in _INSTRUCTION.findall(text):
-        scopes = path.split("/")
-        name = re.sub(r"[.-]", "_", instruction) if opcode == "fusion" else scopes[-2:][0]
-        found.setdefault(name, []).append(_kind(scopes))
+
+    def visit(lines: list[str]) -> None:
+        for line in lines[1:]:
+            if match := _INSTRUCTION.match(line):
+                instruction, opcode, path = match.groups()
+                scopes = path.split("/")
+                name = re.sub(r"[.-]", "_", instruction) if opcode == "fusion" else scopes[-2:][0]
+                found.setdefault(name, []).append(_kind(scopes))
+            elif called := _CALLED.findall(line):
+                trips = _TRIP_COUNT.search(line)
+                for name in int(trips[1] if trips else 1) * re.findall(r"%([\w.-]+)", " ".join(called)):
+                    visit(computations[name])
+
+    visit(entry)
     return found
 
 

@@ -12,7 +12,7 @@ from dsv4_jax.bench.attention_cases import attention_cases
 from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.indexer_cases import indexer_cases
-from dsv4_jax.bench.tables import LiveTable, number
+from dsv4_jax.bench.tables import LiveTable
 from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
@@ -45,6 +45,21 @@ LAYER_CASES = dict(
     gather="$^",  # none
 )
 
+COLUMNS = {
+    "op": "{op}",
+    "shape": "{shape}",
+    "by": "{implementation}",
+    "us": "{microseconds:.2f}",
+    "floor us": "{floor_microseconds:.2f}",
+    "% of roof": "{percent_of_roofline:.0f}",
+    "bytes": "{bytes}",
+    "GB/s": "{gigabytes_per_second:.0f}",
+    "TFLOP/s": "{teraflops:.1f}",
+    "% of copy": "{percent_of_copy:.0f}",
+    "XLA us": "{xla_microseconds:.2f}",
+    "x XLA": "{times_xla:.2f}",
+}
+
 
 def run(
     config: DSV4Config,
@@ -73,7 +88,7 @@ def run(
         f"product {matmul / 1e12:,.1f} TFLOP/s.\n"
         f"V4-{report['shapes'].capitalize()} shapes, format {report['cache_format']}\n"
     )
-    lines = LiveTable(op=-24, shape=-22, by=-10)
+    lines = LiveTable(COLUMNS, op=-24, shape=-22, by=-10)
     schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
     for name in dict.fromkeys(names):
         for case in CASES[name](schema, not gpu):
@@ -81,7 +96,7 @@ def run(
             if (only and not any(text in label for text in only)) or not re.search(patterns.get(name, ""), label):
                 continue
             row = _measure(case, calls if gpu else min(calls, 4), copy, read, matmul)
-            lines.add(_cells(row))
+            lines.add(row)
             yield row
 
 
@@ -96,23 +111,14 @@ def _measure(case: Case, calls: int, copy: float, read: float, matmul: float) ->
         op=case.op,
         shape=case.shape,
         implementation="mosaic_gpu" if kernel else "xla",
-        microseconds=round(seconds * 1e6, 3),
+        microseconds=seconds * 1e6,
         bytes=case.nbytes,
-        gigabytes_per_second=round(rate / 1e9, 1),
-        percent_of_copy=round(100 * rate / copy, 1),
+        gigabytes_per_second=rate / 1e9,
+        percent_of_copy=100 * rate / copy,
         operations=case.flops,
-        teraflops=round(case.flops / seconds / 1e12, 1),
-        floor_microseconds=round(floor * 1e6, 3),
-        percent_of_roofline=round(100 * floor / seconds, 1),
-        xla_microseconds=round(xla * 1e6, 3),
-        times_xla=round(xla / seconds, 2),
+        teraflops=case.flops / seconds / 1e12,
+        floor_microseconds=floor * 1e6,
+        percent_of_roofline=100 * floor / seconds,
+        xla_microseconds=xla * 1e6,
+        times_xla=xla / seconds,
     )
-
-
-def _cells(row):
-    """Returns the cells of a case's line."""
-    cells = dict(op=row["op"], shape=row["shape"], by=row["implementation"], us=number(row["microseconds"], 2))
-    cells |= {"floor us": number(row["floor_microseconds"], 2), "% of roof": number(row["percent_of_roofline"], 0)}
-    cells |= {"bytes": row["bytes"], "GB/s": number(row["gigabytes_per_second"], 0)}
-    cells |= {"TFLOP/s": number(row["teraflops"], 1), "% of copy": number(row["percent_of_copy"], 0)}
-    return cells | {"XLA us": number(row["xla_microseconds"], 2), "x XLA": number(row["times_xla"], 2)}

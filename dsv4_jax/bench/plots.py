@@ -6,85 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.bench.decode_steps import MODELS
-from dsv4_jax.bench.kernel_kinds import KINDS, REST
 from dsv4_jax.bench.prefill import STACK
 from dsv4_jax.bench.serving import SLOTS
-
-
-MAX_OPS = 12  # single ops in a plot of layers
-
-
-def plot_steps(report: dict[str, Any], path: Path) -> None:
-    """Draws a step's time and its lower bound against context, one line for each batch size.
-
-    If gaps between kernels take more than a tenth of a step, the time of its kernels is marked too.
-    """
-    layers = report.get("layers", "attention").capitalize()
-    title = f"{layers} layers of {MODELS[report['shapes']]}, one decode step, {report['device']}"
-    with _axes(path, title, "context (tokens a request)", "milliseconds a step") as axes:
-        rows_by_kind: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
-        for row in report["results"]:
-            rows_by_kind.setdefault((row["requests"], row["tokens"], row["drafts"]), []).append(row)
-        for (requests, tokens, drafts), rows in sorted(rows_by_kind.items()):
-            contexts = [row["context"] for row in rows]
-            label = f"batch {requests}" + f", {tokens} tokens" * (tokens > 1) + f", {drafts} drafts" * (drafts > 0)
-            (line,) = axes.plot(contexts, [row["milliseconds"] for row in rows], "o-", label=label)
-            axes.plot(contexts, [row["floor_milliseconds"] for row in rows], ":", color=line.get_color())
-            for row in rows:
-                if (gaps := row.get("gap_milliseconds", 0)) > 0.1 * row["milliseconds"]:
-                    place = row["context"], row["milliseconds"] - gaps
-                    axes.plot(*place, "o", mfc="white", color=line.get_color())
-                    text = f"its kernels alone:\nthe other {gaps:.2f} ms are gaps between them"
-                    axes.annotate(text, place, (14, -26), textcoords="offset points", fontsize=8)
-        axes.plot([], [], ":", color="gray", label="floor: weights and cache read once")
-        axes.set_xscale("log", base=2)
+from dsv4_jax.bench.tables import LAYER_KINDS, layer_share
 
 
 def plot_layers(report: dict[str, Any], path: Path) -> None:
-    """Draws the time of each kind of kernel in a layer's decode step, beside the floor.
-
-    If the report has single ops, those that lose most time against their floor are drawn above.
-    """
-    lost = sorted(report.get("ops", []), key=lambda row: row["floor_microseconds"] - row["microseconds"])
-    ops, rows = lost[:MAX_OPS], report["results"]
-    panels = 1 + bool(ops)
-    with _figure(path, panels, (10.0, (3.0 + 0.3 * max(len(ops), len(rows))) * panels)) as axes:
-        _plot_kinds(axes[-1], report)
-        if ops:
-            _plot_ops(axes[0], ops)
-        for panel in axes:
-            panel.invert_yaxis()
-            panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _plot_kinds(axes, report):
-    """Draws a bar for each case, divided into kinds of kernels."""
-    rows = report["results"]
-    axes.set(title=f"Whole layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer")
-    labels = [_layer_label(row) for row in rows]
-    left = [0.0] * len(rows)
-    for kind in (*KINDS, REST):
-        widths = [1e3 * row["kernel_milliseconds"].get(kind, 0.0) / row["layers"] for row in rows]
-        if any(widths):
-            axes.barh(labels, widths, left=left, label=kind)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-    totals = [1e3 * row["milliseconds"] / row["layers"] for row in rows]
-    gaps = [max(total - start, 0.0) for total, start in zip(totals, left, strict=True)]
-    axes.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
-    floors = [1e3 * row["floor_milliseconds"] / row["layers"] for row in rows]
-    places = range(len(rows))
-    axes.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
-
-
-def _plot_ops(axes, ops):
-    """Draws the time of single ops and of XLA's versions, as multiples of the floor."""
-    names = [f"{row['op']} {row['shape']}" for row in ops]
-    axes.set(title="Operations that lose most time against the floor", xlabel="times the floor", xscale="log")
-    for key, mark in dict(microseconds="o", xla_microseconds="x").items():
-        ratios = [max(row[key] / max(row["floor_microseconds"], 1e-3), 0.1) for row in ops]
-        axes.plot(ratios, names, mark, label="XLA" if mark == "x" else "kernel, or XLA where there is none")
-    axes.axvline(1, color="gray", linestyle=":")
-    axes.grid(alpha=0.3)
+    """Draws a bar for each case, the time of a layer by kind of kernel, beside the floor."""
+    rows = [layer_share(row) for row in report["results"]]
+    with _figure(path, (10.0, 3.0 + 0.3 * len(rows))) as axes:
+        axes.set(title=f"Layers of {MODELS[report['shapes']]}, {report['device']}", xlabel="microseconds a layer")
+        labels = [_layer_label(row) for row in rows]
+        left = [0.0] * len(rows)
+        for kind in LAYER_KINDS:
+            widths = [row["kinds"].get(kind, 0.0) for row in rows]
+            if any(widths):
+                axes.barh(labels, widths, left=left, label=kind)
+                left = [start + width for start, width in zip(left, widths, strict=True)]
+        gaps = [max(row["layer"] - start, 0.0) for row, start in zip(rows, left, strict=True)]
+        axes.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
+        floors, places = [row["layer_floor"] for row in rows], range(len(rows))
+        axes.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
+        axes.invert_yaxis()
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _layer_label(row):
@@ -95,7 +39,7 @@ def _layer_label(row):
 
 def plot_prefill(report: dict[str, Any], path: Path) -> None:
     """Draws tokens a second of all layers, and their upper bound, against the tokens before a chunk."""
-    title = f"Attention layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
+    title = f"Layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
     with _axes(path, title, "tokens before the chunk", "tokens a second") as axes:
         rows = [row for row in report["results"] if row["layer_type"] == STACK]
         for chunk in sorted({row["chunk"] for row in rows}):
@@ -120,8 +64,8 @@ def plot_serving(report: dict[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _figure(path: Path, panels: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Gives axes to draw on, one below the other, and writes them to the file afterwards."""
+def _figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Gives axes to draw on, and writes them to the file afterwards."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,16 +75,16 @@ def _figure(path: Path, panels: int, size: tuple[float, float]) -> Iterator[Any]
     tab20 = plt.get_cmap("tab20")
     colors = [tab20(i) for first in (0, 1) for i in range(first, 20, 2) if i not in (14, 15)]
     with plt.rc_context({"axes.prop_cycle": plt.cycler(color=colors)}):
-        figure, axes = plt.subplots(panels, figsize=size, layout="constrained", squeeze=False)
-        yield axes[:, 0]
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        yield axes
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 @contextlib.contextmanager
 def _axes(path: Path, title: str, xlabel: str, ylabel: str) -> Iterator[Any]:
-    """Gives axes to draw on, and writes them to the file afterwards."""
-    with _figure(path, 1, (7.0, 4.5)) as (axes,):
+    """Gives axes with labels, a grid and a legend to draw on, and writes them to the file afterwards."""
+    with _figure(path, (7.0, 4.5)) as axes:
         yield axes
         axes.set_ylim(bottom=0)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)

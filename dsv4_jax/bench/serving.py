@@ -27,6 +27,22 @@ SYSTEM_PROMPTS = 2
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
+# Lines of the printed table.
+LINES = {
+    "requests": "{requests:,}",
+    "prompt tokens sent": "{prompt_tokens_sent:,}",
+    "prompt tokens run": "{prompt_tokens_run:,}",
+    "hit rate": "{hit_rate:.1%}",
+    "generated tokens": "{generated_tokens:,}",
+    "generated tokens/s": "{generated_tokens_per_second:,.1f}",
+    "all tokens/s": "{total_tokens_per_second:,.1f}",
+    "first token, median": "{first_token_milliseconds[median]:,.0f} ms",
+    "first token, 95 %": "{first_token_milliseconds[p95]:,.0f} ms",
+    "drafts accepted": "{acceptance:.1%}",
+    "steps": "{steps:,} in {seconds:.2f} s",
+    "compilations": "{compilations} in the warm-up, {compilations_later} later",
+    "same tokens": "{same_tokens}",
+}
 # The programs that transfer requests' bytes.
 MOVES: tuple[Any, ...] = (
     moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
@@ -159,16 +175,16 @@ class _Server:
             prompt_tokens_run=metrics.prompt_tokens,
             generated_tokens=metrics.generated_tokens,
             steps=metrics.steps,
-            seconds=round(seconds, 3),
-            generated_tokens_per_second=round(metrics.generated_tokens / seconds, 1),
-            total_tokens_per_second=round((self.tokens_sent + metrics.generated_tokens) / seconds, 1),
+            seconds=seconds,
+            generated_tokens_per_second=metrics.generated_tokens / seconds,
+            total_tokens_per_second=(self.tokens_sent + metrics.generated_tokens) / seconds,
             first_token_milliseconds=dict(
-                median=round(statistics.median(waits), 2), p95=round(waits[int(0.95 * (len(waits) - 1))], 2)
+                median=statistics.median(waits), p95=round(waits[int(0.95 * (len(waits) - 1))], 2)
             ),
-            hit_rate=round(1 - metrics.prompt_tokens / self.tokens_sent, 4),
-            acceptance=round(metrics.acceptance, 4),
+            hit_rate=1 - metrics.prompt_tokens / self.tokens_sent,
+            acceptance=metrics.acceptance,
             preemptions=metrics.preemptions,
-            first_tokens=[(sent, round(1e3 * wait, 2)) for sent, wait in self.first_tokens],
+            first_tokens=[(sent, 1e3 * wait) for sent, wait in self.first_tokens],
         )
 
 
@@ -181,21 +197,6 @@ def _print_table(rows, workload):
     device = jax.devices()[0].device_kind
     title = f"{workload.conversations} conversations of {workload.turns} turns, packaged model, {device}, {SLOTS} slots"
     table = Table("", "no prefix cache", "prefix cache", title=title, title_justify="left")
-    lines = {
-        "requests": lambda row: f"{row['requests']:,}",
-        "prompt tokens sent": lambda row: f"{row['prompt_tokens_sent']:,}",
-        "prompt tokens run": lambda row: f"{row['prompt_tokens_run']:,}",
-        "hit rate": lambda row: f"{row['hit_rate']:.1%}",
-        "generated tokens": lambda row: f"{row['generated_tokens']:,}",
-        "generated tokens/s": lambda row: f"{row['generated_tokens_per_second']:,.1f}",
-        "all tokens/s": lambda row: f"{row['total_tokens_per_second']:,.1f}",
-        "first token, median": lambda row: f"{row['first_token_milliseconds']['median']:,.0f} ms",
-        "first token, 95 %": lambda row: f"{row['first_token_milliseconds']['p95']:,.0f} ms",
-        "drafts accepted": lambda row: f"{row['acceptance']:.1%}" if workload.drafts else "no drafts",
-        "steps": lambda row: f"{row['steps']:,} in {row['seconds']:.2f} s",
-        "compilations": lambda row: f"{row['compilations']} in the warm-up, {row['compilations_later']} later",
-        "generated text": lambda row: "the same" if row["same_tokens"] else "differs",
-    }
-    for name, text in lines.items():
-        table.add_row(name, *map(text, rows))
+    for name, text in LINES.items():
+        table.add_row(name, *(text.format(**row) for row in rows))
     Console().print(table)

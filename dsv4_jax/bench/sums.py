@@ -20,6 +20,13 @@ from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
 TOKENS = 1, 8, 32, 128
 UNROLLED, ITERATIONS, REPEATS = 20, 50, 5
+COLUMNS = {
+    "shape": "{shape}",
+    "by": "{implementation}",
+    "us": "{microseconds:.2f}",
+    "XLA us": "{xla_microseconds:.2f}",
+    "x XLA": "{times_xla:.2f}",
+}
 
 
 def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -36,17 +43,16 @@ def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, An
     devices, table = mesh.shape[MODEL_AXIS], make_mailboxes(mesh)
     names = ["xla"] if table is None else ["mosaic_gpu", "xla"]
     print(f"{report['device']} x {devices}, jax {report['jax']}; {report['clock']}.\n")
-    lines = LiveTable(shape=-12, by=-10)
+    lines = LiveTable(COLUMNS, shape=-12, by=-10)
     for tokens in TOKENS:
         x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
         shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
         seconds = {name: _seconds(name, shards, table, mesh) for name in [*names, None]}
         net = {name: 1e6 * (seconds[name] - seconds[None]) for name in names}
         row = dict(op="all_reduce", shape=f"[{tokens}, {width}]", implementation=names[0], devices=devices)
-        row |= dict(microseconds=round(net[names[0]], 2), xla_microseconds=round(net["xla"], 2))
-        row |= dict(times_xla=round(net["xla"] / net[names[0]], 2), loop_microseconds=round(1e6 * seconds[names[0]], 2))
-        shown = {"shape": row["shape"], "by": names[0], "us": row["microseconds"], "XLA us": row["xla_microseconds"]}
-        lines.add(shown | {"x XLA": row["times_xla"]})
+        row |= dict(microseconds=net[names[0]], xla_microseconds=net["xla"])
+        row |= dict(times_xla=net["xla"] / net[names[0]], loop_microseconds=1e6 * seconds[names[0]])
+        lines.add(row)
         yield row
 
 

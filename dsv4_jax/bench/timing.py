@@ -155,7 +155,7 @@ def _evict() -> Callable[[], Any]:
 @functools.cache
 def _jitted(case: Case, implementation: str) -> Callable[..., Any]:
     """Returns the compiled call, which the check and the timing share."""
-    call = functools.partial(case.call, implementation=implementation)
+    call = functools.partial(case.run, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())
 
 

@@ -1,13 +1,14 @@
 """The cases of `dsv4-jax bench ops linear`, `experts`, `hyper_connections` and `router`: the ops that read weights."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, close, int32, layer_count, normal, tree_bytes
+from dsv4_jax.bench.cases import Case, close, int32, normal, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn.attention import Attention
@@ -65,18 +66,16 @@ def _linear_case(name, spec, shape, tokens, *, quantized=False):
         scale = jnp.asarray(rng.integers(118, 123, (-(-rows // WEIGHT_BLOCK), -(-depth // WEIGHT_BLOCK))), jnp.uint8)
         return QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
 
-    def make(rng, calls):
-        count = min(calls, max(2, (1 << 30) // size))
-        weights = [weight(rng) for _ in range(count)]
-        xs = [normal(rng, (tokens, channels), jnp.bfloat16) for _ in range(calls)]
-        return None, [(x, weights[i % count]) for i, x in enumerate(xs)]
+    def inputs(rng):
+        return (normal(rng, (tokens, channels), jnp.bfloat16),)
 
-    def call(_, x, weight, *, implementation):
+    def call(_, weight, x, *, implementation):
         return ops.linear(x, weight, spec, implementation=implementation)
 
     nbytes = size + tokens * (2 * channels + sum(dtype.itemsize * size for size, dtype in spec.outputs(rows)))
-    limits = dict(flops=2 * tokens * rows * depth, reads=True, agree=_LINEAR_AGREES)
-    return Case("linear", f"{name}, T={tokens}", nbytes, make, call, **limits)
+    limits: dict[str, Any] = dict(flops=2 * tokens * rows * depth, reads=True, agree=_LINEAR_AGREES)
+    weights = dict(weights=lambda rng: (weight(rng),), layer_bytes=size)
+    return Case("linear", f"{name}, T={tokens}", nbytes, inputs, call, **weights, **limits)
 
 
 def experts_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
@@ -102,15 +101,15 @@ def _experts_case(config, kind, tokens):
         shapes = (2 * inner, hidden), (hidden, inner)
         return [weight(jax.random.fold_in(key, i), *shape) for i, shape in enumerate(shapes)]
 
-    def make(rng, calls):
-        weights, inputs = make_weights(jax.random.key(int(rng.integers(1 << 30)))), []
-        for _ in range(calls):
-            selected = rng.permutation(number)[: tokens * top_k]
-            if tokens > _DISJOINT:
-                selected = np.argsort(rng.random((tokens, number)), axis=1)[:, :top_k]
-            routing = normal(rng, (tokens, top_k), jnp.float32)
-            inputs.append((normal(rng, (tokens, hidden), jnp.bfloat16), int32(selected).reshape(tokens, -1), routing))
-        return weights, inputs
+    def state(rng, layers):
+        return make_weights(jax.random.key(int(rng.integers(1 << 30))))
+
+    def inputs(rng):
+        selected = rng.permutation(number)[: tokens * top_k]
+        if tokens > _DISJOINT:
+            selected = np.argsort(rng.random((tokens, number)), axis=1)[:, :top_k]
+        routing = normal(rng, (tokens, top_k), jnp.float32)
+        return normal(rng, (tokens, hidden), jnp.bfloat16), int32(selected).reshape(tokens, -1), routing
 
     def call(weights, *tokens, implementation):
         def run(tokens):
@@ -128,8 +127,8 @@ def _experts_case(config, kind, tokens):
     hit = pairs if tokens <= _DISJOINT else number * (1 - (1 - top_k / number) ** tokens)
     weight_bytes = tree_bytes(jax.eval_shape(make_weights, jax.random.key(0)))
     nbytes = int(hit * weight_bytes / number) + tokens * hidden * 6
-    limits = dict(flops=6 * pairs * hidden * inner, reads=True, agree=_EXPERTS_AGREE, xla_calls=4)
-    return Case("experts", f"{kind}, T={tokens}", nbytes, make, call, **limits)
+    limits: dict[str, Any] = dict(flops=6 * pairs * hidden * inner, reads=True, agree=_EXPERTS_AGREE, xla_calls=4)
+    return Case("experts", f"{kind}, T={tokens}", nbytes, inputs, call, state, **limits)
 
 
 def hyper_connections_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
@@ -142,23 +141,19 @@ def _hyper_connections_case(config, tokens):
     h, width = config.hc_mult, config.hidden_size
     rows = (2 + h) * h
 
-    def layer(rng):
+    def weights(rng):
         fn, base = normal(rng, (rows, h * width), jnp.float32) * width**-0.5 / h, normal(rng, (rows,), jnp.float32)
         return fn, base, jnp.ones((3,), jnp.float32), 1 + 0.1 * normal(rng, (width,), jnp.float32)
 
-    def make(rng, calls):
-        count = layer_count(calls, 4 * rows * h * width)
-        layers, inputs = [layer(rng) for _ in range(count)], []
-        for i in range(calls):
-            streams, y = (normal(rng, shape, jnp.bfloat16) for shape in ((tokens, h, width), (tokens, width)))
-            inputs.append((streams, *layers[i % count], y, jnp.abs(normal(rng, (tokens, rows), jnp.float32))))
-        return None, inputs
+    def inputs(rng):
+        streams, y = (normal(rng, shape, jnp.bfloat16) for shape in ((tokens, h, width), (tokens, width)))
+        return streams, y, jnp.abs(normal(rng, (tokens, rows), jnp.float32))
 
     options = dict(norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps, iterations=config.hc_sinkhorn_iters)
 
-    def call(_, streams, fn, base, scale, *others, implementation):
+    def call(_, fn, base, scale, norm, streams, *others, implementation):
         weights = ops.HyperConnectionWeights(fn, base, scale, **options)
-        return ops.hyper_connections(streams, weights, *others, implementation=implementation)
+        return ops.hyper_connections(streams, weights, norm, *others, implementation=implementation)
 
     def agree(got, expected):
         """Allows values up to 8 that bfloat16 rounds the other way, and their effect on the logits."""
@@ -167,7 +162,8 @@ def _hyper_connections_case(config, tokens):
     # The second launch reads the new streams again, from the L2 cache if they fit.
     passes = 3 if 2 * tokens * h * width > 50 << 20 else 2
     nbytes = 4 * rows * (h * width + 2 * tokens) + 2 * tokens * width * (passes * h + 2)
-    return Case("hyper_connections", f"T={tokens}", nbytes, make, call, agree=agree, xla_calls=4)
+    limits: dict[str, Any] = dict(weights=weights, layer_bytes=4 * rows * h * width, agree=agree, xla_calls=4)
+    return Case("hyper_connections", f"T={tokens}", nbytes, inputs, call, **limits)
 
 
 def router_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
@@ -180,20 +176,20 @@ def router_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 def _router_case(config, tokens, *, hashed):
     experts, width, top_k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
 
-    def make(rng, calls):
-        count = layer_count(calls, 4 * experts * width)
-        weights = [normal(rng, (experts, width), jnp.float32) * width**-0.5 for _ in range(count)]
-        by = [(normal(rng, (experts,), jnp.float32) * 0.1,)] * calls
+    def weights(rng):
+        bias, table = normal(rng, (experts,), jnp.float32) * 0.1, None
         if hashed:
-            table = int32(rng.integers(0, experts, (config.vocab_size, top_k)))
-            by = [(None, table, int32(rng.integers(0, config.vocab_size, tokens))) for _ in range(calls)]
-        xs = [normal(rng, (tokens, width), jnp.bfloat16) for _ in range(calls)]
-        return None, [(x, weights[i % count], *by[i]) for i, x in enumerate(xs)]
+            bias, table = None, int32(rng.integers(0, experts, (config.vocab_size, top_k)))
+        return normal(rng, (experts, width), jnp.float32) * width**-0.5, bias, table
+
+    def inputs(rng):
+        ids = int32(rng.integers(0, config.vocab_size, tokens)) if hashed else None
+        return normal(rng, (tokens, width), jnp.bfloat16), ids
 
     options = dict(top_k=top_k, scaling_factor=config.routed_scaling_factor)
 
-    def call(_, *arrays, implementation):
-        return ops.router(*arrays, **options, implementation=implementation)[:2]
+    def call(_, weight, bias, table, x, ids, *, implementation):
+        return ops.router(x, weight, bias, table, ids, **options, implementation=implementation)[:2]
 
     def agree(got, expected):
         """Allows either of two experts whose scores differ by rounding."""
@@ -202,4 +198,6 @@ def _router_case(config, tokens, *, hashed):
         return close(1e-4, 0.0)(got, expected)
 
     nbytes = 4 * experts * width + tokens * (2 * width + 8 * top_k)
-    return Case("router", f"{'table' if hashed else 'top'}, T={tokens}", nbytes, make, call, reads=True, agree=agree)
+    label = f"{'table' if hashed else 'top'}, T={tokens}"
+    limits: dict[str, Any] = dict(weights=weights, layer_bytes=4 * experts * width, reads=True, agree=agree)
+    return Case("router", label, nbytes, inputs, call, **limits)

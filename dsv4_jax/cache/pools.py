@@ -20,6 +20,7 @@ from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.views import SWAView, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
+from dsv4_jax.parallel.sharded_step import check_within_shard_map
 from dsv4_jax.quant import IndexRows, Rows
 from dsv4_jax.sizes import readable_bytes
 from dsv4_jax.summary import Summarized, Summary
@@ -236,9 +237,11 @@ class KVCache(Summarized):
         """Applies the host's decisions for this step: new requests, new blocks, new lengths.
 
         Raises:
-          ValueError: the batch belongs to another cache.
+          ValueError: the batch belongs to another cache, or the cache lies on a mesh and this code is not under
+            `jax.shard_map`.
         """
         self._check_batch(batch)
+        check_within_shard_map("the cache", self.lengths)
         slots = self.block_table.shape[0]
 
         def past_end(index, keep):

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 _log = logging.getLogger(__name__)
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
+MAX_SMALL = 1 << 20  # numbers of a variable that is made together with others, in one program
 PERIOD = 4_194_301  # a prime number of random words, so that rows of a matrix differ
 STD = 0.02  # of weights, as in the released models' initialization
 
@@ -112,14 +113,18 @@ def random_weights[Module: nnx.Module](
         elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
             draws[path] = variable, _draw(path, variable.get_value(), where)
     bits = _random_bits(mesh)
-    programs = _compile({draw for _, draw in draws.values()}, bits)
-    for number, (path, (variable, draw)) in enumerate(draws.items()):
-        arrays = programs[draw](bits, np.uint32(number))
-        value = variable.get_value()
-        is_quantized = isinstance(value, QuantizedWeight)
-        variable.set_value(dataclasses.replace(value, codes=arrays[0], scale=arrays[1]) if is_quantized else arrays)
-        if expert_memory is not None and path.endswith("embed_tokens.weight"):
-            variable.set_value(expert_memory.place_on_host(variable.get_value()))
+    small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
+    groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
+    programs = _compile([tuple(draws[path][1] for path in group) for group in groups], bits)
+    numbers = {path: np.uint32(number) for number, path in enumerate(draws)}
+    for group, program in zip(groups, programs, strict=True):
+        for path, value in zip(group, program(bits, [numbers[path] for path in group]), strict=True):
+            variable = draws[path][0]
+            old = variable.get_value()
+            is_quantized = isinstance(old, QuantizedWeight)
+            variable.set_value(dataclasses.replace(old, codes=value[0], scale=value[1]) if is_quantized else value)
+            if expert_memory is not None and path.endswith("embed_tokens.weight"):
+                variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
         _place_experts(views, expert_memory, bits)
@@ -175,7 +180,7 @@ def _place_experts(views, expert_memory, bits):
     _log.info("%s", expert_memory.plan(names, list(shapes.values())))
     each = max(math.prod(shape[1:]) for shape in shapes.values())
     # Experts begin at different bytes of the same random ones.
-    random = jax.block_until_ready(_drawn(bits, np.uint32(0), _Draw(_bytes, ((2 * each,),))))
+    (random,) = jax.block_until_ready(_drawn(bits, [np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
     start = random.unsafe_buffer_pointer()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
@@ -185,7 +190,7 @@ def _place_experts(views, expert_memory, bits):
             offset = 7 * names.index(name)
             starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
             pages.write(number, starts)
-        scale = _drawn(bits, np.uint32(0), _Draw(_scales, (value.scale.shape,)))
+        (scale,) = _drawn(bits, [np.uint32(0)], (_Draw(_scales, (value.scale.shape,)),))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
@@ -228,17 +233,25 @@ def _draw(path, value, where):
     return _Draw(_normal, (shape(value), value.dtype, mean), where)
 
 
-def _compile(draws: Collection[_Draw], bits: Array) -> dict[_Draw, jax.stages.Compiled]:
-    """Returns the program of each draw; XLA compiles one for each shape."""
+def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stages.Compiled]:
+    """Returns the program of each group of draws, which makes them at once."""
+
+    def compile_group(draws):
+        return _drawn.lower(bits, [jnp.uint32(0)] * len(draws), draws).compile()
+
+    different = list(dict.fromkeys(groups))
     with ThreadPoolExecutor(8, "compile-weights") as threads:
-        compiled = threads.map(lambda draw: _drawn.lower(bits, jnp.uint32(0), draw).compile(), draws)
-        return dict(zip(draws, compiled, strict=True))
+        programs = dict(zip(different, threads.map(compile_group, different), strict=True))
+    return [programs[draws] for draws in groups]
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _drawn(bits, number, draw):
-    """Returns the arrays of a draw, of which each device makes its shard; other numbers give other values."""
+def _drawn(bits, numbers, draws):
+    """Returns the arrays of each draw, of which each device makes its shard; other numbers give other values."""
+    return [_draw_one(bits, number, draw) for number, draw in zip(numbers, draws, strict=True)]
 
+
+def _draw_one(bits, number, draw):
     def local(bits, number):
         for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
             number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
@@ -252,10 +265,8 @@ def _drawn(bits, number, draw):
 
     if draw.where is None:
         return local(bits, number)
-    specs = (jax.P(), jax.P())
-    return jax.shard_map(local, mesh=draw.where.mesh, in_specs=specs, out_specs=draw.where.spec, check_vma=False)(
-        bits, number
-    )
+    specs = {"in_specs": (jax.P(), jax.P()), "out_specs": draw.where.spec}
+    return jax.shard_map(local, mesh=draw.where.mesh, check_vma=False, **specs)(bits, number)
 
 
 def _normal(words, shape, dtype, mean):

@@ -80,38 +80,14 @@ class _DecodeSteps(ModelBenchmark):
         from dsv4_jax.bench import decode_steps
 
         model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
-        report["layers"] = "whole" if self.whole else "attention"
         return dict(results=decode_steps.run(*model, chosen, report))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBench(_DecodeSteps):
-    """Times decode steps of a model's attention layers, with random weights and a full cache.
-
-    Reports milliseconds a step, the floor (the time to read weights and cache once), and the time of each kind of
-    kernel. On a CPU, the layers are those of a tiny model.
-
-    For example:
-      dsv4-jax bench step --batches 1 32 --contexts 4096 65536 --plot step.png
-      dsv4-jax bench step --batches 1 --contexts 4096 --drafts 2
-      dsv4-jax bench step --mesh model=4 --context-parallel
-
-    Attributes:
-      batches: batch sizes, in requests. Default: 1 8 32; on a CPU 1 4
-      contexts: context lengths, in tokens a request. Default: 4096 65536 1048576; on a CPU 512 4096
-      layers: number of layers to run, the first ones; 0 = all.
-      plot: plot time against context to this file.
-    """
-
-    _plot = "plot_steps"
-    layers: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBench(_DecodeSteps):
-    """Times decode steps of whole layers, of one kind of layer at a time, and each operation of a layer.
+    """Times decode steps of models with layers of one kind, for each kind, and each operation of a layer.
 
-    Experts and hyper-connections are included; weights are random and quantized as in the release. Operations are timed
+    Weights are random and quantized as in the release. Reports the same numbers as "bench model". Operations are timed
     on one device only, so not with --mesh.
 
     For example:
@@ -121,10 +97,9 @@ class LayerBench(_DecodeSteps):
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
       contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
-      plot: plot the time of each kind of kernel, and the slowest operations, to this file.
+      plot: plot the time of each kind of kernel to this file.
     """
 
-    whole = True
     only: Only = ()
     calls: Calls = 32
     expert_parallel: options.ExpertParallel = False
@@ -135,15 +110,17 @@ class LayerBench(_DecodeSteps):
         model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
         cases = dict(only=self.only, calls=self.calls, patterns=op_times.LAYER_CASES)
         ops = () if mesh else op_times.run(*model, tuple(op_times.CASES), report, **cases)
-        return dict(ops=ops, results=decode_steps.run_kinds(*model, chosen, report))
+        return dict(ops=ops, results=decode_steps.run(*model, chosen, report, each_kind=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBench(_DecodeSteps):
-    """Times decode steps of a model's first layers, with experts and hyper-connections.
+    """Times decode steps of a model with its first layers, embedding and head.
 
-    Weights are random and quantized as in the release. Reports microseconds a layer, the floor (the time to read
-    weights and cache once), and the time of each kind of kernel.
+    Weights are random and quantized as in the release, and the cache is full. Reports the time of a step, of a step in
+    the loop on the device ("loop") and of its call ("call"), the floor (the time to read weights and cache once), and
+    microseconds a layer: of all, and of each kind of kernel. The kernels of embedding, head and sampling ("head") are
+    left out of the time of a layer, but not on a CPU, where kernels have no times.
 
     For example:
       dsv4-jax bench model --layers 8 --batches 1 8
@@ -160,7 +137,6 @@ class ModelBench(_DecodeSteps):
         ones lie on the GPU, as the largest S asks. Each is measured.
     """
 
-    whole = True
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
@@ -169,10 +145,11 @@ class ModelBench(_DecodeSteps):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBench(ModelBenchmark):
-    """Times attention layers over chunks of a prompt, one layer of each kind.
+    """Times layers over chunks of a prompt, one layer of each kind, with random weights as in the release.
 
     Reports milliseconds and tokens a second, the rate of the matrix products, the floor (products at the rate of a
-    large one, or bytes read and written once), and the time of each kind of kernel. The last lines sum up all layers.
+    large one, or weights and cache read once), and the time of each kind of kernel. The last lines sum up all layers.
+    Embedding and head are left out, but not on a CPU, where kernels have no times.
 
     For example:
       dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png
@@ -190,9 +167,10 @@ class PrefillBench(ModelBenchmark):
     plot: PlotFile = None
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
-        from dsv4_jax.bench import prefill
+        from dsv4_jax.bench import decode_steps, prefill
 
-        return dict(results=prefill.run(*self._model(report), self.chunks, self.contexts, report, trace=self.trace))
+        model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
+        return dict(results=prefill.run(*model, chosen, report))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,9 +236,12 @@ class ServeBench(Benchmark):
             import jax
 
             from dsv4_jax.bench import engine_steps
+            from dsv4_jax.bench.cases import measured_config
 
             config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
-            config = engine_steps.choose_config(config, self.config, report)
+            report["config"] = self.config
+            if self.config.startswith("v4_"):
+                config = measured_config(config, report, "config")
             defaults = {} if jax.default_backend() == "gpu" else dict(requests=(1, 4), prompts=(256,))
             chosen = self._options(engine_steps.EngineOptions, mesh, **defaults)
             return dict(results=engine_steps.run(config, chosen, report))
@@ -295,7 +276,6 @@ class AllReduceBench(Benchmark):
 
 BenchCommand = (
     Annotated[OpsBench, tyro.conf.subcommand("ops")]
-    | Annotated[StepBench, tyro.conf.subcommand("step")]
     | Annotated[LayerBench, tyro.conf.subcommand("layer")]
     | Annotated[ModelBench, tyro.conf.subcommand("model")]
     | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]

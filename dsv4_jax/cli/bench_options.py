@@ -47,7 +47,6 @@ class Benchmark:
     """
 
     _plot: ClassVar[str]
-    whole: ClassVar[bool] = False  # whether whole layers run, not their attention alone
     out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
 
     def run(self) -> None:
@@ -71,9 +70,8 @@ class Benchmark:
             trace.mkdir(parents=True, exist_ok=True)
         if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
             startup.show_log()
-        if self.whole:
-            # XLA leaves a quarter of a GPU's memory unused by default.
-            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+        # XLA leaves a quarter of a GPU's memory unused by default.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         startup.notify("Starting JAX ...")
         import jax
 
@@ -84,7 +82,7 @@ class Benchmark:
             for row in rows:
                 report[section].append(row)
                 if self.out is not None:
-                    self.out.write_text(json.dumps(report, indent=1) + "\n")
+                    self.out.write_text(json.dumps(_rounded(report), indent=1) + "\n")
         if plot is not None:
             from dsv4_jax.bench import plots
 
@@ -94,11 +92,20 @@ class Benchmark:
         """Returns the options of a measurement: those that the user gave, in place of the defaults."""
         given = defaults | {name: value for name, value in vars(self).items() if value is not None}
         given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
-        given |= dict(whole=self.whole, mesh=mesh)
+        given["mesh"] = mesh
         return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         raise NotImplementedError
+
+
+def _rounded(value: Any) -> Any:
+    """Returns a report whose measured numbers have six digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

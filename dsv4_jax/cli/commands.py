@@ -25,7 +25,7 @@ _BENCH = """Times operations, decode steps, prefill or serving on this device.
 
 For example:
   dsv4-jax bench ops append gather
-  dsv4-jax bench step --batches 1 32 --contexts 4096
+  dsv4-jax bench model --layers 8 --batches 1 8
 
 Each benchmark explains its options: dsv4-jax bench NAME --help."""
 _Command = (

@@ -20,8 +20,8 @@ from dsv4_jax.expert_pages import ExpertMemory
 class CompiledModel:
     """Runs a model's compiled steps, for models that run many of them.
 
-    A compiled function flattens its arguments at each call. A module tree of V4-Flash's size takes about 5 ms of
-    Python, which can exceed the step itself; the flat list of arrays that this object holds takes 0.25 ms.
+    A compiled function flattens its arguments at each call. That takes half a millisecond of Python for the modules of
+    V4-Flash, and a hundredth for the flat list of arrays that this object holds.
 
     Each step is a method with the name and arguments of the function in `dsv4_jax.decode`, without the model. The
     functions also accept this object as their model. Models of one structure share compiled programs.

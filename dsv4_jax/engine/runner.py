@@ -45,7 +45,6 @@ class StepRunner:
         rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.requests.put(none, "tokens")
-        self._unused_tokens = manager.requests.put(np.zeros((manager.schema.max_context,), np.int32))
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
         self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
@@ -133,6 +132,7 @@ class StepRunner:
         if self._processor is None:
             states = [processor.state] * len(self._begun)
             self._processor = table.put(processor.stacked(states), "slots")
+            self._unused_tokens = table.put(np.zeros((self._manager.schema.max_context,), np.int32))
         slots = np.array([request.slot for request in requests], int)
         admitted = table.states.numbers["admitted"][slots]
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():

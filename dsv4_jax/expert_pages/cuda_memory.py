@@ -10,8 +10,8 @@ import jax
 class CudaMemory:
     """Virtual memory of one GPU. All sizes are bytes, and multiples of `page`.
 
-    The methods may be called by any thread. Memory that is mapped here is not JAX's: JAX must leave room for it, see
-    `check_room`.
+    The methods may be called by any thread. Memory that is mapped here is not JAX's: JAX must leave room for it
+    (XLA_PYTHON_CLIENT_PREALLOCATE=false).
 
     Attributes:
       page: smallest size of a mapping.

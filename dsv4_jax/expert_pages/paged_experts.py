@@ -123,7 +123,8 @@ class ExpertStack:
         """
         pages = self.layers[layer]
         pieces = len(matrices) // len(pages.mappings)
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        threads = 1 if isinstance(matrices[0], int) else THREADS  # copies on the GPU take less time than to share them
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
 
 

@@ -27,7 +27,7 @@ TokenIds = Sequence[int] | np.ndarray | jax.Array
 class KVCacheManager(Summarized):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
-    The manager knows every length without asking the device. It keeps no arrays: the cache is a pytree that the caller
+    The manager knows every length without asking the device. It does not keep the cache, a pytree that the caller
     passes from step to step. Every method either completes or raises and changes nothing; those that take a slot raise
     ValueError if it is not admitted. Not thread-safe.
 

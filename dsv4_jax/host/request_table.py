@@ -1,4 +1,4 @@
-"""The table of requests with their slots and blocks. Plain Python; keeps no arrays."""
+"""The table of requests with their slots and blocks, and transfers between the host and the devices of the cache."""
 
 import collections
 import contextlib

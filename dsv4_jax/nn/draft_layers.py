@@ -27,12 +27,10 @@ class DraftLayers(nnx.Module):
       layers: LayerStack of DecoderLayers.
     """
 
-    def __init__(
-        self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs, layer_type: type[Any] = DecoderLayer
-    ):
+    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         numbers = range(config.num_hidden_layers, len(config.layers))
-        self.layers = LayerStack(config, numbers, layer_type, param_dtype=param_dtype, rngs=rngs)
+        self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
 
     def run_layers(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> tuple[ResidualStreams, Any]:
         """Runs the layers; returns the residual streams and the updated cache.

@@ -64,8 +64,8 @@ class DSparkDrafts(DraftLayers):
       confidence_head: ConfidenceHead.
     """
 
-    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs, **options: Any):
-        super().__init__(config, param_dtype=param_dtype, rngs=rngs, **options)
+    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, param_dtype=param_dtype, rngs=rngs)
         assert isinstance(config.drafts, DSparkConfig)
         hidden, eps, rank = config.hidden_size, config.rms_norm_eps, config.drafts.markov_rank
         taps = len(config.drafts.target_layer_ids)

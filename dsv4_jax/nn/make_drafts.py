@@ -14,6 +14,6 @@ _MODULES: dict[type[Any], type[DraftLayers]] = {MTPConfig: MTPDrafts, DSparkConf
 def make_drafts(config: DSV4Config, **options: Any) -> DraftLayers | None:
     """Returns the module that `config.drafts` describes, or None.
 
-    The options are its arguments: `param_dtype`, `rngs` and, for layers other than DecoderLayer, `layer_type`.
+    The options are its arguments `param_dtype` and `rngs`.
     """
     return None if config.drafts is None else _MODULES[type(config.drafts)](config, **options)

@@ -31,8 +31,8 @@ class MTPDrafts(DraftLayers):
       hc_head: HyperHead.
     """
 
-    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs, **options: Any):
-        super().__init__(config, param_dtype=param_dtype, rngs=rngs, **options)
+    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, param_dtype=param_dtype, rngs=rngs)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj = Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs)
         self.h_proj = Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs)

@@ -225,6 +225,8 @@ def _pool_windows(state, kv, gate, closing, slot, position, first):
 
     before_start = (source < 0)[..., None]
     logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
+    # Rows without a window may find -inf alone, where derivatives are NaN. A later mask would not remove them.
+    logits = jnp.where((closing >= 0)[:, None, None], logits, 0.0)
     values = jnp.where(before_start, 0.0, half(kv, state.kv))
     return _softmax_pool(logits, values)
 

@@ -66,8 +66,26 @@ def router(
     return dispatch("router", implementation, *args, xla=_router_xla, kernel=_router_kernel, **options)
 
 
+@jax.custom_jvp
+def _score(logits):
+    return jnp.sqrt(jax.nn.softplus(logits))
+
+
+@_score.defjvp
+def _(primals, tangents):
+    """The slope is `sigmoid(x) / (2 * score)`. Below -20 it is half the score: there the score is `exp(x / 2)`.
+
+    That quotient would be 0 / 0 where the score underflows, and its derivatives overflow before.
+    """
+    (logits,), (tangent,) = primals, tangents
+    score = _score(logits)
+    small = logits < -20
+    slope = jnp.where(small, score / 2, jax.nn.sigmoid(logits) / (2 * jnp.where(small, 1.0, score)))
+    return score, slope * tangent
+
+
 def _router_xla(x, weight, bias, table, token_ids, slots, *, top_k, scaling_factor):
-    scores = jnp.sqrt(jax.nn.softplus(linear(x.astype(jnp.float32), weight)[0]))
+    scores = _score(linear(x.astype(jnp.float32), weight)[0])
     if bias is None:
         experts = jnp.take(table, token_ids, axis=0, mode="clip")
     else:

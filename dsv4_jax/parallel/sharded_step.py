@@ -44,6 +44,20 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def check_within_shard_map(what: str, tree: Any) -> None:
+    """Raises ValueError if arrays lie on a mesh and the code that is traced does not run under `jax.shard_map`.
+
+    Args:
+      what: name of the arrays, for the message.
+      tree: the arrays.
+    """
+    if (mesh := _mesh(tree)) is not None:
+        raise ValueError(
+            f"{what} lies on {_words(mesh)}, and a step on a mesh runs under jax.shard_map: decorate your function of "
+            "(model, cache, batch) with `dsv4_jax.decode.sharded_step`, below `jax.jit` or `jax.grad`"
+        )
+
+
 def sharded_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function so that each shard of a mesh's axis "data" runs it on its own part of axis 0.
 

@@ -102,7 +102,13 @@ def _call(on_arrays: Callable, function: Callable, args: Any, kwargs: Any, *arra
     else:
         results = jax.tree.unflatten(kept.out_tree, kept.out_avals)
         build = functools.partial(lambda exported: exported, kept)
-    types = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(results))
+    # Within `jax.shard_map` types name the mesh, and the axes along which values differ.
+    like, mesh = jax.typeof(arrays[0]), jax.sharding.get_abstract_mesh()
+    shards = [jax.NamedSharding(mesh, jax.P(*[None] * x.ndim)) for x in jax.tree.leaves(results)]
+    types = tuple(
+        like.update(x.shape, x.dtype, weak_type=False, sharding=shard)
+        for x, shard in zip(jax.tree.leaves(results), shards, strict=True)
+    )
     return jax.tree.unflatten(jax.tree.structure(results), _kernel_p.bind(*arrays, build=build, types=types))
 
 
@@ -172,9 +178,9 @@ def _folder() -> Path | None:
 
 
 def _is_local(arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether the program is for one device: an exported function loses the types within `jax.shard_map`."""
+    """Returns whether the arrays lie on one device, or are its shards within `jax.shard_map`."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
-    return all(mesh.empty or (mesh.size == 1 and not mesh.manual_axes) for mesh in meshes)
+    return all(mesh.empty or mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names) for mesh in meshes)
 
 
 def _read(path: Path) -> export.Exported | None:

@@ -7,8 +7,10 @@ import pytest
 
 from dsv4_jax.bench import engine_steps
 from dsv4_jax.bench.engine_steps import EngineOptions
+from dsv4_jax.bench.random_steps import expert_memory
+from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.expert_pages import ExpertMemory
+from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from tests.expert_pages.cpu_memory import CpuMemory
 
 
@@ -33,16 +35,18 @@ def test_experts_leave_room_for_the_largest_cache():
         read_config(packaged_checkpoint()),
         EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto"),
     )
-    reserved = engine_steps._expert_memory(config, options).reserved_bytes
-    assert reserved > engine_steps.program_bytes(options.token_budget) + 8 * 512
+    schema = CacheSchema(config, **options.manager_options(8))
+    reserved = expert_memory("auto", schema, options.max_step_tokens).reserved_bytes
+    assert reserved == program_bytes(options.token_budget) + schema.memory_bytes()
+    assert expert_memory(None, schema, 1) is None and expert_memory(5, schema, 1).device_bytes == 5
     drafting = read_config(packaged_checkpoint(), mtp=True)
     head = 2 * config.vocab_size * config.hidden_size
-    assert engine_steps.program_bytes(9, drafting) == engine_steps.program_bytes(9, config) + head
+    assert program_bytes(9, drafting) == program_bytes(9, config) + head
 
 
 def test_experts_in_host_memory(monkeypatch):
     each, memory = 32768 + 16384, CpuMemory()
-    monkeypatch.setattr(engine_steps, "_expert_memory", lambda *_: ExpertMemory(5 * each, memory=memory))
+    monkeypatch.setattr(engine_steps, "expert_memory", lambda *_: ExpertMemory(5 * each, memory=memory))
     config, report = read_config(packaged_checkpoint()), {}
     options = EngineOptions(requests=(1,), prompts=(), layers=1, skew=1.0)
     case = unittest.mock.Mock(decode=lambda: dict(measurement="decode", tokens_per_second=1.0))

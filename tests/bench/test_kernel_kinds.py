@@ -26,12 +26,12 @@ def test_a_kernel_in_two_scopes_follows_the_order_of_the_schedule():
         "quantized_linear": ["projections", "shared_expert"],
         "loop_add_fusion_2": ["router"],
         "all_reduce": ["all_reduce"],
-        "input_reduce_fusion": [REST],
+        "input_reduce_fusion": ["lm_head"],
     }
     call = ["quantized_linear_mosaic_gpu_kernel", "loop_add_fusion_2", "quantized_linear_mosaic_gpu_kernel_1"]
     call += ["all_reduce_mosaic_gpu_kernel", "input_reduce_fusion", "nvjet_tst_128x8", "ncclDevKernel_AllGather", "x_3"]
     kernels = classify([(name, 2.0**i) for i, name in enumerate(2 * call)], TEXT)
-    kinds = ["projections", "router", "shared_expert", "all_reduce", REST, "projections", "all_reduce", REST]
+    kinds = ["projections", "router", "shared_expert", "all_reduce", "lm_head", "projections", "all_reduce", REST]
     assert [kernel.kind for kernel in kernels] == 2 * kinds
     assert [kernel.name for kernel in kernels[1:4]] == [
         "loop_add_fusion", "quantized_linear_mosaic_gpu_kernel", "all_reduce_mosaic_gpu_kernel",
@@ -39,6 +39,24 @@ def test_a_kernel_in_two_scopes_follows_the_order_of_the_schedule():
     sums = by_kind(kernels)
     assert list(sums) == [*KINDS, REST]
     assert sums["shared_expert"] == 2**2 + 2**10 and sum(sums.values()) == 2**16 - 1
+
+
+def test_loops_are_unrolled():
+    """A loop of two kernels that runs three times, then the second one once more in another part of the model."""
+    text = """
+%body (p: f32[8]) -> f32[8] {
+  %fusion.1 = f32[8]{0} fusion(%p), calls=%other, metadata={op_name="jit(step)/while/body/router/add"}
+  ROOT %mpmd_map.1 = bf16[1]{0} custom-call(%p), metadata={op_name="jit(step)/while/body/experts/dot/mpmd_map"}
+}
+%command_buffer (p: f32[8]) -> f32[8] {
+  ROOT %while.1 = f32[8]{0} while(%p), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+ENTRY %main.1 (p: f32[8]) -> f32[8] {
+  %call = f32[8]{0} call(%p), to_apply=%command_buffer
+  ROOT %mpmd_map.2 = bf16[1]{0} custom-call(%p), metadata={op_name="jit(step)/lm_head/dot/mpmd_map"}
+}
+"""
+    assert kinds_by_name(text) == {"fusion_1": ["router"] * 3, "dot": ["experts"] * 3 + ["lm_head"]}
 
 
 def test_the_longest_kernels_come_first():

@@ -38,7 +38,7 @@ def converse(engine):
 
 
 def make(small, manager, **options):
-    """An engine with one program: hits change which tokens are read in chunks, and so the last bit in two programs."""
+    # A hit changes which tokens share a step. All steps run in one program, so that this changes no bit on any CPU.
     return Engine(small[0], manager, token_budget=40, drafter=PromptLookup(), batch_invariant=True, **options)
 
 

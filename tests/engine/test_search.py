@@ -35,7 +35,9 @@ def test_n_best_are_the_answers_that_streams_draw(small, wide, prompt):
     want = {
         tuple(tokens): sum(logprobs) for tokens, logprobs in (alone(small, wide(), prompt, 3 + i) for i in range(5))
     }
-    assert {tuple(c.tokens): c.logprob for c in found} == want and len(want) == 5
+    # A fork runs the prompt's last token in a decode step, and a request alone runs it in a chunk: sums of programs
+    # with other numbers of rows may round differently, and a quantized row with them.
+    assert {tuple(c.tokens): c.logprob for c in found} == pytest.approx(want, abs=0.02) and len(want) == 5
     assert [c.score() for c in found] == sorted((c.logprob / 20 for c in found), reverse=True)
     assert manager.free_slots == 3 and manager.free_blocks == 36
 

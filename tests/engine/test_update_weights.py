@@ -75,7 +75,7 @@ def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answe
     compiled = engine.metrics.compilations, [program._cache_size() for program in PROGRAMS]
     now, started, checked, hits = 0, {}, 0, 0  # {request: number of tokens before its last swap, None = it was kept}
     for _ in range(swaps):
-        for _ in range(rng.integers(5)):
+        for _ in range(min(rng.integers(5), 12 - len(engine.waiting))):
             started[add(engine, PROMPTS[rng.integers(len(PROMPTS))])] = 0
         for _ in range(rng.integers(30)):
             engine.step()

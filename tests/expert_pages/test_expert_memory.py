@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv4_jax.bench.model_stack import random_stack
 from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory
@@ -45,9 +45,9 @@ def test_equal_weights_for_every_share(model, on_device):
 
 def test_random_weights_are_made_where_they_lie():
     memory = ExpertMemory(device_bytes=5 * LAYERS * EACH, memory=CpuMemory())
-    stack = random_stack(read_config(CHECKPOINT), expert_memory=memory)
+    model = random_model(read_config(CHECKPOINT), expert_memory=memory)
     assert memory.host_bytes == 3 * LAYERS * EACH
-    codes = np.asarray(stack.layers[1].mlp.experts.down_proj.get_value().codes)
+    codes = np.asarray(model.model.layers[1].mlp.experts.down_proj.get_value().codes)
     assert len(np.unique(codes)) == 256 and (codes[0] != codes[1]).any()
 
 
@@ -55,7 +55,7 @@ def test_random_weights_are_made_where_they_lie():
     "make",
     [
         lambda memory: load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=memory),
-        lambda memory: random_stack(read_config(CHECKPOINT), expert_memory=memory),
+        lambda memory: random_model(read_config(CHECKPOINT), expert_memory=memory),
     ],
 )
 def test_experts_get_the_memory_that_other_weights_leave(monkeypatch, make):

@@ -1,4 +1,4 @@
-"""The gradient of every op, against central differences."""
+"""The first and second derivatives of every op, against central differences."""
 
 import dataclasses
 import inspect
@@ -233,6 +233,54 @@ def largest_difference(function, arrays, step=1e-2):
 def test_gradients_are_those_of_finite_differences(function):
     # The step leaves third derivatives times 1e-4, and float32 divided by 1e-2.
     assert largest_difference(function, INPUTS[function]) < 2e-3
+
+
+@pytest.mark.parametrize("function", INPUTS, ids=lambda function: function.__name__)
+def test_second_derivatives_are_those_of_finite_differences(function):
+    """A Hessian-vector product, forward over reverse, against central differences of the gradient."""
+    flat, tree = jax.tree.flatten(INPUTS[function])
+    rng, step = np.random.default_rng(0), 1e-2
+    direction = [jnp.asarray(rng.normal(size=x.shape) / np.sqrt(x.size), jnp.float32) for x in flat]
+
+    @jax.jit
+    @jax.grad
+    def gradient(flat):
+        results = jax.tree.leaves(function(*jax.tree.unflatten(tree, flat)))
+        return sum(jnp.sum(normal(*y.shape) * y * y) for y in results)
+
+    product = jax.jit(lambda flat: jax.jvp(gradient, (flat,), (direction,))[1])(flat)
+    ahead, behind = (gradient([x + sign * step * d for x, d in zip(flat, direction, strict=True)]) for sign in (1, -1))
+    for i, (found, high, low) in enumerate(zip(product, ahead, behind, strict=True)):
+        expected = (np.asarray(high, np.float64) - np.asarray(low, np.float64)) / (2 * step)
+        # The step leaves third derivatives times 1e-4, and the gradient's float32 rounding divided by 1e-2.
+        assert np.linalg.norm(found - expected) <= 2e-3 * np.linalg.norm(expected) + 1e-6, f"array {i}"
+
+
+def test_router_weights_have_derivatives_where_softplus_underflows():
+    """`softplus` of a logit below about -88 is 0 in float32, where the slope of a square root is infinite."""
+    logits = np.asarray([-200.0, -95.0, -70.0, -21.0, -19.0, -1.0, 0.0, 5.0, 90.0], np.float32)
+
+    def weight(logit):
+        """The first of two experts' weight: its score over the sum of both. The other's logit is 0."""
+        matrix = jnp.stack([logit, jnp.zeros_like(logit)])[:, None]
+        options = dict(top_k=2, scaling_factor=1.0)
+        return ops.router(jnp.ones((1, 1)), matrix, None, ints([[0, 1]]), ints([0]), **options).weights[0, 0]
+
+    z = logits.astype(np.float64)
+    score, other = np.sqrt(np.logaddexp(0, z)), np.sqrt(np.log(2))
+    sigmoid = 1 / (1 + np.exp(-z))
+    slope = sigmoid / (2 * score)
+    curvature = sigmoid * (1 - sigmoid) / (2 * score) - sigmoid**2 / (4 * score**3)
+    total = score + other
+    expected = [
+        score / total,
+        other * slope / total**2,
+        other * (curvature * total - 2 * slope**2) / total**3,
+    ]
+    for function, want in zip([weight, jax.grad(weight), jax.grad(jax.grad(weight))], expected, strict=True):
+        found = jax.jit(jax.vmap(function))(logits)
+        # In float32 a score below the square root of the least positive number is 0, and so are its derivatives.
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-19)
 
 
 def test_no_op_is_missing():

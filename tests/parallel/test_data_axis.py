@@ -72,6 +72,14 @@ def test_each_part_steps_with_its_own_requests():
     assert [manager.requests.state(slot).blocks for slot in (0, 1, 2)] == [[0, 1], [2, 3], [6, 7]]
 
 
+def test_a_step_that_is_not_under_shard_map_says_what_to_do():
+    manager = make(mesh=make_mesh(HALVES))
+    batch = manager.prepare_forward({manager.admit(): [7]})
+    message = r"the cache lies on a mesh of \{'data': 2\}, .* decorate your function .* `dsv4_jax.decode.sharded_step`"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda cache, batch: cache.begin_step(batch))(manager.init_cache(), batch)
+
+
 def test_a_prefix_is_found_where_its_blocks_are():
     manager = make(mesh=make_mesh(HALVES), max_requests=6, num_blocks=16)
     prefix, cache = PrefixCache(manager, key=""), manager.init_cache()

@@ -11,12 +11,12 @@ import pytest
 from flax import serialization
 from jax.sharding import AxisType
 
-from dsv4_jax.bench import attention_stack
-from dsv4_jax.bench.attention_stack import StackDecoder, stack_step
-from dsv4_jax.bench.model_stack import abstract_stack, random_stack
+from dsv4_jax.bench import random_steps
+from dsv4_jax.bench.random_steps import RandomSteps, abstract_model
 from dsv4_jax.cache import KVCache
+from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.decode import CompiledModel, forward
+from dsv4_jax.decode import CompiledModel, forward, sample_step
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import shardings
@@ -246,13 +246,13 @@ def test_four_devices_take_every_kernel(monkeypatch):
     table = jax.ShapeDtypeStruct((4, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
     cache = dataclasses.replace(KVCache.abstract(manager.schema, mesh), mailboxes=table)
     batch = manager.prepare_forward({manager.admit(): [1]})
-    x = jax.ShapeDtypeStruct((8, config.hidden_size), jnp.bfloat16)
     monkeypatch.setenv(REQUIRE_KERNELS, "1")
     with use_implementation("mosaic_gpu"):
-        traced = stack_step.trace(CompiledModel(abstract_stack(config, mesh)), cache, batch, x, tokens=1, drafts=0)
-    # The devices tell each other their mailboxes' addresses once; their sums are kernels.
+        traced = sample_step.trace(CompiledModel(abstract_model(config, mesh)), cache, batch)
+    # The devices tell each other their mailboxes' addresses once, and gather the logits; their sums are kernels: two a
+    # layer, of the embedding, and of the zeros with which the residual begins.
     text = str(traced.jaxpr)
-    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 1, 6 + 1)
+    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 2, 6 + 2)
 
 
 def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
@@ -278,11 +278,10 @@ def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
 def test_a_step_of_two_gpus_adds_up_through_mailboxes_in_place():
     text = compile_in_process("""
 import dataclasses, jax, jax.numpy as jnp
-from dsv4_jax.bench.attention_stack import stack_step
-from dsv4_jax.bench.model_stack import abstract_stack
+from dsv4_jax.bench.random_steps import abstract_model
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.decode import CompiledModel
+from dsv4_jax.decode import CompiledModel, sample_step
 from dsv4_jax.ops import use_implementation
 from dsv4_jax.parallel.mailboxes import mailbox_sharding
 from tests.pallas_kernels.h100 import h100_mesh
@@ -297,15 +296,16 @@ leaves = jax.tree.leaves_with_path(cache)
 for n in 1, 8:
     batch = Batch(ints(n), ints(n), ints(n), ints(n, 3), ints(8), prefill=False)
     with use_implementation("mosaic_gpu"):
-        args = CompiledModel(abstract_stack(config, mesh)), cache, batch, ints(n, 4096, dtype=jnp.bfloat16)
-        text = stack_step.trace(*args, tokens=1, drafts=0).lower().compile().as_text()
+        args = CompiledModel(abstract_model(config, mesh)), cache, batch
+        text = sample_step.trace(*args).lower().compile().as_text()
     print("cache", len(leaves), "aliased", text.split("entry_computation_layout")[0].count("-alias)"))
     print(n, "requests: sums", text.count('all_reduce/mpmd_map"'), "by XLA", text.count(" all-reduce"))
 """)
     for cache, aliased in re.findall(r"cache (\d+) aliased (\d+)", text):
         assert cache == aliased
-    # Of few tokens the hyper-connections' kernel adds up. The third sum is that of the residual's first zeros.
-    assert "1 requests: sums 0 by XLA 0" in text and "8 requests: sums 3 by XLA 0" in text
+    # Of few tokens the hyper-connections' kernel adds up. The embedding's sum is left, which XLA's text has twice. Of
+    # more tokens there are two sums of the layer and those of the embedding and of the residual's first zeros.
+    assert "1 requests: sums 2 by XLA 0" in text and "8 requests: sums 4 by XLA 0" in text
 
 
 @pytest.mark.gpu
@@ -314,18 +314,19 @@ def test_a_whole_layer_on_two_gpus(monkeypatch):
         pytest.skip("needs two GPUs")
     mesh, flash = make_mesh({"model": 2}), DSV4Config.v4_flash()
     config = flash.with_layers([LayerSpec.hca()])
-    stack = CompiledModel(random_stack(config, mesh))
+    model = CompiledModel(random_model(config, mesh))
 
-    def decoder_with(mailboxes):
-        monkeypatch.setattr(attention_stack, "make_mailboxes", make_mailboxes if mailboxes else lambda mesh: None)
+    def outputs_with(mailboxes):
+        monkeypatch.setattr(random_steps, "make_mailboxes", make_mailboxes if mailboxes else lambda mesh: None)
         manager = KVCacheManager(config, num_blocks=8, max_requests=1, max_context=1024, mesh=mesh)
-        decoder = StackDecoder(stack, manager, 1)
-        decoder.start_requests(300)
-        largest = [np.asarray(decoder.step(decoder.batch())) for _ in range(3)]
-        return largest, decoder.loop(decoder.batch(reserve=31), 32)
+        steps = RandomSteps(model, manager, 1)
+        steps.start_requests(300)
+        outputs = [steps.step(steps.batch()) for _ in range(3)]
+        return [*outputs, steps.loop(steps.batch(reserve=31), 32)]
 
-    largest, last = decoder_with(True)
-    parts = [np.asarray(shard.data) for shard in last.addressable_shards]
-    assert parts[0].tobytes() == parts[1].tobytes() and np.all(np.isfinite(parts[0].astype(np.float32)))
-    # Of two values there is only one sum, so all 32 steps have the same bits.
-    same_bytes((largest, last), decoder_with(False))
+    found = outputs_with(True)
+    for array in jax.tree.leaves(found):
+        parts = [np.asarray(shard.data) for shard in array.addressable_shards]
+        assert parts[0].tobytes() == parts[1].tobytes() and np.all(np.isfinite(parts[0]))
+    # Of two values there is only one sum, so all steps have the same bits.
+    same_bytes(found, outputs_with(False))

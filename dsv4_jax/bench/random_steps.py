@@ -1,0 +1,172 @@
+"""Steps of a model on a cache with random contents, for `dsv4-jax bench model`, `layer` and `prefill`."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
+from dsv4_jax.checkpoint.random_weights import as_released
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop, sample_step
+from dsv4_jax.decode.program_store import Program, compile_program, find_program
+from dsv4_jax.expert_pages import ExpertMemory, program_bytes
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn.layers import ABSTRACT
+from dsv4_jax.parallel.mailboxes import make_mailboxes
+from dsv4_jax.parallel.sharded_step import sharded_step
+
+
+DRAWS = 32  # steps in a row that have different tokens
+SAMPLING = SamplingParams(temperature=1.0)  # a loop draws its own tokens: greedily, they could repeat
+
+
+class RandomSteps:
+    """Runs steps of `requests` requests of one length in a cache of its own.
+
+    A step has `tokens` tokens of each request, and drafts `drafts` more. Decode steps in a row have different tokens,
+    which select different experts, so a mean of `DRAWS` steps hardly depends on a draw. A step of more tokens than a
+    request decodes at once is a chunk of a prompt, which runs again and again in its place.
+
+    Attributes:
+      model: CompiledModel.
+      manager: KVCacheManager of the cache's sizes.
+      requests, tokens, drafts: the numbers above.
+      cache: the cache, or None before the first request and after `free_cache`.
+      program: the program of a step, with its text and the seconds to make it; None before the first step.
+    """
+
+    def __init__(self, model: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
+        self.model, self.manager, self.requests, self.tokens, self.drafts = model, manager, requests, tokens, drafts
+        self.is_prefill = tokens > manager.schema.max_query_tokens
+        self.cache: KVCache | None = None
+        self.program: Program | None = None
+        self._loop: Program | None = None
+        self._slots: list[int] = []
+        self._chunk: Batch | None = None
+        put, shards = manager.requests.put, manager.requests.num_shards
+        size = self.shard_requests * tokens
+        # A decode step draws a token after each of its tokens, a chunk of a prompt after its last one.
+        indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
+        self._logits_indices = put(np.tile(indices, shards), "tokens")
+        self._seeds = put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
+
+    @property
+    def shard_requests(self) -> int:
+        """The number of requests of a shard of the mesh's axis "data"."""
+        return self.requests // self.manager.requests.num_shards
+
+    def start_requests(self, past: int) -> None:
+        """Replaces all requests by new ones with `past` tokens each."""
+        self._chunk = None
+        for slot in self._slots:
+            self.manager.release(slot)
+        if self.cache is None:
+            self.cache = random_cache(self.manager.schema, self.manager.mesh)
+        self._slots = [self.manager.admit() for _ in range(self.requests)]
+        if past:
+            batch = self.manager.prepare_forward({slot: [0] for slot in self._slots}, reserve=past)
+            self.cache = _begin_step(self.cache, batch)
+            for slot in self._slots:
+                self.manager.advance(slot, past - 1)
+
+    def batch(self, reserve: int = 0) -> Batch:
+        """Returns a batch of every request's tokens, with room for `reserve` more. Requests keep one token each."""
+        if self._chunk is not None:
+            return self._chunk
+        count, vocabulary = self.requests * self.tokens, self.manager.schema.config.vocab_size
+        start = self.manager.length(self._slots[0]) % DRAWS * count
+        ids = (start + np.arange(count, dtype=np.int32).reshape(self.requests, -1)) % vocabulary
+        size = self.shard_requests * self.tokens
+        sizes = dict(prefill_size=size, decode_size=0 if self.is_prefill else size)
+        batch = self.manager.prepare_forward(dict(zip(self._slots, ids, strict=True)), reserve=reserve, **sizes)
+        if self.is_prefill:
+            self._chunk = batch
+            return batch
+        for slot in self._slots if self.tokens > 1 else ():
+            self.manager.rewind(slot, self.tokens - 1)
+        return batch
+
+    def step(self, batch: Batch) -> Any:
+        """Runs one step; returns its `StepOutput`, which is not complete yet."""
+        args = self.model, self.cache, batch, self._logits_indices, SAMPLING, self._seeds
+        if self.program is None:
+            self.program = _program(sample_step, args, drafts=self.drafts)
+        output, self.cache = self.program.call(*args)
+        return output
+
+    def loop(self, batch: Batch, steps: int) -> Any:
+        """Runs `steps` steps of one token on the device; `batch` has `reserve=steps - 1`. Returns a `LoopOutput`."""
+        for slot in self._slots:
+            self.manager.advance(slot, steps - 1)
+        args = self.model, self.cache, batch, self._seeds, SAMPLING
+        if self._loop is None:
+            self._loop = _program(decode_loop, args, steps=steps)
+        output, self.cache = self._loop.call(*args)
+        return output
+
+    def free_cache(self) -> None:
+        """Frees the cache's memory. `start_requests` makes a new cache."""
+        self.cache = None
+
+
+def abstract_model(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> Any:
+    """Returns a model with shapes in place of arrays, quantized as in the release and sharded over a mesh."""
+    model = DeepseekV4ForCausalLM(config, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    return as_released(model, config, mesh, expert_parallel=expert_parallel)
+
+
+def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
+    """Returns a cache, on the default device or on a mesh, whose pools and rings hold encoded random rows.
+
+    1024 random blocks are repeated, and are the same in every layer.
+    """
+    cache = jax.jit(functools.partial(_random_cache, schema))
+    if mesh is None:
+        return cache()
+    # Makes the leaves alone, because a cache of shardings cannot be built where a group lacks a pool.
+    shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
+    leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=shardings)()
+    return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))
+
+
+def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, tokens: int) -> ExpertMemory | None:
+    """Returns where experts lie: `given` bytes of the GPU, "auto" for what is left, or None for all on the devices.
+
+    With "auto", the cache of the schema and programs of `tokens` tokens have room.
+    """
+    if given != "auto":
+        return None if given is None else ExpertMemory(given)
+    return ExpertMemory(reserved_bytes=program_bytes(tokens, schema.config) + schema.memory_bytes())
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _begin_step(cache: KVCache, batch: Batch) -> KVCache:
+    """Runs `KVCache.begin_step` alone, which gives requests their blocks."""
+    (cache,) = sharded_step(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
+    return cache
+
+
+def _program(function, args, **options):
+    return find_program(function, args, options) or compile_program(function, args, options)
+
+
+def _random_cache(schema):
+    cache = KVCache.zeros(schema)
+
+    def fill(pool, codec):
+        _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # blocks or slots
+        some = codec.encode(jax.random.normal(jax.random.key(0), (min(blocks, 1024), rows, codec.dim), jnp.bfloat16))
+        order = jnp.arange(blocks) % min(blocks, 1024)
+        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order][None], old.shape), pool, some)
+
+    new = {
+        name: PoolGroup(fill(pools.entries, group.entry), None if group.key is None else fill(pools.keys, group.key))
+        for (name, group), pools in zip(schema.groups.items(), cache.groups.values(), strict=True)
+    }
+    return dataclasses.replace(cache.with_groups(new), swa=fill(cache.swa, schema.window_codec))

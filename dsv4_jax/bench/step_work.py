@@ -1,0 +1,71 @@
+"""The work of a step, from which its least possible time follows."""
+
+import numpy as np
+from flax import nnx
+
+from dsv4_jax.bench.cases import tree_bytes
+from dsv4_jax.bench.random_steps import RandomSteps
+from dsv4_jax.config import DSV4Config
+
+
+def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
+    """Returns the work of a device in a step after which requests hold `context` tokens, in the least that it can be.
+
+    Returns:
+      operations of the layers' products, without those of drafts; bytes of weights, attended rows and scored keys, each
+      read once; bytes of the head among them.
+    """
+    model, requests = steps.model.module, steps.shard_requests
+    operations, read = cache_work(steps, context)
+    products, weights = weight_work(model, steps.manager.schema.config, requests, steps.tokens, steps.drafts)
+    head = (1 + draft_passes(model.config, steps.drafts)) * tree_bytes(model.lm_head)
+    return requests * operations + products, requests * read + weights, head
+
+
+def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: int, drafts: int) -> tuple[int, int]:
+    """Returns the operations of the layers' products with weights, and the bytes of weights that a device reads.
+
+    Draft layers, and the head for them, are read in each pass. DSpark's `markov_w2` is read for each draft; of tables
+    such as the embedding, the few rows are left out. Of the routed experts, the expected number is counted that tokens
+    hit at random.
+    """
+    passes = draft_passes(config, drafts)
+    reads = dict(embed_tokens=0, markov_w1=0, tid2eid=0, markov_w2=drafts, lm_head=1 + passes)
+    share = config.num_experts_per_tok / config.n_routed_experts
+    operations, nbytes = 0.0, 0.0
+    for path, weight in nnx.to_flat_state(nnx.state(model)):
+        is_draft, is_expert = path[0] == "drafts", "experts" in path
+        times = next((reads[name] for name in path if name in reads), passes if is_draft else 1)
+        rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
+        nbytes += tree_bytes(weight) * times * (1 - (1 - share) ** rows if is_expert else 1)
+        if "layers" in path and not is_draft and len(weight.shape) > 2:
+            operations += 2 * rows * times * np.prod(weight.shape) * (share if is_expert else 1)
+    return round(operations), round(nbytes)
+
+
+def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
+    """Returns the operations of attention and indexers for one request, and the bytes of its cache that they read."""
+    schema = steps.manager.schema
+    config, row = schema.config, tree_bytes(schema.window_codec.struct)
+    windows = config.num_draft_layers * draft_passes(config, steps.drafts)
+    read = windows * min(context, config.sliding_window) * row
+    seen = np.arange(context - steps.tokens, context) + 1  # by each token
+    attended = scored = 0
+    for spec in config.specs:
+        read += min(context, config.window(spec.layer)) * row
+        attended += np.minimum(seen, config.window(spec.layer)).sum()
+        if spec.group is not None:
+            group, visible = schema.groups[spec.group], seen // spec.compress_rate
+            topk = context if spec.selection is None else config.topk(spec.selection)
+            attended += np.minimum(visible, topk).sum()
+            read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)
+            if spec.selects and group.key is not None:
+                scored += visible.sum()
+                read += visible[-1] * tree_bytes(group.key.struct)
+    operations = 4 * config.num_attention_heads * config.head_dim * attended
+    return int(operations + 2 * config.index_n_heads * config.index_head_dim * scored), int(read)
+
+
+def draft_passes(config: DSV4Config, count: int) -> int:
+    """Returns the number of times that the draft layers run to draft `count` tokens of a request."""
+    return 0 if config.drafts is None else -(-count // config.drafts.block_size)

@@ -1,0 +1,65 @@
+"""A model's state goes through Orbax, which Flax depends on, and back: stacked weights, quantized ones, and shards."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.decode import decode_step
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
+from tests.paths import DATA
+
+
+# Two loops of two repeats each, so that parameters are stacked.
+LAYERS = [LayerSpec(), LayerSpec(), *[LayerSpec.csa(4), LayerSpec.hca(8)] * 2]
+
+
+def random_model(seed):
+    return DeepseekV4ForCausalLM(DSV4Config.small(LAYERS), rngs=nnx.Rngs(seed))
+
+
+def quantized_model(_):
+    return load_checkpoint(DATA / "official_fp8", weights="quantized")
+
+
+def through_orbax(folder, state, target):
+    """Saves a state and restores it with the shapes, dtypes and shardings of another one."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "step", nnx.to_pure_dict(state))
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(target))
+        nnx.replace_by_pure_dict(target, checkpointer.restore(folder / "step", shapes))
+    return target
+
+
+def logits(model, mesh=None):
+    manager = KVCacheManager(model.config, num_blocks=2, max_requests=1, max_context=128, mesh=mesh)
+    batch = manager.prepare_forward({manager.admit(): np.arange(24)})
+    return np.asarray(decode_step(model, manager.init_cache(), batch)[0])
+
+
+@pytest.mark.parametrize("make", [random_model, quantized_model])
+def test_a_restored_model_is_the_saved_one(make, tmp_path):
+    model = make(0)
+    graph, other = nnx.split(jax.tree.map(jnp.zeros_like, make(1)))
+    state = nnx.state(model)
+    restored = through_orbax(tmp_path, state, other)
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
+    np.testing.assert_array_equal(logits(nnx.merge(graph, restored)), logits(model))
+
+
+def test_a_model_is_restored_onto_a_mesh(tmp_path):
+    model, mesh = random_model(0), jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    graph, other = nnx.split(jax.device_put(random_model(1), shardings(model, mesh)))
+    restored = nnx.merge(graph, through_orbax(tmp_path, nnx.state(model), other))
+    chex.assert_trees_all_equal(restored, model)
+    assert [x.sharding for x in jax.tree.leaves(restored)] == jax.tree.leaves(shardings(model, mesh))
+    # Sums over two devices have another order, and a quantized row may round differently.
+    np.testing.assert_allclose(logits(restored, mesh), logits(model), rtol=0, atol=0.05)
