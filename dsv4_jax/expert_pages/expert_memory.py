@@ -31,9 +31,9 @@ def program_bytes(tokens: int = 8192, config: DSV4Config | None = None) -> int:
 
     Args:
       tokens: number of tokens of the largest step.
-      config: the model's configuration. To choose a product of draft layers, XLA asks for as much as the bfloat16 head.
+      config: the model's configuration. To choose the head's product, XLA asks for as much as the bfloat16 head.
     """
-    head = 2 * config.vocab_size * config.hidden_size if config and config.num_nextn_predict_layers else 0
+    head = 2 * config.vocab_size * config.hidden_size if config else 0
     return (1 << 29) + (tokens << 19) + head
 
 

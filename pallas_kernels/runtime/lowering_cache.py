@@ -18,6 +18,7 @@ import importlib.metadata
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -167,7 +168,9 @@ def _executors() -> tuple[Executor, Executor] | None:
     count = min(MAX_WORKERS, loky.cpu_count() // 2)
     if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():
         return None
-    workers = loky.ProcessPoolExecutor(count, timeout=10, env={"JAX_PLATFORMS": "cpu"})
+    # Idle workers end after a minute. loky warns when one ends just as a kernel is given to it, and starts another.
+    warnings.filterwarnings("ignore", "A worker stopped while some jobs were given", UserWarning)
+    workers = loky.ProcessPoolExecutor(count, timeout=60, env={"JAX_PLATFORMS": "cpu"})
     return workers, ThreadPoolExecutor(count, "compile-kernels")
 
 

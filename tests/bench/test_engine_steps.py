@@ -37,11 +37,9 @@ def test_experts_leave_room_for_the_largest_cache():
     )
     schema = CacheSchema(config, **options.manager_options(8))
     reserved = expert_memory("auto", schema, options.max_step_tokens).reserved_bytes
-    assert reserved == program_bytes(options.token_budget) + schema.memory_bytes()
+    assert reserved == program_bytes(options.token_budget, config) + schema.memory_bytes()
     assert expert_memory(None, schema, 1) is None and expert_memory(5, schema, 1).device_bytes == 5
-    drafting = read_config(packaged_checkpoint(), mtp=True)
-    head = 2 * config.vocab_size * config.hidden_size
-    assert program_bytes(9, drafting) == program_bytes(9, config) + head
+    assert program_bytes(9, config) == program_bytes(9) + 2 * config.vocab_size * config.hidden_size
 
 
 def test_experts_in_host_memory(monkeypatch):
