@@ -88,9 +88,8 @@ class RandomSteps:
         ids = np.arange(start, start + count, dtype=np.int32) % self.manager.schema.config.vocab_size
         size = self.shard_requests * self.tokens
         sizes = dict(prefill_size=size, decode_size=0 if self.is_prefill else size)
-        batch = self.manager.prepare_forward(
-            dict(zip(self._slots, np.split(ids, self.requests), strict=True)), reserve=reserve, **sizes
-        )
+        tokens = dict(zip(self._slots, np.split(ids, self.requests), strict=True))
+        batch = self.manager.prepare_forward(tokens, reserve=reserve, **sizes)
         if self.is_prefill:
             self._chunk = batch
             return batch
