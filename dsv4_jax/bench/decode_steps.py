@@ -300,7 +300,8 @@ def measure(
 
 def _cases(config, model, options, skew) -> list[StepCase]:
     """Returns the cases that fit the device's memory; prints those that do not."""
-    cases, weights = [], tree_bytes(model.arrays)
+    cases = []
+    weights = tree_bytes(model.arrays)
     for requests in options.batches:
         sizes = {context: options.manager_options(requests, context) for context in options.contexts}
         # Experts in pages leave room for every cache.

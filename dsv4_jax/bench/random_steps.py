@@ -42,19 +42,23 @@ class RandomSteps:
     """
 
     def __init__(self, model: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
-        self.model, self.manager, self.requests, self.tokens, self.drafts = model, manager, requests, tokens, drafts
+        self.model = model
+        self.manager = manager
+        self.requests = requests
+        self.tokens = tokens
+        self.drafts = drafts
         self.is_prefill = tokens > manager.schema.max_query_tokens
         self.cache: KVCache | None = None
         self.program: Program | None = None
         self._loop: Program | None = None
         self._slots: list[int] = []
         self._chunk: Batch | None = None
-        put, shards = manager.requests.put, manager.requests.num_shards
+        table = manager.requests
         size = self.shard_requests * tokens
         # A decode step draws a token after each of its tokens, a chunk of a prompt after its last one.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
-        self._logits_indices = put(np.tile(indices, shards), "tokens")
-        self._seeds = put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
+        self._logits_indices = table.put(np.tile(indices, table.num_shards), "tokens")
+        self._seeds = table.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
 
     @property
     def shard_requests(self) -> int:
@@ -79,12 +83,13 @@ class RandomSteps:
         """Returns a batch of every request's tokens, with room for `reserve` more. Requests keep one token each."""
         if self._chunk is not None:
             return self._chunk
-        count, vocabulary = self.requests * self.tokens, self.manager.schema.config.vocab_size
+        count = self.requests * self.tokens
         start = self.manager.length(self._slots[0]) % DRAWS * count
-        ids = (start + np.arange(count, dtype=np.int32).reshape(self.requests, -1)) % vocabulary
+        ids = np.arange(start, start + count, dtype=np.int32) % self.manager.schema.config.vocab_size
         size = self.shard_requests * self.tokens
         sizes = dict(prefill_size=size, decode_size=0 if self.is_prefill else size)
-        batch = self.manager.prepare_forward(dict(zip(self._slots, ids, strict=True)), reserve=reserve, **sizes)
+        tokens = dict(zip(self._slots, np.split(ids, self.requests), strict=True))
+        batch = self.manager.prepare_forward(tokens, reserve=reserve, **sizes)
         if self.is_prefill:
             self._chunk = batch
             return batch

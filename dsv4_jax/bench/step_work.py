@@ -15,7 +15,8 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
       operations of the layers' products, without those of drafts; bytes of weights, attended rows and scored keys, each
       read once; bytes of the head among them.
     """
-    model, requests = steps.model.module, steps.shard_requests
+    model = steps.model.module
+    requests = steps.shard_requests
     operations, read = cache_work(steps, context)
     products, weights = weight_work(model, steps.manager.schema.config, requests, steps.tokens, steps.drafts)
     head = (1 + draft_passes(model.config, steps.drafts)) * tree_bytes(model.lm_head)
@@ -32,9 +33,11 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     passes = draft_passes(config, drafts)
     reads = dict(embed_tokens=0, markov_w1=0, tid2eid=0, markov_w2=drafts, lm_head=1 + passes)
     share = config.num_experts_per_tok / config.n_routed_experts
-    operations, nbytes = 0.0, 0.0
+    operations = 0.0
+    nbytes = 0.0
     for path, weight in nnx.to_flat_state(nnx.state(model)):
-        is_draft, is_expert = path[0] == "drafts", "experts" in path
+        is_draft = path[0] == "drafts"
+        is_expert = "experts" in path
         times = next((reads[name] for name in path if name in reads), passes if is_draft else 1)
         rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
         nbytes += tree_bytes(weight) * times * (1 - (1 - share) ** rows if is_expert else 1)
@@ -46,7 +49,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
     """Returns the operations of attention and indexers for one request, and the bytes of its cache that they read."""
     schema = steps.manager.schema
-    config, row = schema.config, tree_bytes(schema.window_codec.struct)
+    config = schema.config
+    row = tree_bytes(schema.window_codec.struct)
     windows = config.num_draft_layers * draft_passes(config, steps.drafts)
     read = windows * min(context, config.sliding_window) * row
     seen = np.arange(context - steps.tokens, context) + 1  # by each token
@@ -55,7 +59,8 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
         read += min(context, config.window(spec.layer)) * row
         attended += np.minimum(seen, config.window(spec.layer)).sum()
         if spec.group is not None:
-            group, visible = schema.groups[spec.group], seen // spec.compress_rate
+            group = schema.groups[spec.group]
+            visible = seen // spec.compress_rate
             topk = context if spec.selection is None else config.topk(spec.selection)
             attended += np.minimum(visible, topk).sum()
             read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)

@@ -244,6 +244,7 @@ def sample_tokens(
     return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens[row]), cache
 
 
+@jax.named_scope("sampling")
 def draw_tokens(
     logits: Float[Array, "n vocab"],
     batch: Batch,

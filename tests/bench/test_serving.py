@@ -14,7 +14,7 @@ def test_serves_without_and_with_the_prefix_cache(run, one_layer, monkeypatch, t
     table, picture = tmp_path / "serve.json", tmp_path / "serve.png"
     sizes = ["--conversations", 3, "--turns", 2, "--drafts", 2]
     out = run("bench", "serve", *sizes, "--json", table, "--plot", picture)
-    assert "3 conversations of 2 turns" in out and "the same" in out
+    assert "3 conversations of 2 turns" in out and "same tokens" in out
     report = json.loads(table.read_text())
     assert report["workload"] == dict(conversations=3, turns=2, drafts=2, seed=0)
     cold, cached = report["results"]
