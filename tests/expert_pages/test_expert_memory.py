@@ -79,7 +79,7 @@ def test_experts_get_the_memory_that_other_weights_leave(monkeypatch, make, sour
     views = parameter_views(module)
     variables = {id(view.variable): view.variable for path, view in views.items() if ".experts." not in path}
     arrays = jax.tree.leaves([variable.get_value() for variable in variables.values()])
-    # The vectors that were made last may still be there, but no matrix; so are the words that random experts are made of.
+    # The vectors that were made last may still be there, but no matrix; so are the words that experts are made of.
     assert 0 <= sum(sizes) - source - sum(array.nbytes for array in arrays) < 1024
 
 
