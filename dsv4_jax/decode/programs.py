@@ -115,7 +115,13 @@ class CompiledModel:
         return results
 
     def prepare(self, function: Any, *args: Any, **options: Any) -> None:
-        """Loads or compiles the program that `run` would call, or at least traces the function; may run in threads."""
+        """Loads or compiles the program that `run` would call, or traces the function if there is no store.
+
+        Several threads may call it at once.
+
+        Args:
+          function, args, options: as for `run`; the cache is not donated.
+        """
         program, _, is_new = self._programs.find(function, (self, *args), options)
         self.compilations += is_new
         if program is None:

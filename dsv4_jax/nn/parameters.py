@@ -150,8 +150,9 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
         if new.shape == array.shape:
             set_leaf(variable, field, new)
             return
-        device = None if isinstance(new, jax.core.Tracer) else new.sharding
-        array = jnp.zeros(array.shape, array.dtype, device=device)
+        # An array that is committed to its device makes others so, and with them steps compile once more.
+        is_placed = not isinstance(new, jax.core.Tracer) and new.committed
+        array = jnp.zeros(array.shape, array.dtype, device=new.sharding if is_placed else None)
     starts = [place.start if isinstance(place, slice) else place for place in index]
     starts += [0] * (array.ndim - len(starts))
     set_leaf(variable, field, _write(array, new, [np.int32(start) for start in starts]))

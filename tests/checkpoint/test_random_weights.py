@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from dsv4_jax import ops
-from dsv4_jax.checkpoint import load_checkpoint, random_weights
+from dsv4_jax.checkpoint import load, load_checkpoint, random_weights
 from dsv4_jax.checkpoint.random_weights import STD, random_model, selection_bias
+from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
@@ -71,3 +72,15 @@ def test_a_model_without_a_checkpoint(monkeypatch):
     whole = random_model(CONFIG)
     loaded = load_checkpoint(packaged_checkpoint(), weights="quantized")
     chex.assert_trees_all_equal_shapes_and_dtypes(nnx.state(whole), nnx.state(loaded))
+
+
+@pytest.mark.parametrize("source", ["random", "loaded"])
+def test_weights_are_not_committed_to_their_device(source, monkeypatch):
+    """Committed ones would make the first step's outputs committed, with which the next step compiles again."""
+    monkeypatch.setattr(load, "_MAX_HOST_BYTES", 0)  # as of the variables of a large model
+    specs = [LayerSpec(), LayerSpec(), LayerSpec.csa(4), LayerSpec.hca(128), LayerSpec.csa(4), LayerSpec.hca(128)]
+    made = {
+        "random": lambda: random_model(DSV4Config.small(specs)),
+        "loaded": lambda: load_checkpoint(packaged_checkpoint(), weights="quantized"),
+    }
+    assert not any(x.committed for x in jax.tree.leaves(made[source]()))
