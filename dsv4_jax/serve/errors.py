@@ -17,6 +17,7 @@ class APIError(Exception):
       param: field of the body that is wrong, or None.
       code: code for programs, such as "context_length_exceeded", or None.
       headers: additional headers of the response.
+      details: what programs read in Anthropic's format, or None.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        details: dict[str, Any] | None = None,
     ):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.details = details
 
     @property
     def body(self) -> dict[str, Any]:
@@ -42,9 +45,8 @@ class APIError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """The response's JSON in Anthropic's format."""
         body = self.body["error"]
-        return dict(
-            type="error", error=dict(type=body["type"].replace("server_error", "api_error"), message=self.message)
-        )
+        error = dict(type=body["type"].replace("server_error", "api_error"), message=self.message)
+        return dict(type="error", error=error | (dict(details=self.details) if self.details else {}))
 
     def response(self, path: str = "") -> JSONResponse:
         """Returns the response to a request of a path."""

@@ -417,6 +417,7 @@ class MessagesBody(_OneAnswerBody):
     thinking: dict[str, Any] = {}
     output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")
+    thread: dict[str, Any] | None = None  # a conversation that the server would keep
     _no_thinking = dict(thinking=dict(type="disabled"))
     _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -433,7 +434,14 @@ class MessagesBody(_OneAnswerBody):
         return self
 
     def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts: no reasoning that cannot be read."""
+        """Returns the part of the body that deepseek-recipe converts: no reasoning that cannot be read.
+
+        Raises APIError for a thread, in the form on which Anthropic's package sends all messages instead.
+        """
+        if self.thread is not None:
+            details = dict(error_code="thread_unsupported_request", unsupported=["thread"])
+            message = "thread: this server keeps no conversations, send all messages"
+            raise APIError(400, message, param="thread", details=details)
         asked = super().conversation()
         for tool in asked.get("tools", ()):
             tool.pop("type", None)

@@ -174,6 +174,18 @@ def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
     assert status == 200 and answer["input_tokens"] > 9000
 
 
+@pytest.mark.parametrize("thread", [dict(type="create"), dict(type="continue", previous_message_id="msg_1")])
+def test_a_thread(scripted, thread):  # noqa: F811
+    """Refused in the form on which Anthropic's package goes on without it; null is none."""
+    status, answer, _ = post(scripted, "messages", thread=thread)
+    assert status == 400 and answer["error"]["message"].startswith("thread: this server keeps no conversations")
+    details = dict(error_code="thread_unsupported_request", unsupported=["thread"])
+    assert answer["error"]["details"] == details
+    scripted.say("</think>ok")
+    assert post(scripted, "messages", thread=None)[0] == 200
+    assert "details" not in post(scripted, "messages", color=1)[1]["error"]
+
+
 def test_codex(scripted):  # noqa: F811
     find = call("files__find", path="a")
     scripted.say("Hm.</think>Look." + calls(find))
