@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.decode import CompiledModel, StepOutput
-from dsv4_jax.decode.step import accepted_lengths, last_accepted
+from dsv4_jax.decode.step import accepted_lengths, last_accepted, sample_step
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache
 from dsv4_jax.host.step_order import record_step
@@ -153,8 +153,12 @@ def situations(drafter=None):
 @pytest.fixture(scope="module")
 def lives():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledModel, "sample_step", lambda *args, drafts: steps[drafts.count > 0](*args, drafts=drafts))
-        steps = formula_step, formula_step_with_drafts
+
+        def run(model, function, *args, drafts):
+            assert function is sample_step
+            return (formula_step_with_drafts if drafts.count else formula_step)(model, *args, drafts=drafts)
+
+        patch.setattr(CompiledModel, "run", run)
         kinds = {"drafts": Guess(), "ahead": None, "drafts ahead": "model"}
         yield {kind: {name: (life, act) for name, life, act in situations(kinds[kind])} for kind in kinds}
 
