@@ -55,14 +55,14 @@ def as_released[Module: nnx.Module](
 ) -> Module:
     """Returns a model or its layers with the shapes of the release's storage, sharded over a mesh.
 
-    The module, a model or one with the attributes of `DeepseekV4Model`, has shapes in place of arrays. The other
+    The module is a model with shapes in place of arrays. The other
     arguments are those of `random_weights`.
     """
     stored = {weight.path: stored_kind(weight.sources[0], weight.source_shape) for weight in weights(config, "release")}
     kinds: dict[str, Literal["FP8", "FP4"]] = {"F8_E4M3": "FP8", "I8": "FP4"}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
-        kind = kinds.get(stored[path if path in stored else f"model.{path}"])
+        kind = kinds.get(stored[path])
         value = view.variable.get_value()
         if kind is not None and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))

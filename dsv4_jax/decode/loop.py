@@ -61,8 +61,7 @@ def decode_loop(
       cache: the cache; donated.
       batch: one token for each request, prepared with `reserve=steps - 1` so that their blocks exist.
       seeds: [slots] one seed per request.
-      sampling: sampling parameters, one for all requests (static) or arrays [slots], whose `max_tokens` may end
-        requests before `steps`.
+      sampling: sampling parameters, one for all requests (static) or arrays [slots].
       processor: changes the logits before tokens are drawn, with a state for each slot; None = leave them.
       steps: the most tokens that a request gets (static).
       stop_tokens: token ids that end a request (static).
@@ -127,12 +126,11 @@ class _LoopState:
 def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     """Runs one step of the loop: verifies the drafts, draws, and keeps the accepted tokens."""
     slots, steps = jnp.arange(seeds.shape[0], dtype=jnp.int32), state.output.tokens.shape[1]
-    max_tokens = steps if getattr(sampling, "max_tokens", None) is None else sampling.max_tokens
     is_active, drafts = state.last_tokens.slots >= 0, draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
     # No more drafts than tokens that may still come; none before the first ones were made.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
-    num_drafts = jnp.minimum(num_made, max_tokens - state.num_tokens - 1)
+    num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
     is_live = is_active[:, None] & (offsets <= num_drafts[:, None])
     indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
@@ -152,7 +150,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     is_new = is_live & (offsets <= accepted[:, None]) & ~follows_stop
     num_new = jnp.sum(is_new, axis=1, dtype=jnp.int32)
     num_tokens = state.num_tokens + num_new
-    goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < max_tokens)
+    goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < steps)
 
     to = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
     kept = dataclasses.replace(state.output, accepted=None, processor=None)

@@ -1,7 +1,7 @@
 """A store of compiled programs on disk, from which a new process takes a program without tracing or lowering it.
 
-JAX's own cache finds a program by its lowered text, for which a step has to be traced and lowered first. On a CPU that
-takes as long as running it. Here a file has an executable, as `jax.experimental.serialize_executable` writes it, and
+JAX's own cache finds a program by its lowered text, for which a step has to be traced and lowered first. That takes
+seconds on a CPU. Here a file has an executable, as `jax.experimental.serialize_executable` writes it, and
 the structure of its results. The file's name is a hash of all that the program depends on: the function, types and
 shardings of its arguments, everything static about them (model, schema, options), the sources of this package,
 versions, devices, settings of JAX and XLA.

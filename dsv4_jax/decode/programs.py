@@ -114,18 +114,21 @@ class CompiledModel:
         self.compilations += 0 if is_new else function._cache_size() - before
         return results
 
-    def prepare(self, function: Any, *args: Any, **options: Any) -> None:
+    def prepare(self, function: Any, *args: Any, **options: Any) -> bool:
         """Loads or compiles the program that `run` would call, or traces the function if there is no store.
 
-        Several threads may call it at once.
+        Several threads may call it at once, so the caller adds to `compilations`.
 
         Args:
           function, args, options: as for `run`; the cache is not donated.
+
+        Returns:
+          Whether a program was compiled or loaded.
         """
         program, _, is_new = self._programs.find(function, (self, *args), options)
-        self.compilations += is_new
         if program is None:
             function.trace(self, *args, **options)
+        return is_new
 
     forward = functools.partialmethod(run, forward)
     decode_step = functools.partialmethod(run, decode_step)

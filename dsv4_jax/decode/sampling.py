@@ -51,13 +51,11 @@ class BatchedSamplingParams:
       temperature: [n] float32, as in `SamplingParams`.
       top_k: [n] int32.
       top_p: [n] float32.
-      max_tokens: [n] int32, number of tokens after which `decode_loop` ends a request; None = as many as its `steps`.
     """
 
     temperature: Any
     top_k: Any
     top_p: Any
-    max_tokens: Any = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "BatchedSamplingParams":

@@ -229,8 +229,12 @@ class StepRunner:
             request = _request_of_zeros(self._manager, count)
             steps.append(self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars))
             self._manager.release(request.slot)
+
+        def prepare(step):
+            return self.model.prepare(step.function, cache, *step.args, **step.options)
+
         with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
-            list(threads.map(lambda step: self.model.prepare(step.function, cache, *step.args, **step.options), steps))
+            self.model.compilations += sum(threads.map(prepare, steps))
 
 
 @dataclasses.dataclass(frozen=True)

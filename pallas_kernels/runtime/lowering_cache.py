@@ -132,7 +132,12 @@ def _build(path: Path, function: Callable, args: Any, kwargs: Any) -> Callable[[
     if executors is None:
         return functools.cache(lambda: export.deserialize(bytearray(lower())))
     workers, compilers = executors
-    return compilers.submit(_finish, workers.submit(lower), lower).result
+    try:
+        lowering = workers.submit(lower)
+    except Exception as error:  # the machine starts no processes, or has ended them
+        lowering = Future()
+        lowering.set_exception(error)
+    return compilers.submit(_finish, lowering, lower).result
 
 
 def _lower(path: Path, module: str, name: str, args: Any, kwargs: Any) -> bytes:
@@ -148,7 +153,7 @@ def _finish(lowering: Future[bytes], lower: Callable[[], bytes]) -> export.Expor
     """Waits for a worker's kernel, and compiles it."""
     try:
         data = lowering.result()
-    except Exception as error:  # the worker was killed, or could not start
+    except Exception as error:
         logger.warning("a kernel is lowered without workers: %s", error)
         data = lower()
     exported = export.deserialize(bytearray(data))

@@ -118,14 +118,14 @@ def install():
 
 @pytest.fixture
 def run(tmp_path):
-    """run(*command, **variables) -> what a client writes. Its folder is `tmp_path / "work"`, its home another one."""
+    """run(*command, **variables) -> what a client writes. It runs in `tmp_path / "project"` with a home of its own."""
 
     def make(*command, **variables):
-        for name in ("work", "home"):
+        for name in ("project", "home"):
             (tmp_path / name).mkdir(exist_ok=True)
         nowhere = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
         env = dict(PATH=os.environ["PATH"], HOME=f"{tmp_path}/home", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
-        options = dict(cwd=tmp_path / "work", env=env | nowhere | variables, stdin=subprocess.DEVNULL)
+        options = dict(cwd=tmp_path / "project", env=env | nowhere | variables, stdin=subprocess.DEVNULL)
         made = subprocess.run(command, **options, capture_output=True, text=True, timeout=SECONDS)
         assert made.returncode == 0, made.stdout + made.stderr
         return made.stdout
@@ -270,7 +270,7 @@ def test_claude_code(agent_server, install, run, tmp_path):
     )  # fmt: skip
     answer = json.loads(written)
     assert (answer["result"], answer["is_error"], answer["permission_denials"]) == ("All done.", False, [])
-    assert files(tmp_path / "work") == FILES
+    assert files(tmp_path / "project") == FILES
     check(agent_server, ["first", "one"])
 
 
@@ -291,13 +291,13 @@ def test_codex(agent_server, install, run, tmp_path):
     items = [event["item"] for event in map(json.loads, written.splitlines()) if event["type"] == "item.completed"]
     ran = [item for item in items if item["type"] == "command_execution"]
     assert [(item["aggregated_output"], item["exit_code"]) for item in ran] == [("first\n", 0), ("one\n", 0)]
-    assert items[-1]["text"] == "All done." and files(tmp_path / "work") == FILES
+    assert items[-1]["text"] == "All done." and files(tmp_path / "project") == FILES
     check(agent_server, ["first", "one"])
 
 
 def test_opencode(agent_server, install, run, tmp_path):
     program = install("opencode-ai@1.18.33") / "node_modules/.bin/opencode"
-    second = call("write", filePath=f"{tmp_path}/work/two.txt", content="two\n")
+    second = call("write", filePath=f"{tmp_path}/project/two.txt", content="two\n")
     agent_server.turns = script(call("bash", command=COMMANDS[0], description="Write"), second)
     options = dict(baseURL=f"{agent_server.url}/v1", apiKey="none")
     models = dict(tiny=dict(name="tiny", limit=dict(context=CONTEXT, output=8192)))
@@ -306,5 +306,5 @@ def test_opencode(agent_server, install, run, tmp_path):
     config |= dict(autoupdate=False, share="disabled")
     variables = dict(OPENCODE_CONFIG_CONTENT=json.dumps(config), OPENCODE_DISABLE_MODELS_FETCH="1")
     written = run(str(program), "run", "Write two files.", OPENCODE_DISABLE_AUTOUPDATE="1", **variables)
-    assert written.strip().endswith("All done.") and files(tmp_path / "work") == FILES
+    assert written.strip().endswith("All done.") and files(tmp_path / "project") == FILES
     check(agent_server, ["first", "Wrote file successfully."])

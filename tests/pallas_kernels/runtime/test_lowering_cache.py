@@ -86,18 +86,23 @@ def test_without_a_compilation_cache_nothing_is_kept(exports):
     assert program(1024).count("@mosaic_gpu_v2") == 1 and not exports
 
 
-@pytest.mark.parametrize("broken", [False, True])
+def refuse(lower):
+    raise OSError("no more processes")
+
+
+@pytest.mark.parametrize("broken", ["", "worker", "pool"])
 def test_workers_lower_kernels(folder, exports, monkeypatch, broken):
-    """A worker that cannot lower is replaced by this process."""
+    """Workers that cannot lower, or cannot start, are replaced by this process."""
     compiled = []
     with loky.ProcessPoolExecutor(1, env={"JAX_PLATFORMS": "cpu"}) as workers, ThreadPoolExecutor(1) as threads:
         if broken:
-            monkeypatch.setattr(workers, "submit", lambda lower: threads.submit(int, "broken"))
+            failing = {"worker": lambda lower: threads.submit(int, "broken"), "pool": refuse}
+            monkeypatch.setattr(workers, "submit", failing[broken])
         monkeypatch.setattr(lowering_cache, "_executors", lambda: (workers, threads))
         monkeypatch.setattr(lowering_cache, "_compile", compiled.append)
         made = program(1024)
-    assert len(exports) == broken and len(list(folder.iterdir())) == len(compiled) == 1
-    assert program(1024) == made and len(exports) == broken
+    assert len(exports) == bool(broken) and len(list(folder.iterdir())) == len(compiled) == 1
+    assert program(1024) == made and len(exports) == bool(broken)
 
 
 @pytest.mark.gpu
