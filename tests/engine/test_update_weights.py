@@ -65,8 +65,14 @@ def run(engine, prompt):
     return given(request), request.cached_tokens
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("swaps", [16, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("swaps", "overlap"),
+    [
+        (16, True),
+        pytest.param(1000, True, marks=pytest.mark.slow),
+        pytest.param(300, False, marks=pytest.mark.slow),  # 200 swaps preempt no request
+    ],
+)
 def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answer, swaps, overlap):
     """Requests run, wait, are preempted and forked meanwhile. Those not kept get a new engine's tokens."""
     manager, rng = wide(11), np.random.default_rng(swaps)
