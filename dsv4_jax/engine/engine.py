@@ -355,8 +355,8 @@ class Engine(Summarized):
             yield
         except BaseException:
             self._launched = None
-            self._runner.forget_logits_states()
             self._scheduler.restart()
+            self._runner.forget_logits_states()
             self._metrics.restarts += 1
             raise
 

@@ -324,7 +324,7 @@ def live_through(small, manager, blocks, monkeypatch, at, late):
     targets = [(manager, name) for name in ("admit", "allocate", "prepare_forward", "rewind", "release")]
     targets += [(manager.requests.allocator, name) for name in ("acquire", "release", "share")]
     targets += [(prefix, name) for name in ("admit", "observe")]
-    targets += [(scheduler, "offload"), (scheduler, "resume"), (CompiledModel, "sample_step")]
+    targets += [(scheduler, "offload"), (scheduler, "resume"), (CompiledModel, "run")]
     with monkeypatch.context() as patch:
         prompts = [PROMPTS[4] + PROMPTS[i] for i in (1, 3, 0)]
         requests = [engine.add(prompt, max_new_tokens=40, sampling=WARM, seed=i) for i, prompt in enumerate(prompts)]

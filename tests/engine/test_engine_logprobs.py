@@ -184,14 +184,14 @@ def test_a_new_cache_lies_where_the_lost_one_did(monkeypatch, devices):
     request = engine.add(LONG, max_new_tokens=8)
     engine.warm_up()
     before, programs = jax.tree.leaves(engine.cache), engine.metrics.compilations
-    step = CompiledModel.sample_step
+    run = CompiledModel.run
 
-    def failing(*args, drafts):
-        step(*args, drafts=drafts)
+    def failing(*args, **options):
+        run(*args, **options)
         raise RuntimeError("after the launch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CompiledModel, "sample_step", failing)
+        patch.setattr(CompiledModel, "run", failing)
         with pytest.raises(RuntimeError, match="after the launch"):
             engine.step()
     for old, new in zip(before, jax.tree.leaves(engine.cache), strict=True):
